@@ -1,0 +1,1 @@
+"""Penstock: reinforcement learning for language models as a dataflow of columns."""
