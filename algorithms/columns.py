@@ -1,0 +1,57 @@
+"""The columns that rows may have: names, dtypes, shapes. A stage reads and writes these by name.
+
+Rows are samples (one prompt, one response). The standard columns are below; an algorithm of one's own adds to them by
+writing `Column("novelty", "float32")` where a name would do.
+"""
+
+from dataclasses import dataclass
+
+DTYPES = ("int32", "int64", "float32", "bool", "string")
+SHAPES = ("sample", "token", "prompt")
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of the schema.
+
+    `shape`: "sample" is one value a row; "token" one value a response token, ragged; "prompt" one a prompt token, ragged.
+    `per_group`: the value is the same for all samples of a group and is written and kept once.
+    `nan_ok`: float columns refuse NaN and infinity unless this is set.
+    """
+
+    name: str
+    dtype: str
+    shape: str = "sample"
+    per_group: bool = False
+    nan_ok: bool = False
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"column {self.name!r}: dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        if self.shape not in SHAPES:
+            raise ValueError(f"column {self.name!r}: shape {self.shape!r} is none of {', '.join(SHAPES)}")
+
+
+STANDARD_COLUMNS: dict[str, Column] = {
+    column.name: column
+    for column in (
+        Column("prompt_ids", "int32", "prompt", per_group=True),
+        Column("task", "string", per_group=True),  # JSON: the dataset's row, for rewards: {"prompt", "answer", ...}
+        Column("response_ids", "int32", "token"),
+        Column("response_text", "string"),
+        Column("finish_reason", "string"),  # "stop" or "length"
+        Column("behavior_logprobs", "float32", "token"),  # of the engine, under the sampling distribution
+        Column("token_versions", "int32", "token"),  # weight version that each token was sampled under
+        Column("reward", "float32"),
+        Column("reference_logprobs", "float32", "token"),
+        Column("advantage", "float32"),
+    )
+}
+
+PROMPT_COLUMNS = ("prompt_ids", "task")
+ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
+
+
+def as_column(column: "str | Column") -> Column:
+    """The column of that name in the standard schema, or the column itself. Raises `KeyError` for unknown names."""
+    return column if isinstance(column, Column) else STANDARD_COLUMNS[column]

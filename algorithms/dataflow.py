@@ -1,0 +1,223 @@
+"""An algorithm is a dataflow of columns: stages that read some columns of a row and write others.
+
+    source ─ prompt_ids, task ─▶ rollout ─ response_ids, … ─▶ reward ─ reward ─▶ compute ─ advantage ─▶ train
+
+The controller turns each stage into workers, the store turns each column into readiness, and neither knows the algorithm.
+Built by `algorithms/grpo.py` and its like (or by a user), checked by `Dataflow.check`, run by `orchestrator/controller.py`.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
+from penstock.conf.errors import DataflowError, suggest
+
+UNITS = ("sample", "group", "batch")
+PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals")
+"""Arguments of a loss that are no columns: see `workers/trainer`."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One node. `unit` is what becomes ready and is leased as a whole: a sample, a whole group, or the step's batch."""
+
+    name: str
+    kind: str  # source, rollout, reward, logprobs, compute, train
+    unit: str
+    reads: tuple[str, ...]
+    writes: tuple[Column, ...]
+    model: str | None = None
+    function: Callable[..., Any] | None = None
+    """compute: the function. train: the loss. reward: the reward, or None for the one that `reward.function` names."""
+    optional_reads: tuple[str, ...] = ()
+    """Read if some stage writes them: arguments of the loss with a default."""
+
+
+@dataclass
+class Dataflow:
+    """A graph under construction. Each method adds a stage and returns the graph, so that calls chain.
+
+        flow = Dataflow()
+        flow.rollout("policy", samples_per_prompt=8)
+        flow.reward()
+        flow.compute(group_advantage, per="group", reads=["reward"], writes=["advantage"])
+        flow.train("policy", loss=ppo_clip_loss)
+        flow.check()
+    """
+
+    stages: list[Stage] = field(default_factory=list)
+    samples_per_prompt: int = 1
+
+    def demonstrations(self) -> "Dataflow":
+        """Rows come with their response: supervised training. Replaces the rollout."""
+        return self._add(Stage("source", "source", "group", (), _columns((*PROMPT_COLUMNS, "response_ids"), "source")))
+
+    def rollout(self, model: str = "policy", *, samples_per_prompt: int) -> "Dataflow":
+        """Sample `samples_per_prompt` responses to each prompt: they form a group."""
+        if samples_per_prompt < 1:
+            raise DataflowError(f"rollout: samples_per_prompt={samples_per_prompt} must be at least 1 (algorithm.group_size).")
+        self.samples_per_prompt = samples_per_prompt
+        self._add(Stage("source", "source", "group", (), _columns(PROMPT_COLUMNS, "source")))
+        writes = _columns(ROLLOUT_COLUMNS, "rollout")
+        return self._add(Stage("rollout", "rollout", "group", ("prompt_ids",), writes, model=model))
+
+    def reward(self, function: Callable[..., Any] | None = None, *, writes: str | Column = "reward") -> "Dataflow":
+        """Score each response. `function=None`: the one that `reward.function` names."""
+        reads = ("task", "response_text")
+        return self._add(Stage("reward", "reward", "sample", reads, _columns((writes,), "reward"), function=function))
+
+    def logprobs(self, model: str = "reference") -> "Dataflow":
+        """Log-probabilities of the responses under a model that is not trained: writes `<model>_logprobs`."""
+        name = f"{model}_logprobs"
+        column = STANDARD_COLUMNS.get(name, Column(name, "float32", "token"))
+        reads = ("prompt_ids", "response_ids")
+        return self._add(Stage(model, "logprobs", "sample", reads, (column,), model=model))
+
+    def compute(
+        self,
+        function: Callable[..., Any],
+        *,
+        reads: Sequence[str],
+        writes: Sequence[str | Column],
+        per: str = "group",
+        name: str | None = None,
+    ) -> "Dataflow":
+        """A pure function of columns, called with a keyword a column read.
+
+        Sample columns come as `[G]` tensors over the unit's rows, token columns as lists of `[T_i]` tensors; the result is one
+        such value, or a tuple of them in the order of `writes`.
+        """
+        stage_name = name or _name_of(function)
+        columns = _columns(tuple(writes), stage_name)
+        return self._add(Stage(stage_name, "compute", per, tuple(reads), columns, function=function))
+
+    def train(self, model: str = "policy", *, loss: Callable[..., Any]) -> "Dataflow":
+        """Update `model` on the step's batch and end the rows' life. What the loss reads is what its parameters are named:
+        columns, or what the trainer provides (logprobs, old_logprobs, entropy, mask, totals)."""
+        required, optional = _loss_columns(loss)
+        reads = tuple(dict.fromkeys(("prompt_ids", "response_ids", *required)))
+        stage = Stage("train", "train", "batch", reads, (), model=model, function=loss, optional_reads=optional)
+        return self._add(stage)
+
+    def _add(self, stage: Stage) -> "Dataflow":
+        if any(stage.name == other.name for other in self.stages):
+            raise DataflowError(f"stage {stage.name!r} is there twice; give the second one another name.")
+        self.stages.append(stage)
+        return self
+
+    @property
+    def columns(self) -> dict[str, Column]:
+        """Every column that some stage writes, by name."""
+        return {column.name: column for stage in self.stages for column in stage.writes}
+
+    def stage(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
+
+    def of_kind(self, kind: str) -> list[Stage]:
+        return [stage for stage in self.stages if stage.kind == kind]
+
+    def check(self) -> "Dataflow":
+        """Raise `DataflowError` (stage, column, and what would mend it) unless the graph can run; return it.
+
+        Every column read has exactly one writer, units are possible, nothing waits for itself, there is one train stage.
+        """
+        _check_ends(self)
+        _check_units(self)
+        writers = _writers(self)
+        for stage in self.stages:
+            for column in stage.reads:
+                if column not in writers:
+                    raise DataflowError(
+                        f"stage {stage.name!r} reads column {column!r}, which no stage writes{suggest(column, writers)} "
+                        "Add a stage that writes it before, or mend the name."
+                    )
+        _check_cycles(self, writers)
+        return self
+
+    def reads_of(self, stage: Stage) -> tuple[str, ...]:
+        """All that a stage gets: what it must have, and what it may have and somebody writes."""
+        written = self.columns
+        return tuple(dict.fromkeys((*stage.reads, *(name for name in stage.optional_reads if name in written))))
+
+
+def _columns(names: tuple[str | Column, ...], stage: str) -> tuple[Column, ...]:
+    try:
+        return tuple(as_column(name) for name in names)
+    except KeyError as error:
+        unknown = str(error.args[0])
+        raise DataflowError(
+            f"stage {stage!r} writes column {unknown!r}, which is not standard{suggest(unknown, STANDARD_COLUMNS)} "
+            f'Declare a new one with its type: Column("{unknown}", "float32").'
+        ) from None
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    inner = getattr(function, "func", function)
+    return str(getattr(inner, "__name__", "compute"))
+
+
+def _loss_columns(loss: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Parameters of a loss that are columns: those without a default, and those whose default is None."""
+    required, optional = [], []
+    for name, parameter in inspect.signature(loss).parameters.items():
+        if name in PROVIDED_BY_TRAINER or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if parameter.default is parameter.empty:
+            required.append(name)
+        elif parameter.default is None:
+            optional.append(name)
+    return tuple(required), tuple(optional)
+
+
+def _check_ends(flow: Dataflow) -> None:
+    if not flow.of_kind("source"):
+        raise DataflowError("the dataflow has no rows: call flow.rollout(...) or flow.demonstrations() first.")
+    if len(flow.of_kind("train")) != 1:
+        raise DataflowError(
+            f"the dataflow has {len(flow.of_kind('train'))} train stages; it needs exactly one flow.train(...), which ends rows' life."
+        )
+
+
+def _check_units(flow: Dataflow) -> None:
+    for stage in flow.stages:
+        if stage.unit not in UNITS:
+            raise DataflowError(f"stage {stage.name!r}: per={stage.unit!r} is unknown{suggest(stage.unit, UNITS)}")
+        if stage.kind == "compute" and stage.unit == "batch":
+            raise DataflowError(
+                f"stage {stage.name!r}: per='batch' is for training only; use per='group' or per='sample'."
+            )
+        if stage.kind == "compute" and not (stage.reads and stage.writes):
+            raise DataflowError(f"stage {stage.name!r}: a compute stage reads and writes at least one column each.")
+        if stage.kind == "compute" and any(column.per_group for column in stage.writes):
+            raise DataflowError(f"stage {stage.name!r}: only the source writes columns that a group shares.")
+
+
+def _writers(flow: Dataflow) -> dict[str, Stage]:
+    writers: dict[str, Stage] = {}
+    for stage in flow.stages:
+        for column in stage.writes:
+            if column.name in writers:
+                raise DataflowError(
+                    f"column {column.name!r} is written by stage {writers[column.name].name!r} and by {stage.name!r}; "
+                    "a column has one writer. Write one of them under another name."
+                )
+            writers[column.name] = stage
+    return writers
+
+
+def _check_cycles(flow: Dataflow, writers: dict[str, Stage]) -> None:
+    done: set[str] = set()
+
+    def visit(stage: Stage, path: tuple[str, ...]) -> None:
+        if stage.name in path:
+            raise DataflowError(f"stages wait for each other in a circle: {' → '.join((*path, stage.name))}.")
+        if stage.name in done:
+            return
+        for column in flow.reads_of(stage):
+            visit(writers[column], (*path, stage.name))
+        done.add(stage.name)
+
+    for stage in flow.stages:
+        visit(stage, ())

@@ -1,0 +1,58 @@
+"""Configuration of the algorithms that Penstock brings. One's own is a dataclass beside one's own dataflow."""
+
+from dataclasses import dataclass
+
+from penstock.conf.checks import at_least, one_of
+
+AGGREGATIONS = ("token_mean", "sequence_mean")
+CORRECTIONS = ("none", "truncated")
+
+
+@dataclass
+class AlgorithmConfig:
+    """Base of every algorithm's configuration."""
+
+    name: str = "???"
+    """Set by `algorithm=NAME`."""
+    group_size: int = 1
+    """Samples per prompt."""
+
+
+@dataclass
+class SftConfig(AlgorithmConfig):
+    """Supervised fine-tuning on demonstrations."""
+
+    name: str = "sft"
+    aggregation: str = "token_mean"
+
+    def __post_init__(self) -> None:
+        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
+
+
+@dataclass
+class GrpoConfig(AlgorithmConfig):
+    """Group-relative policy optimisation (2402.03300)."""
+
+    name: str = "grpo"
+    group_size: int = 8
+    normalize_std: bool = True
+    """Divide by the group's standard deviation. False: Dr. GRPO (2503.20783)."""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]. 0.28 is DAPO's clip-higher (2503.14476)."""
+    kl_coef: float = 0.0
+    """Weight of the k3 estimate of KL(policy || reference) in the loss. 0: no reference model is started."""
+    aggregation: str = "token_mean"
+    """token_mean: every token of the batch weighs the same. sequence_mean: every response does."""
+    correction: str = "truncated"
+    """Between engine and trainer: truncated (importance weight of the trainer's over the engine's probability, capped), or none
+    (the ratio is taken against the engine's log-probabilities)."""
+    correction_cap: float = 2.0
+    """Largest importance weight."""
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.group_size", self.group_size, 1)
+        for key in ("clip_low", "clip_high", "kl_coef", "correction_cap"):
+            at_least(f"algorithm.{key}", getattr(self, key), 0)
+        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
+        one_of("algorithm.correction", self.correction, CORRECTIONS)

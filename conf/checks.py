@@ -1,0 +1,31 @@
+"""Range checks for the `__post_init__` of config dataclasses: each failure names its key."""
+
+from collections.abc import Collection
+from typing import Any
+
+from penstock.conf.errors import ConfigError, suggest
+
+
+def _is_open(value: object) -> bool:
+    """Hydra leaves `???` and `${...}` in a dataclass until it is resolved: nothing to check yet."""
+    return isinstance(value, str) and (value == "???" or value.startswith("${"))
+
+
+def at_least(key: str, value: Any, low: float) -> None:
+    if not _is_open(value) and not value >= low:
+        raise ConfigError(f"{key}={value}: must be at least {low}.")
+
+
+def above(key: str, value: Any, low: float) -> None:
+    if not _is_open(value) and not value > low:
+        raise ConfigError(f"{key}={value}: must be greater than {low}.")
+
+
+def within(key: str, value: Any, low: float, high: float) -> None:
+    if not _is_open(value) and not low <= value <= high:
+        raise ConfigError(f"{key}={value}: must lie between {low} and {high}.")
+
+
+def one_of(key: str, value: str, names: Collection[str]) -> None:
+    if not _is_open(value) and value not in names:
+        raise ConfigError(f"{key}={value}: unknown{suggest(value, names)}")

@@ -1,0 +1,49 @@
+"""What the run asks of Ray, and what it writes about itself."""
+
+from dataclasses import dataclass, field
+
+from penstock.conf.checks import above, at_least
+
+
+@dataclass
+class ClusterConfig:
+    num_cpus: int | None = None
+    """Logical CPUs of a local Ray that `penstock run` starts. `null`: as many as the run asks for. Ignored with RAY_ADDRESS."""
+    num_gpus: int | None = None
+    """GPUs that the run may use. `null`: what Ray finds."""
+    dashboard: bool = False
+    """Start the Ray dashboard with a local Ray. A cluster has its own."""
+    object_store_mib: int = 512
+    """Shared memory of a local Ray's object store."""
+    cpus_per_worker: float = 1.0
+    """Logical CPUs that each rollout, trainer and reference actor reserves."""
+    shutdown_timeout_s: float = 20.0
+    """Grace for actors to end on their own before they are killed."""
+
+    def __post_init__(self) -> None:
+        at_least("cluster.cpus_per_worker", self.cpus_per_worker, 0)
+        at_least("cluster.object_store_mib", self.object_store_mib, 80)
+        above("cluster.shutdown_timeout_s", self.shutdown_timeout_s, 0)
+        if self.num_gpus is not None:
+            at_least("cluster.num_gpus", self.num_gpus, 0)
+
+
+@dataclass
+class TrackingConfig:
+    """Where numbers go besides `metrics.jsonl`, which is always written."""
+
+    progress: bool = True
+    """Live display in a terminal; plain lines where the output is no terminal."""
+    tensorboard: bool = True
+    """Event files in the run directory."""
+    ray_metrics: bool = True
+    """Gauges for Ray's Prometheus endpoint and dashboard."""
+    samples_every_steps: int = 10
+    """Write `samples/step_N.parquet` every so many steps. 0: never."""
+    export_model: bool = True
+    """Write the final weights as a HF model to `model/`."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """Free labels, kept in config.yaml and in the Ray job's metadata."""
+
+    def __post_init__(self) -> None:
+        at_least("tracking.samples_every_steps", self.samples_every_steps, 0)

@@ -1,0 +1,76 @@
+"""Where prompts come from and how a row becomes a prompt."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.conf.checks import at_least, one_of
+
+SOURCES = ("jsonl", "huggingface", "reasoning_gym")
+
+
+@dataclass
+class ColumnsConfig:
+    """Names of the dataset's own columns."""
+
+    prompt: str = "question"
+    """Column with the user's text."""
+    answer: str | None = "answer"
+    """Column with the reference answer, handed to the reward. `null`: the reward needs none."""
+    response: str | None = None
+    """Column with a demonstration, for SFT. `null`: the answer itself."""
+
+
+@dataclass
+class DataConfig:
+    source: str = "jsonl"
+    """jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with their verifier)."""
+    path: str | None = None
+    """jsonl: the file. huggingface: the dataset id. reasoning_gym: the task's name, e.g. chain_sum."""
+    subset: str | None = None
+    """huggingface: the dataset's configuration name, e.g. main."""
+    split: str = "train"
+    """huggingface: the split."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """reasoning_gym: the task's own options, e.g. {max_digits: 2}."""
+    size: int | None = None
+    """Use so many rows at most. reasoning_gym: how many problems are made (default 100000)."""
+    seed: int = 0
+    """Seed of the order, and of the problems that reasoning_gym makes. Held-out problems use another."""
+    shuffle: bool = True
+    columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    system_prompt: str | None = None
+    """Put before the user's text where the chat template is applied."""
+    prompt_template: str = "{prompt}"
+    """The user's text; `{prompt}` stands for the row's prompt column."""
+    chat_template: bool = True
+    """Apply the tokenizer's chat template. Off, or a tokenizer without one: the bare text."""
+    max_prompt_tokens: int = 512
+    """A longer prompt is an error, or is skipped, as `too_long` says. Tokens."""
+    too_long: str = "error"
+    """error: end with the row's number, before anything starts. skip: leave the row out, counted as dropped/prompt_too_long."""
+
+    def __post_init__(self) -> None:
+        one_of("data.source", self.source, SOURCES)
+        one_of("data.too_long", self.too_long, ("error", "skip"))
+        at_least("data.max_prompt_tokens", self.max_prompt_tokens, 1)
+        if self.size is not None:
+            at_least("data.size", self.size, 1)
+
+
+@dataclass
+class EvaluationConfig:
+    """Greedy decoding on problems that are never trained on."""
+
+    every_steps: int = 0
+    """Evaluate every so many steps, and at the start and the end of the run. 0: never."""
+    num_problems: int = 200
+    path: str | None = None
+    """jsonl: the held-out file; huggingface: the held-out split; `null` with reasoning_gym: the same task by `seed`."""
+    seed: int = 1_000_003
+    """reasoning_gym: seed of the held-out problems. Must differ from data.seed."""
+    stop_at_accuracy: float | None = None
+    """End the run early once held-out accuracy reaches this. `null`: never."""
+
+    def __post_init__(self) -> None:
+        at_least("evaluation.every_steps", self.every_steps, 0)
+        at_least("evaluation.num_problems", self.num_problems, 1)

@@ -1,0 +1,78 @@
+"""Every error that Penstock raises on purpose: one small hierarchy, in the lowest layer so that all can use it.
+
+A message says what was received, why it cannot work, and the key or command that mends it. All errors cross process
+boundaries, so each is built from its message alone and pickles as such.
+"""
+
+import difflib
+from collections.abc import Iterable
+
+
+class PenstockError(Exception):
+    """Base of all. `exit_code` is what the command line ends with."""
+
+    exit_code = 1
+
+
+class ConfigError(PenstockError):
+    """A key, type, range or combination in the configuration that cannot work."""
+
+    exit_code = 2
+
+
+class DataError(PenstockError):
+    """A dataset or a row of it that cannot be used."""
+
+    exit_code = 2
+
+
+class ModelError(PenstockError):
+    """A model directory that lacks something or does not fit the run."""
+
+    exit_code = 2
+
+
+class ResourceError(PenstockError):
+    """The cluster lacks what the run asks for."""
+
+    exit_code = 2
+
+
+class DataflowError(ConfigError):
+    """A graph that cannot run: a column without a writer, a cycle, an impossible unit."""
+
+
+class StoreError(PenstockError):
+    """A call that the store refuses; its state is as before the call."""
+
+
+class StalenessViolation(StoreError):
+    """A token older than `max_staleness` reached a batch. Always a bug in Penstock."""
+
+
+class LeaseExpired(StoreError):
+    """A write or acknowledgement under a lease that is over; the rows belong to somebody else by now."""
+
+
+class RewardFailure(PenstockError):
+    """More than the configured share of rewards failed."""
+
+
+class WeightError(PenstockError):
+    """A publication is missing, damaged, or not what the engine serves."""
+
+
+class DeadlineExceeded(PenstockError):
+    """A phase did not end in time. The message names the phase and who did not answer."""
+
+
+class WorkerDied(PenstockError):
+    """An actor or engine process ended on its own. The message names it."""
+
+
+def suggest(word: str, known: Iterable[str]) -> str:
+    """A half sentence for "unknown name" errors: the nearest known name, and all of them if they are few."""
+    names = sorted(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
+    return f"{hint} Known: {', '.join(names)}." if len(names) <= 24 else hint

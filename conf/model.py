@@ -1,0 +1,41 @@
+"""Which model is trained, and what a model that is made from nothing looks like."""
+
+from dataclasses import dataclass, field
+
+from penstock.conf.checks import at_least, one_of
+
+TOKENIZERS = ("characters",)
+
+
+@dataclass
+class FreshModelConfig:
+    """A small Qwen2 with random weights and a character tokenizer, for runs that bring no model (`model=tiny`)."""
+
+    num_layers: int = 4
+    hidden_size: int = 256
+    intermediate_size: int = 704
+    num_heads: int = 4
+    num_kv_heads: int = 2
+    max_position_embeddings: int = 1024
+    """Longest sequence in tokens. Bounds prompt + response."""
+
+    def __post_init__(self) -> None:
+        for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):
+            at_least(f"model.fresh.{key}", getattr(self, key), 1)
+        at_least("model.fresh.max_position_embeddings", self.max_position_embeddings, 16)
+
+
+@dataclass
+class ModelConfig:
+    """The policy (and, unless set apart, the reference)."""
+
+    path: str | None = None
+    """Directory of a HF model, or a hub id. `null`: a fresh model of `model.fresh` is made in the run directory."""
+    fresh: FreshModelConfig = field(default_factory=FreshModelConfig)
+    reference_path: str | None = None
+    """Model of the `reference` stage. `null`: the policy as it was at the start of the run."""
+    attention: str = "sdpa"
+    """Attention implementation of the trainer (transformers' name): sdpa, eager, flash_attention_2."""
+
+    def __post_init__(self) -> None:
+        one_of("model.attention", self.attention, ("sdpa", "eager", "flash_attention_2"))

@@ -1,0 +1,28 @@
+"""What scores a response, and what happens when that fails."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.conf.checks import above, at_least, within
+
+
+@dataclass
+class RewardConfig:
+    function: str = "math_verify"
+    """A registered name (math_verify, reasoning_gym, digits), `file.py:function`, or `package.module:function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    num_processes: int = 1
+    """Processes of the pool. A hanging reward holds one of them until its deadline."""
+    timeout_s: float = 10.0
+    """Deadline of one sample's reward; then its process is killed and the sample dropped."""
+    max_error_share: float = 0.2
+    """End the run when more than this share of the last `error_window` rewards failed."""
+    error_window: int = 100
+    """Rewards over which the share is taken."""
+
+    def __post_init__(self) -> None:
+        at_least("reward.num_processes", self.num_processes, 1)
+        above("reward.timeout_s", self.timeout_s, 0)
+        within("reward.max_error_share", self.max_error_share, 0, 1)
+        at_least("reward.error_window", self.error_window, 1)

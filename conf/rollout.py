@@ -1,0 +1,78 @@
+"""How responses are sampled, and by what."""
+
+from dataclasses import dataclass, field
+
+from penstock.conf.checks import above, at_least, one_of, within
+
+ENGINES = ("vllm", "hf", "scripted")
+
+
+@dataclass
+class SamplingConfig:
+    """The sampling distribution. Log-probabilities are recorded under it, after temperature and truncation."""
+
+    temperature: float = 1.0
+    """> 0. Evaluation is greedy whatever this says."""
+    top_p: float = 1.0
+    """Nucleus. Below 1 the trainer's log-probabilities (full distribution) differ from the engine's by construction."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0: all."""
+    min_p: float = 0.0
+    """Drop tokens less likely than min_p times the likeliest."""
+    max_tokens: int = 256
+    """Longest response. Tokens."""
+    stop: list[str] = field(default_factory=list)
+    """End a response at any of these strings."""
+    ignore_eos: bool = False
+    """Sample on through the end-of-sequence token, to max_tokens. For benchmarks."""
+    seeded: bool = True
+    """Give each sample a seed of its own, derived from the run's, the group's and its index."""
+
+    def __post_init__(self) -> None:
+        above("rollout.sampling.temperature", self.temperature, 0.0)
+        within("rollout.sampling.top_p", self.top_p, 1e-6, 1.0)
+        at_least("rollout.sampling.top_k", self.top_k, 0)
+        within("rollout.sampling.min_p", self.min_p, 0.0, 1.0)
+        at_least("rollout.sampling.max_tokens", self.max_tokens, 1)
+
+
+@dataclass
+class RolloutConfig:
+    engine: str = "vllm"
+    """vllm, hf (transformers; where vLLM is not to be had), scripted (a deterministic fake for tests)."""
+    num_workers: int = 1
+    """Rollout actors, each with an engine of its own."""
+    num_gpus_per_worker: float = 0
+    """GPUs for each engine. 0: the CPU build."""
+    tensor_parallel_size: int = 1
+    dtype: str = "float32"
+    """float32 or bfloat16. On GPUs use bfloat16."""
+    max_model_len: int = 1024
+    """Prompt + response, in tokens. Sizes the KV cache."""
+    max_concurrent_samples: int = 256
+    """Sequences that one engine decodes at a time."""
+    kv_cache_gib: float = 1.0
+    """CPU: size of the KV cache. GPU: see gpu_memory_utilization."""
+    gpu_memory_utilization: float = 0.5
+    """GPU: share of the memory that vLLM takes. Half leaves room for a colocated trainer."""
+    num_threads: int = 0
+    """CPU threads of each engine. 0: all cores when max_staleness=0, else an even share."""
+    enforce_eager: bool = True
+    """Skip graph capture: starts faster. Set false on GPUs for speed."""
+    start_timeout_s: float = 300.0
+    update_timeout_s: float = 120.0
+    """Deadline of each phase of a weight update."""
+    generate_timeout_s: float = 1800.0
+    """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+    def __post_init__(self) -> None:
+        one_of("rollout.engine", self.engine, ENGINES)
+        one_of("rollout.dtype", self.dtype, ("float32", "bfloat16"))
+        for key in ("num_workers", "tensor_parallel_size", "max_concurrent_samples"):
+            at_least(f"rollout.{key}", getattr(self, key), 1)
+        at_least("rollout.num_gpus_per_worker", self.num_gpus_per_worker, 0)
+        at_least("rollout.max_model_len", self.max_model_len, 2)
+        within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+        for key in ("kv_cache_gib", "start_timeout_s", "update_timeout_s", "generate_timeout_s"):
+            above(f"rollout.{key}", getattr(self, key), 0)

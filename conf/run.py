@@ -1,0 +1,92 @@
+"""The whole configuration of a run, as one dataclass."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.checks import at_least
+from penstock.conf.cluster import ClusterConfig, TrackingConfig
+from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.errors import ConfigError
+from penstock.conf.model import ModelConfig
+from penstock.conf.reward import RewardConfig
+from penstock.conf.rollout import RolloutConfig
+from penstock.conf.store import StoreConfig
+from penstock.conf.trainer import TrainerConfig
+
+
+@dataclass
+class WarmStartConfig:
+    """A run before the run, whose model this one starts from."""
+
+    recipe: str | None = None
+    """Recipe of the first run, e.g. arithmetic_sft. `null`: none. Ignored when model.path is set."""
+    overrides: list[str] = field(default_factory=list)
+    """Further overrides of it, as on the command line."""
+
+
+@dataclass
+class RunConfig:
+    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"algorithm": "grpo"}, {"optional recipe": None}])
+    name: str | None = None
+    """Name of the run and of its directory. `null`: the recipe's name and the time."""
+    description: str = ""
+    """One line about the recipe, for `penstock recipes` and the report."""
+    output_dir: str = "runs"
+    """Where run directories are made."""
+    seed: int = 0
+    """Seed of everything that is random."""
+    max_staleness: int = 0
+    """How many policy updates a trained token may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
+    imports: list[str] = field(default_factory=list)
+    """Python files (relative to the recipe) that register algorithms, rewards or losses."""
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    store: StoreConfig = field(default_factory=StoreConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
+
+    def __post_init__(self) -> None:
+        at_least("max_staleness", self.max_staleness, 0)
+
+    @property
+    def window_staleness(self) -> int:
+        """What the order window takes of the staleness bound: `ceil((w - 1) / P)`, in updates."""
+        return math.ceil((self.store.window - 1) / self.trainer.groups_per_step)
+
+    @property
+    def max_active_groups(self) -> int:
+        """Groups between admission and publication, `(S + 1) P` with `S + ceil((w - 1) / P) = max_staleness`."""
+        return (self.max_staleness - self.window_staleness + 1) * self.trainer.groups_per_step
+
+
+def validate(config: RunConfig) -> None:
+    """Checks across sections. Raises `ConfigError` naming the keys."""
+    if config.window_staleness > config.max_staleness:
+        raise ConfigError(
+            f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} update(s), more than "
+            f"max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to {config.window_staleness}."
+        )
+    sampling = config.rollout.sampling
+    if sampling.max_tokens >= config.rollout.max_model_len:
+        raise ConfigError(
+            f"rollout.sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in "
+            f"rollout.max_model_len={config.rollout.max_model_len}. Lower the first or raise the second."
+        )
+    if config.data.source == "reasoning_gym" and config.evaluation.seed == config.data.seed:
+        raise ConfigError(
+            f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained ones. "
+            "Choose another evaluation.seed."
+        )
+    if config.trainer.num_minibatches > config.trainer.groups_per_step:
+        raise ConfigError(
+            f"trainer.num_minibatches={config.trainer.num_minibatches} exceeds trainer.groups_per_step="
+            f"{config.trainer.groups_per_step}: a minibatch needs at least one group."
+        )

@@ -1,0 +1,64 @@
+"""What a store is made for: the columns and stages of one dataflow and the bounds of one run. Plain data, made once."""
+
+from dataclasses import dataclass
+
+from penstock.algorithms.columns import Column
+from penstock.algorithms.dataflow import Dataflow
+from penstock.conf.run import RunConfig
+
+REPORTED_COLUMNS = ("reward", "finish_reason", "token_versions", "behavior_logprobs")
+"""Handed to the train stage where they exist, for the metrics of the step, whatever the loss reads."""
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A consumer of rows. It may start on a unit once all its `reads` are there for every row of the unit."""
+
+    name: str
+    unit: str  # sample, group, batch
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class StoreSpec:
+    columns: tuple[Column, ...]
+    source_columns: tuple[str, ...]
+    stages: tuple[StageSpec, ...]
+    group_size: int
+    groups_per_step: int
+    max_active_groups: int
+    """`(S + 1) P`: groups between admission and publication."""
+    max_staleness: int
+    window: int = 1
+    max_bytes: int = 4 * 2**30
+    lease_timeout_s: float = 600.0
+    inline_bytes: int = 65536
+    strict: bool = True
+    """A staleness violation raises (tests) instead of evicting the group (production)."""
+
+    @classmethod
+    def of(cls, flow: Dataflow, config: RunConfig, *, strict: bool = False) -> "StoreSpec":
+        columns = flow.columns
+        stages = []
+        for stage in flow.stages:
+            if stage.kind == "source":
+                continue
+            reads = flow.reads_of(stage)
+            if stage.kind == "train":
+                reads = tuple(dict.fromkeys((*reads, *(name for name in REPORTED_COLUMNS if name in columns))))
+            stages.append(StageSpec(stage.name, stage.unit, reads, tuple(column.name for column in stage.writes)))
+        return cls(
+            columns=tuple(columns.values()),
+            source_columns=tuple(column.name for column in flow.stage("source").writes),
+            stages=tuple(stages),
+            group_size=flow.samples_per_prompt,
+            groups_per_step=config.trainer.groups_per_step,
+            max_active_groups=config.max_active_groups,
+            max_staleness=config.max_staleness,
+            window=config.store.window,
+            max_bytes=config.store.max_bytes,
+            lease_timeout_s=config.store.lease_timeout_s,
+            inline_bytes=config.store.inline_bytes,
+            strict=strict,
+        )
