@@ -68,3 +68,6 @@ def find_algorithm(name: str) -> Algorithm:
 def build_dataflow(config: AlgorithmConfig) -> Dataflow:
     """The checked dataflow of a configuration."""
     return find_algorithm(config.name).build(config).check()
+
+
+from penstock.algorithms import grpo, sft  # noqa: E402, F401 - they register themselves, and need the above to do so

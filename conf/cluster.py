@@ -15,6 +15,8 @@ class ClusterConfig:
     """Start the Ray dashboard with a local Ray. A cluster has its own."""
     object_store_mib: int = 512
     """Shared memory of a local Ray's object store."""
+    worker_logs: bool = False
+    """Show what actors print in this terminal. They are in Ray's session directory either way."""
     cpus_per_worker: float = 1.0
     """Logical CPUs that each rollout, trainer and reference actor reserves."""
     shutdown_timeout_s: float = 20.0

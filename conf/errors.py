@@ -42,6 +42,10 @@ class DataflowError(ConfigError):
     """A graph that cannot run: a column without a writer, a cycle, an impossible unit."""
 
 
+class ShapeError(PenstockError, ValueError):
+    """A tensor handed to a loss or an advantage whose shape or values do not fit the others'."""
+
+
 class StoreError(PenstockError):
     """A call that the store refuses; its state is as before the call."""
 

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.conf.algorithm import AlgorithmConfig
 from penstock.conf.checks import at_least
@@ -28,7 +27,8 @@ class WarmStartConfig:
 
 @dataclass
 class RunConfig:
-    defaults: list[Any] = field(default_factory=lambda: ["_self_", {"algorithm": "grpo"}, {"optional recipe": None}])
+    recipe: str | None = None
+    """Where the defaults of this run come from: set by `recipe=NAME` or `recipe=DIRECTORY`."""
     name: str | None = None
     """Name of the run and of its directory. `null`: the recipe's name and the time."""
     description: str = ""

@@ -1,0 +1,80 @@
+"""From a value a token to one number a batch, exactly the same however the batch is cut.
+
+A loss is computed on one micro-batch of one rank at a time, but its mean is over the whole batch of the optimizer step. The
+normaliser is therefore an argument, `BatchTotals`, which the trainer sums over all ranks and micro-batches before the first
+backward; each call returns a *contribution*, and contributions add up to the mean. No call knows or needs to know
+how many others there are. Called by `losses.py`, and by losses of one's own.
+
+Legend: B rows of the micro-batch, T response tokens, padded.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from penstock.algorithms.checks import as_mask, has_axes, known, non_negative, same_shape
+from penstock.conf.algorithm import AGGREGATIONS
+
+
+@dataclass(frozen=True)
+class BatchTotals:
+    """What one optimizer step trains on, over all ranks and micro-batches.
+
+    >>> BatchTotals(10, 2) + BatchTotals(4, 1)
+    BatchTotals(num_tokens=14, num_sequences=3)
+    """
+
+    num_tokens: float
+    """Response tokens: ones in the mask."""
+    num_sequences: float
+    """Responses with at least one token. Rows that are padding altogether do not count, so adding some changes nothing."""
+
+    def __post_init__(self) -> None:
+        non_negative("totals.num_tokens", self.num_tokens)
+        non_negative("totals.num_sequences", self.num_sequences)
+
+    def __add__(self, other: "BatchTotals") -> "BatchTotals":
+        return BatchTotals(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
+
+    @classmethod
+    def of(cls, mask_BT: Tensor) -> "BatchTotals":
+        """Of one micro-batch `[B, T]`; the sum of all of them is what `aggregate` wants."""
+        mask = as_mask(mask_BT)
+        return cls(int(mask.sum()), int(mask.any(dim=-1).sum()))
+
+
+def in_float32(values: Tensor) -> Tensor:
+    """Half precision and integers as float32; float64 as it is. Statistics are never taken in less."""
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def masked(values: Tensor, mask: Tensor) -> Tensor:
+    """The values in float32, zero where the mask is. Done *before* any arithmetic: NaN in padding then reaches neither the
+    value nor the gradient (0 · NaN is NaN, so multiplying by the mask afterwards would not do)."""
+    return torch.where(mask, in_float32(values), 0.0)
+
+
+def aggregate(values_BT: Tensor, mask_BT: Tensor, totals: BatchTotals, how: str) -> Tensor:
+    """This micro-batch's contribution to the mean over the batch, float32 `[]`.
+
+    `values_BT`: float `[B, T]`; what is under padding is ignored, NaN included. `mask_BT`: bool or 0/1 `[B, T]`.
+    `how`: "token_mean", Σ values·mask / num_tokens, where every token weighs the same; or "sequence_mean",
+    Σ over rows of the row's masked mean / num_sequences, where every response does. Rows without a token add 0.
+
+    Raises `ShapeError` for shapes that differ, `ConfigError` for an unknown `how`.
+    """
+    known("aggregation", how, AGGREGATIONS)
+    has_axes("values", values_BT, "BT")
+    same_shape(values_BT, "values", mask=mask_BT)
+    mask = as_mask(mask_BT)
+    values = masked(values_BT, mask)
+    if how == "token_mean":
+        return _divide(values.sum(), totals.num_tokens)
+    tokens_B = mask.sum(dim=-1).clamp(min=1)
+    return _divide((values.sum(dim=-1) / tokens_B).sum(), totals.num_sequences)
+
+
+def _divide(total: Tensor, count: float) -> Tensor:
+    """A batch without a token has sum 0, and mean 0."""
+    return total / count if count > 0 else total * 0.0

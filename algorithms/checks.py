@@ -1,0 +1,54 @@
+"""Bad input of losses and advantages, refused by the name of the argument, what it is, and what is expected.
+
+Called first thing by the public functions of this package. The checks look at shapes and Python numbers only, which costs
+nothing on a GPU; the one that looks at values (`as_mask`) does so only where the mask is not boolean already.
+"""
+
+import math
+from collections.abc import Collection
+
+import torch
+from torch import Tensor
+
+from penstock.conf.errors import ConfigError, ShapeError, suggest
+
+
+def describe(value: object) -> str:
+    """`float32 [2, 7]` for a tensor, the type's name for anything else."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
+
+
+def same_shape(expected: Tensor, expected_name: str, **tensors: Tensor) -> None:
+    """Every tensor has the shape of `expected`. Raises `ShapeError`."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.shape != expected.shape:
+            raise ShapeError(f"{name} is {describe(tensor)}; expected {list(expected.shape)}, the shape of {expected_name}.")
+
+
+def has_axes(name: str, tensor: Tensor, axes: str) -> None:
+    """The tensor has as many dimensions as `axes` has letters, e.g. "BT". Raises `ShapeError`."""
+    if not isinstance(tensor, Tensor) or tensor.dim() != len(axes):
+        raise ShapeError(f"{name} is {describe(tensor)}; expected a tensor [{', '.join(axes)}].")
+
+
+def as_mask(mask: Tensor, name: str = "mask") -> Tensor:
+    """The mask as booleans. Raises `ShapeError` if it holds anything but 0 and 1."""
+    if mask.dtype == torch.bool:
+        return mask
+    if not bool(((mask == 0) | (mask == 1)).all()):
+        raise ShapeError(f"{name} is {describe(mask)} with values other than 0 and 1; expected 1 for response tokens, 0 for padding.")
+    return mask.bool()
+
+
+def non_negative(key: str, value: float) -> None:
+    """Raises `ConfigError` unless the number is finite and at least 0."""
+    if not (math.isfinite(value) and value >= 0):
+        raise ConfigError(f"{key}={value}: must be a finite number, at least 0.")
+
+
+def known(key: str, value: str, names: Collection[str]) -> None:
+    """Raises `ConfigError` with the nearest name."""
+    if value not in names:
+        raise ConfigError(f"{key}={value}: unknown{suggest(value, names)}")

@@ -1,0 +1,80 @@
+"""The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run."""
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+
+import ray
+from ray.job_config import JobConfig
+
+from penstock.conf.errors import ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.placement import ActorPlan, check_fits, needed
+
+MIB = 2**20
+
+
+def count_local_gpus() -> int:
+    """GPUs of this machine that torch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
+def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
+    """Before anything starts: raise `ResourceError` if a local Ray could not hold the plan. A cluster is asked once connected."""
+    if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
+        return
+    gpus = count_local_gpus()
+    if config.cluster.num_gpus is not None and config.cluster.num_gpus > gpus:
+        raise ResourceError(f"cluster.num_gpus={config.cluster.num_gpus}, and this machine has {gpus}. Lower it or leave it out.")
+    cpus = config.cluster.num_cpus if config.cluster.num_cpus is not None else needed(actors)[0]
+    check_fits(actors, cpus, gpus if config.cluster.num_gpus is None else config.cluster.num_gpus)
+
+
+@contextlib.contextmanager
+def connect(actors: list[ActorPlan], config: RunConfig, run_id: str) -> Iterator[str]:
+    """Connect to Ray, check that the plan fits, yield the namespace of the run's actors; disconnect at the end.
+
+    A Ray that this process was connected to already is used and left alone.
+    """
+    namespace = f"penstock-{run_id}"
+    borrowed = ray.is_initialized()
+    if not borrowed:
+        check_resources(actors, config)
+        _start(actors, config, namespace)
+    try:
+        resources = ray.cluster_resources()
+        check_fits(actors, resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+        yield namespace
+    finally:
+        if not borrowed:
+            ray.shutdown()
+
+
+def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
+    metadata = {"penstock.run": config.name or "", "penstock.algorithm": config.algorithm.name, **config.tracking.tags}
+    common = {
+        "namespace": namespace,
+        "job_config": JobConfig(metadata=metadata),
+        "log_to_driver": config.cluster.worker_logs,
+        "logging_level": logging.ERROR,
+    }
+    if os.environ.get("RAY_ADDRESS"):
+        try:
+            ray.init(address=os.environ["RAY_ADDRESS"], **common)
+        except ConnectionError as error:
+            raise ResourceError(
+                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster answers there ({error}). Start one with "
+                "`ray start --head`, or unset RAY_ADDRESS to use this machine."
+            ) from error
+        return
+    wanted = max(1, round(needed(actors)[0] + 0.5))
+    ray.init(
+        num_cpus=config.cluster.num_cpus or wanted,
+        num_gpus=config.cluster.num_gpus,
+        include_dashboard=config.cluster.dashboard,
+        object_store_memory=config.cluster.object_store_mib * MIB,
+        **common,
+    )

@@ -1,0 +1,152 @@
+"""The numbers of one step, under the names that `metrics.jsonl`, TensorBoard and Ray's gauges share.
+
+Pure: arrays and dictionaries in, one flat dictionary out. The controller collects the parts (rows trained, the trainer's report,
+seconds by phase, the store's counters) and calls `step_metrics` once a step.
+
+Legend: _N rows (samples) of the step's batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.store.rows import Rows
+
+PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
+"""What `timing_s/` and the report's plot of time know, besides `step`."""
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """What the metrics need of each trained row; small enough to send from every trainer rank."""
+
+    reward_N: NDArray[np.float64]
+    """NaN where the dataflow has no reward."""
+    response_tokens_N: NDArray[np.int64]
+    prompt_tokens_N: NDArray[np.int64]
+    clipped_N: NDArray[np.bool_]
+    """The response ended at `max_tokens`, not by itself."""
+    staleness_max_N: NDArray[np.int64]
+    """Of the row's oldest token, in policy updates; 0 where nothing was sampled."""
+    staleness_sum_N: NDArray[np.float64]
+    """Over the row's tokens."""
+
+    def __len__(self) -> int:
+        return len(self.response_tokens_N)
+
+    @classmethod
+    def of(cls, rows: Rows, policy_version: int) -> "StepArrays":
+        """From the rows of the update that makes version `policy_version + 1`: a token of version u has staleness
+        `policy_version - u`."""
+        num_rows = len(rows)
+        tokens = np.asarray(rows.lengths("response_ids"), dtype=np.int64)
+        prompts = np.asarray(rows.lengths("prompt_ids"), dtype=np.int64) if "prompt_ids" in rows else np.zeros(num_rows, np.int64)
+        reward = np.asarray(rows.values("reward"), np.float64) if "reward" in rows else np.full(num_rows, np.nan)
+        clipped = np.zeros(num_rows, dtype=np.bool_)
+        if "finish_reason" in rows:
+            clipped = np.array([reason == "length" for reason in rows.strings("finish_reason")], dtype=np.bool_)
+        oldest, total = np.zeros(num_rows, np.int64), np.zeros(num_rows)
+        if "token_versions" in rows:
+            for index, versions in enumerate(rows.arrays("token_versions")):
+                if len(versions):
+                    staleness = policy_version - versions.astype(np.int64)
+                    oldest[index], total[index] = staleness.max(), staleness.sum()
+        return cls(reward, tokens, prompts, clipped, oldest, total)
+
+    @classmethod
+    def concat(cls, parts: "Sequence[StepArrays]") -> "StepArrays":
+        """All ranks' shares as one."""
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Where a step's wall time went. Phases overlap when `max_staleness > 0`, so they need not sum to `step_s`."""
+
+    step_s: float
+    phase_s: Mapping[str, float]
+    """Seconds by name of `PHASES`, as the controller or the workers saw them."""
+    busy_s: Mapping[str, float]
+    """Seconds that a group of workers computed, averaged over its workers: rollout, train."""
+
+
+def step_metrics(
+    step: int,
+    policy_version: int,
+    arrays: StepArrays,
+    times: StepTimes,
+    *,
+    trainer: Mapping[str, float] | None = None,
+    store: Mapping[str, float] | None = None,
+    generated_length_mean: float | None = None,
+    heldout_accuracy: float | None = None,
+) -> dict[str, Any]:
+    """One line of metrics.jsonl.
+
+    `trainer`: the update's own metrics (`actor/…`, `mismatch/…`), taken as they are. `store`: its counters (`store/…`, `dropped/…`).
+    `generated_length_mean`: mean length of all responses sampled since the last step, for the length bias of what was trained.
+    """
+    metrics: dict[str, Any] = {"step": step, "policy_version": policy_version}
+    if heldout_accuracy is not None:
+        metrics["accuracy/heldout"] = heldout_accuracy
+    metrics |= reward_metrics(arrays) | length_metrics(arrays, generated_length_mean) | staleness_metrics(arrays)
+    metrics |= dict(trainer or {})
+    metrics |= time_metrics(arrays, times)
+    return metrics | dict(store or {})
+
+
+def reward_metrics(arrays: StepArrays) -> dict[str, float]:
+    """Over samples. Empty for a dataflow without rewards."""
+    reward_N = arrays.reward_N[np.isfinite(arrays.reward_N)]
+    if not len(reward_N):
+        return {}
+    return {
+        "reward/mean": float(reward_N.mean()),
+        "reward/std": float(reward_N.std()),
+        "reward/min": float(reward_N.min()),
+        "reward/max": float(reward_N.max()),
+    }
+
+
+def length_metrics(arrays: StepArrays, generated_length_mean: float | None = None) -> dict[str, float]:
+    """Response lengths in tokens. `length_bias`: how much longer than the generated ones the trained responses are, as a share;
+    negative when a window or a drop favours short ones."""
+    if not len(arrays):
+        return {}
+    mean = float(arrays.response_tokens_N.mean())
+    metrics = {
+        "response_length/mean": mean,
+        "response_length/max": float(arrays.response_tokens_N.max()),
+        "response_length/clip_ratio": float(arrays.clipped_N.mean()),
+    }
+    if generated_length_mean:
+        metrics["length_bias"] = mean / generated_length_mean - 1.0
+    return metrics
+
+
+def staleness_metrics(arrays: StepArrays) -> dict[str, float]:
+    """Over tokens, in policy updates."""
+    tokens = int(arrays.response_tokens_N.sum())
+    if not tokens:
+        return {}
+    return {
+        "staleness/mean": float(arrays.staleness_sum_N.sum() / tokens),
+        "staleness/max": float(arrays.staleness_max_N.max()),
+    }
+
+
+def time_metrics(arrays: StepArrays, times: StepTimes) -> dict[str, float]:
+    """Seconds by phase, idle shares, and throughput counted on what was trained."""
+    metrics = {"timing_s/step": times.step_s}
+    metrics |= {f"timing_s/{phase}": times.phase_s[phase] for phase in PHASES if phase in times.phase_s}
+    metrics |= {f"timing_s/{phase}": seconds for phase, seconds in times.phase_s.items() if phase not in PHASES}
+    if times.step_s <= 0:
+        return metrics
+    for group, busy_s in times.busy_s.items():
+        metrics[f"idle/{group}"] = min(1.0, max(0.0, 1.0 - busy_s / times.step_s))
+    metrics["perf/samples_per_s"] = len(arrays) / times.step_s
+    metrics["perf/tokens_per_s"] = float(arrays.response_tokens_N.sum()) / times.step_s
+    return metrics

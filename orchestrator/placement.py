@@ -1,0 +1,77 @@
+"""Which actors a dataflow needs, and what each reserves: decided before anything starts, from the graph and the configuration.
+
+`penstock validate` prints the plan, `cluster.py` checks it against the cluster, `fleet.py` carries it out.
+"""
+
+from dataclasses import dataclass
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.conf.errors import ResourceError
+from penstock.conf.run import RunConfig
+
+
+@dataclass(frozen=True)
+class ActorPlan:
+    """One actor. `name` is what Ray's dashboard shows."""
+
+    name: str
+    role: str  # store, prompts, rollout, reward, reference, compute, trainer
+    num_cpus: float = 0.0
+    num_gpus: float = 0.0
+    stage: str | None = None
+    rank: int = 0
+
+
+def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
+    """Every actor of the run, in the order in which they are started."""
+    cpus = config.cluster.cpus_per_worker
+    trainer = config.trainer
+    actors = [ActorPlan("Store", "store"), ActorPlan("Prompts", "prompts", stage="source")]
+    if flow.of_kind("rollout") or config.evaluation.every_steps:
+        gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
+        for index in range(config.rollout.num_workers):
+            actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
+        actors.append(ActorPlan("Reward-0", "reward", stage="reward"))
+    for stage in flow.of_kind("logprobs"):
+        for rank in range(trainer.num_ranks):
+            name = f"Trainer-{stage.name}-{rank}"
+            actors.append(ActorPlan(name, "reference", cpus, trainer.num_gpus_per_rank, stage.name, rank))
+    actors.extend(ActorPlan(f"Compute-{stage.name}", "compute", stage=stage.name) for stage in flow.of_kind("compute"))
+    model = flow.of_kind("train")[0].model
+    for rank in range(trainer.num_ranks):
+        actors.append(ActorPlan(f"Trainer-{model}-{rank}", "trainer", cpus, trainer.num_gpus_per_rank, "train", rank))
+    return actors
+
+
+def needed(actors: list[ActorPlan]) -> tuple[float, float]:
+    """CPUs and GPUs that the plan reserves in all."""
+    return sum(actor.num_cpus for actor in actors), sum(actor.num_gpus for actor in actors)
+
+
+def check_fits(actors: list[ActorPlan], num_cpus: float, num_gpus: float) -> None:
+    """Raise `ResourceError` unless the cluster has what the plan reserves."""
+    cpus, gpus = needed(actors)
+    if gpus > num_gpus:
+        raise ResourceError(
+            f"The run asks for {gpus:g} GPU(s) and the cluster has {num_gpus:g}. Lower rollout.num_gpus_per_worker, "
+            "rollout.num_workers, trainer.num_gpus_per_rank or trainer.num_ranks, or point RAY_ADDRESS to a larger cluster."
+        )
+    if cpus > num_cpus:
+        raise ResourceError(
+            f"The run reserves {cpus:g} CPU(s) and the cluster has {num_cpus:g}. Lower cluster.cpus_per_worker "
+            "(0 reserves none), rollout.num_workers or trainer.num_ranks, or point RAY_ADDRESS to a larger cluster."
+        )
+
+
+def threads_per_worker(requested: int, config: RunConfig, num_cores: int) -> int:
+    """CPU threads of an engine or a rank.
+
+    With `max_staleness=0` generation and training take turns, so each gets every core; otherwise they run at the same time and
+    share them evenly.
+    """
+    if requested:
+        return requested
+    workers = config.rollout.num_workers + config.trainer.num_ranks
+    if config.max_staleness == 0:
+        workers = max(config.rollout.num_workers, config.trainer.num_ranks)
+    return max(1, num_cores // workers)

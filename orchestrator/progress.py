@@ -1,0 +1,218 @@
+"""What the user sees while a run lasts: a live display in a terminal, one line a step elsewhere.
+
+The controller calls `phase` when it begins something that takes time, `step` once a step, `note` for what is worth a line.
+"""
+
+import math
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from penstock.conf.run import RunConfig
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+NUM_NOTES = 6
+
+
+class Progress:
+    """Lifecycle: made at the start, `close`d at the end; in between any order of calls, from any thread.
+
+        progress = Progress(config, "arithmetic-20260101-120000")
+        progress.phase("starting vLLM (about 20 s)")
+        progress.step(1, {"reward/mean": 0.4, "timing_s/step": 1.2})
+        progress.note("checkpoint written")
+        progress.close()
+
+    A run inside a run (a warm start) closes its own before the outer one goes on.
+    """
+
+    def __init__(self, config: RunConfig, title: str, *, console: Console | None = None) -> None:
+        self.title = title
+        self.max_steps = config.trainer.max_steps
+        self.max_staleness = config.max_staleness
+        self.current_step = 0
+        self.metrics: dict[str, Any] = {}
+        self.history: dict[str, list[float]] = {"reward/mean": [], "accuracy/heldout": [], "actor/loss": []}
+        self.notes: list[str] = []
+        self.phase_text = "starting"
+        self.phase_start = self.start = time.monotonic()
+        self.first_step_at: float | None = None
+        self._lock = threading.RLock()
+        self._console = console or Console()
+        self._closed = False
+        live = config.tracking.progress and self._console.is_terminal
+        self._live = self._start_live() if live else None
+
+    def _start_live(self) -> Live:
+        live = Live(console=self._console, get_renderable=self.render, refresh_per_second=4, vertical_overflow="crop")
+        live.start()
+        return live
+
+    def phase(self, text: str) -> None:
+        """What goes on from now on; shown with its elapsed time."""
+        with self._lock:
+            changed, self.phase_text, self.phase_start = text != self.phase_text, text, time.monotonic()
+        if self._live is None and changed and self.current_step == 0:
+            self._console.print(f"{elapsed(time.monotonic() - self.start)}  {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """A step is done; `metrics` as in metrics.jsonl. Step 0 is an evaluation before training."""
+        with self._lock:
+            if step > 0 and self.first_step_at is None:
+                self.first_step_at = time.monotonic() - float(metrics.get("timing_s/step") or 0.0)
+            self.current_step = max(step, self.current_step)
+            self.metrics.update(metrics)
+            for name, values in self.history.items():
+                if isinstance(metrics.get(name), int | float) and math.isfinite(metrics[name]):
+                    values.append(float(metrics[name]))
+        if self._live is None:
+            self._console.print(plain_line(step, self.max_steps, metrics), highlight=False, markup=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """A line that stays."""
+        with self._lock:
+            self.notes.append(text)
+        if self._live is None:
+            self._console.print(f"{elapsed(time.monotonic() - self.start)}  {text}", highlight=False, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Leave the last state on the screen. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            if self._live is not None:
+                self._live.refresh()
+                self._live.stop()
+
+    @property
+    def eta_s(self) -> float | None:
+        """Seconds to the last step at the pace so far; None before the first."""
+        if self.first_step_at is None or not self.current_step:
+            return None
+        pace = (time.monotonic() - self.first_step_at) / self.current_step
+        return max(0.0, pace * (self.max_steps - self.current_step))
+
+    def render(self) -> RenderableType:
+        """The whole display. Called by the refresh thread."""
+        with self._lock:
+            width = min(100, self._console.width)
+            parts: list[RenderableType] = [self._header(width)]
+            if self.metrics:
+                parts.append(_metrics_table(self.metrics, self.history, self.max_staleness, width))
+            parts += [Text(f"  · {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self.notes[-NUM_NOTES:]]
+            if not self._closed:
+                waited = elapsed(time.monotonic() - self.phase_start)
+                spinner = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() * 8) % 10]
+                parts.append(Text.assemble((f"{spinner} ", "cyan"), self.phase_text, (f"  {waited}", "dim")))
+            return Group(*parts)
+
+    def _header(self, width: int) -> RenderableType:
+        share = self.current_step / self.max_steps
+        bar_width = max(10, width - 50)
+        filled = round(share * bar_width)
+        eta = f"ETA {elapsed(self.eta_s)}" if self.eta_s is not None and self.current_step < self.max_steps else ""
+        bar = Text.assemble(
+            ("━" * filled, "green" if share >= 1 else "cyan"),
+            ("━" * (bar_width - filled), "grey37"),
+            f"  step {self.current_step}/{self.max_steps}",
+            (f"  {elapsed(time.monotonic() - self.start)}  {eta}", "dim"),
+        )
+        return Group(Text(self.title, style="bold"), bar)
+
+
+def sparkline(values: list[float], width: int = 32, low: float | None = None, high: float | None = None) -> str:
+    """The last values as a row of blocks; longer histories are averaged down to `width`."""
+    if not values:
+        return ""
+    if len(values) > width:
+        edges = [round(i * len(values) / width) for i in range(width + 1)]
+        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+    low = min(values) if low is None else low
+    high = max(values) if high is None else high
+    span = (high - low) or 1.0
+    return "".join(BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
+
+
+def elapsed(seconds: float | None) -> str:
+    """`0:07`, `12:30`, `1:02:03`."""
+    total = int(seconds or 0)
+    hours, minutes = divmod(total // 60, 60)
+    return f"{hours}:{minutes:02}:{total % 60:02}" if hours else f"{minutes}:{total % 60:02}"
+
+
+def plain_line(step: int, max_steps: int, metrics: Mapping[str, Any]) -> str:
+    """One step for a log file: only what is there."""
+    shown = (
+        ("reward", "reward/mean", "{:.3f}"),
+        ("accuracy", "accuracy/heldout", "{:.1%}"),
+        ("loss", "actor/loss", "{:.4f}") if "reward/mean" not in metrics else ("kl", "actor/kl", "{:.4f}"),
+        ("length", "response_length/mean", "{:.1f}"),
+        ("staleness", "staleness/max", "{:.0f}"),
+        ("mismatch", "mismatch/logprob_abs_mean", "{:.1e}"),
+        ("samples/s", "perf/samples_per_s", "{:.1f}"),
+        ("s", "timing_s/step", "{:.2f}"),
+    )
+    parts = [f"step {step}/{max_steps}"]
+    parts += [f"{label} {form.format(metrics[name])}" for label, name, form in shown if _is_number(metrics.get(name))]
+    parts += [f"dropped({name.partition('/')[2]}) {metrics[name]:.0f}" for name in dropped(metrics)]
+    return "  ".join(parts)
+
+
+def dropped(metrics: Mapping[str, Any]) -> list[str]:
+    """Names of the reasons for which anything was dropped."""
+    return [name for name in metrics if name.startswith("dropped/") and metrics[name]]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _metrics_table(metrics: Mapping[str, Any], history: Mapping[str, list[float]], bound: int, width: int) -> RenderableType:
+    table = Table.grid(padding=(0, 2), pad_edge=True)
+    for style in ("dim", "", "dim", "", "dim", ""):
+        table.add_column(style=style, no_wrap=True)
+
+    def show(name: str, form: str = "{:.3f}") -> str:
+        return form.format(metrics[name]) if _is_number(metrics.get(name)) else "–"
+
+    cells = [
+        ("reward", show("reward/mean")),
+        ("held-out", show("accuracy/heldout", "{:.1%}")),
+        ("samples/s", show("perf/samples_per_s", "{:.1f}")),
+        ("length", show("response_length/mean", "{:.1f}")),
+        ("clipped", show("response_length/clip_ratio", "{:.1%}")),
+        ("tokens/s", show("perf/tokens_per_s", "{:,.0f}")),
+        ("staleness", f"{show('staleness/max', '{:.0f}')} ≤ {bound}"),
+        ("mismatch", show("mismatch/logprob_abs_mean", "{:.1e}")),
+        ("step", show("timing_s/step", "{:.2f} s")),
+    ]
+    for first in range(0, len(cells), 3):
+        table.add_row(*(text for pair in cells[first : first + 3] for text in pair))
+    parts: list[RenderableType] = [table]
+    labels = {"reward/mean": "reward", "accuracy/heldout": "held-out", "actor/loss": "loss"}
+    for name, label in labels.items():
+        if len(history[name]) > 1 and not (name == "actor/loss" and history["reward/mean"]):
+            line = sparkline(history[name], width=min(60, width - 34))
+            ends = f"{history[name][0]:.3f} → {history[name][-1]:.3f}"
+            parts.append(Text.assemble((f" {label:<9}", "dim"), (line, "green"), (f"  {ends}", "")))
+    parts.append(_phases(metrics))
+    if dropped(metrics):
+        reasons = ", ".join(f"{name.partition('/')[2]} {metrics[name]:.0f}" for name in dropped(metrics))
+        parts.append(Text(f" dropped   {reasons}", style="yellow"))
+    return Group(*parts)
+
+
+def _phases(metrics: Mapping[str, Any]) -> Text:
+    """Where the last step's time went: `rollout 0.8 s · train 0.4 s`, and who waited."""
+    phases = [
+        f"{name.partition('/')[2]} {metrics[name]:.2f} s"
+        for name in metrics
+        if name.startswith("timing_s/") and name != "timing_s/step" and _is_number(metrics[name])
+    ]
+    idle = [f"{name.partition('/')[2]} idle {metrics[name]:.0%}" for name in metrics if name.startswith("idle/") and _is_number(metrics[name])]
+    return Text.assemble((" time      ", "dim"), " · ".join([*phases, *idle]))

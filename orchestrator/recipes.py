@@ -1,0 +1,96 @@
+"""Recipes: directories with a `recipe.yaml` that says what differs from the defaults. Found here, composed in `compose.py`.
+
+    recipe=arithmetic          a directory of the package `penstock.recipes`
+    recipe=path/to/directory   any other one, or its YAML file
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import penstock.recipes
+from penstock.conf.errors import ConfigError, suggest
+
+FILE_NAME = "recipe.yaml"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One recipe as written. `values` holds keys of `RunConfig`; `directory` is what its relative paths are relative to."""
+
+    name: str
+    directory: Path
+    values: dict[str, Any]
+
+    @property
+    def file(self) -> Path:
+        return self.directory / FILE_NAME
+
+    @property
+    def description(self) -> str:
+        return str(self.values.get("description", ""))
+
+    @property
+    def imports(self) -> list[Path]:
+        """The Python files that the recipe brings, absolute."""
+        names = self.values.get("imports") or []
+        if not isinstance(names, list):
+            raise ConfigError(f"{self.file}: imports={names!r} must be a list of Python files.")
+        return [(self.directory / str(name)).resolve() for name in names]
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """Directories of the recipes that come with Penstock, by name."""
+    found: dict[str, Path] = {}
+    for root in penstock.recipes.__path__:
+        for file in sorted(Path(root).glob(f"*/{FILE_NAME}")):
+            found.setdefault(file.parent.name, file.parent)
+    return found
+
+
+def find_recipe(name: str) -> Recipe:
+    """The recipe of that name or at that path. Raises `ConfigError` with the nearest known name, or the YAML's fault and line."""
+    path = Path(name).expanduser()
+    known = packaged_recipes()
+    if name in known:
+        directory = known[name]
+    elif path.name == FILE_NAME and path.is_file():
+        directory = path.resolve().parent
+    elif (path / FILE_NAME).is_file():
+        directory = path.resolve()
+    elif path.is_dir():
+        raise ConfigError(f"recipe={name}: the directory has no {FILE_NAME}. Write one; keys are those of `penstock validate`.")
+    else:
+        raise ConfigError(f"recipe={name}: neither a recipe nor a directory with a {FILE_NAME}{suggest(name, known)}")
+    return Recipe(directory.name, directory, _read(directory / FILE_NAME))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{file}{where}: not valid YAML ({getattr(error, 'problem', None) or error}).") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"{file}: must hold `key: value` lines at its top, not a {type(values).__name__}.")
+    return _expand(values)
+
+
+def _expand(values: dict[str, Any]) -> dict[str, Any]:
+    """`trainer.max_steps: 5` is the same as the nested form; both may be mixed."""
+    result: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, leaf = key.split(".")
+        node = result
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        if isinstance(value, dict) and isinstance(node.get(leaf), dict):
+            node[leaf].update(_expand(value))
+        else:
+            node[leaf] = _expand(value) if isinstance(value, dict) and leaf not in ("options", "tags") else value
+    return result

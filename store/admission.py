@@ -1,0 +1,49 @@
+"""Backpressure: who may put another group, by credits (groups) and by bytes.
+
+A group is *active* from its admission until `published(v)` covers the update that trained it, or until drops end it. With at most
+`(S + 1) P` active groups, a group admitted while version p is out has fewer than `(S + 1) P` untrained or unpublished ones before
+it, so it is trained at the latest by the update that makes version `p + S + 1`, and its tokens are of version p or newer:
+staleness at most S. A window w lets at most w - 1 later groups overtake it, which adds at most `ceil((w - 1) / P)` updates.
+"""
+
+
+class Credits:
+    """Counts active groups and resident bytes. Bytes never block the groups that the next batch needs: no deadlock."""
+
+    def __init__(self, max_active: int, groups_per_step: int, max_bytes: int) -> None:
+        self.max_active = max_active
+        self.groups_per_step = groups_per_step
+        self.max_bytes = max_bytes
+        self.active = 0
+        self.bytes = 0
+        self.published = 0
+        """Newest version of the policy that is out."""
+        self.due: dict[int, int] = {}
+        """Version -> groups whose credits return when it is published."""
+
+    def refusal(self, nbytes: int, num_waiting: int) -> str | None:
+        """Why a group of `nbytes` must wait ("credits" or "bytes"), or None. `num_waiting`: groups not yet in a batch."""
+        if self.active >= self.max_active:
+            return "credits"
+        if self.bytes + nbytes > self.max_bytes and num_waiting >= self.groups_per_step:
+            return "bytes"
+        return None
+
+    def admit(self) -> None:
+        self.active += 1
+
+    def ended(self) -> None:
+        """An active group ended without being trained."""
+        self.active -= 1
+
+    def trained(self, version: int, num_groups: int) -> None:
+        """`num_groups` were trained by the update that makes `version`."""
+        if version <= self.published:
+            self.active -= num_groups
+        elif num_groups:
+            self.due[version] = self.due.get(version, 0) + num_groups
+
+    def publish(self, version: int) -> None:
+        self.published = max(self.published, version)
+        for due in [due for due in self.due if due <= self.published]:
+            self.active -= self.due.pop(due)

@@ -1,0 +1,73 @@
+"""What the store refuses, by kind. Each names the column, row or stage, what was expected, and leaves the state unchanged.
+
+`StoreError`, `LeaseExpired` and `StalenessViolation`, which others handle too, are in `conf/errors.py`. All are built from
+their message alone, so they pickle and cross Ray.
+"""
+
+from penstock.conf.errors import LeaseExpired, StalenessViolation, StoreError
+
+__all__ = [
+    "BrokenInvariant",
+    "DuplicateRow",
+    "LeaseExpired",
+    "MissingColumn",
+    "NotFinite",
+    "RowNotLeased",
+    "StalenessViolation",
+    "StoreClosed",
+    "StoreError",
+    "TooLarge",
+    "UnknownColumn",
+    "UnknownRow",
+    "UnknownStage",
+    "WrongLength",
+    "WrongType",
+]
+
+
+class StoreClosed(StoreError):
+    """The store takes no more groups; the message has the reason that it was closed with."""
+
+
+class UnknownColumn(StoreError):
+    """A column that the dataflow does not declare, or that this stage does not write."""
+
+
+class MissingColumn(StoreError):
+    """A group comes without one of the source's columns."""
+
+
+class WrongType(StoreError):
+    """A value that does not fit the column's dtype or shape."""
+
+
+class WrongLength(StoreError):
+    """Not one value a row, or token columns of one row that differ in length."""
+
+
+class NotFinite(StoreError):
+    """NaN or infinity in a column that forbids it."""
+
+
+class UnknownRow(StoreError):
+    """A row that was never admitted."""
+
+
+class DuplicateRow(StoreError):
+    """The same row twice in one call."""
+
+
+class RowNotLeased(StoreError):
+    """A row that the lease does not hold."""
+
+
+class UnknownStage(StoreError):
+    """A stage that the dataflow does not have, or that cannot be leased this way."""
+
+
+class TooLarge(StoreError):
+    """One row, or one group, larger than the whole store may be."""
+
+
+class BrokenInvariant(StoreError):
+    """The ledger contradicts itself: a bug in Penstock."""

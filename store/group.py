@@ -1,0 +1,102 @@
+"""One resident group: what the ledger knows of its rows, as bit masks over the samples (bit i is sample i).
+
+A write, a lease or a drop of any number of a group's rows is a few integer operations. Row ids are arithmetic:
+`row_id = group_id * group_size + sample`, so no table maps rows to groups. Used by every part of the ledger.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+NO_VERSION = 2**62
+"""Oldest version of a row without tokens: newer than any, so it is never stale."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the ledger must know of the rows of a write; each list has one entry a row, or is None where no column tells."""
+
+    row_bytes: list[int]
+    oldest_version: list[int] | None = None
+    response_tokens: list[int] | None = None
+    prompt_tokens: list[int] | None = None
+    token_column: str = ""
+    token_lengths: list[int] | None = None
+    """Entries of each row of `token_column`, any of the token columns written."""
+
+
+class Group:
+    """State of a group between admission and the end of its last row. Masks are indexed by column or by stage number."""
+
+    __slots__ = (
+        "done",
+        "free",
+        "have",
+        "holders",
+        "id",
+        "leased",
+        "live",
+        "oldest",
+        "prompt_tokens",
+        "queued",
+        "response_tokens",
+        "row_bytes",
+        "shared_bytes",
+        "trained_in",
+    )
+
+    def __init__(self, id: int, size: int, num_columns: int, num_stages: int) -> None:
+        self.id = id
+        self.live = (1 << size) - 1
+        """Rows neither dropped nor trained."""
+        self.have = [0] * num_columns
+        """Per column: rows that have it."""
+        self.leased = [0] * num_stages
+        """Per stage: rows that some lease holds open."""
+        self.done = [0] * num_stages
+        """Per stage: rows that it has completed."""
+        self.free = [0] * num_stages
+        """Per stage: rows that may be leased now."""
+        self.queued = 0
+        """Bit s: the group stands in the queue of stage s."""
+        self.holders: set[int] | None = None
+        """Leases with open rows here; None until the first."""
+        self.oldest = [NO_VERSION] * size
+        self.response_tokens = [0] * size
+        self.prompt_tokens = 0
+        self.row_bytes = [0] * size
+        self.shared_bytes = 0
+        self.trained_in: int | None = None
+        """Number of the update that trains or trained it."""
+
+    @property
+    def nbytes(self) -> int:
+        return self.shared_bytes + sum(self.row_bytes)
+
+    def oldest_version(self) -> int:
+        """Over the live rows."""
+        return min((self.oldest[index] for index in bits(self.live)), default=NO_VERSION)
+
+
+def bits(mask: int) -> Iterator[int]:
+    """Positions of the set bits, ascending."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+def row_ids(group_id: int, mask: int, size: int) -> list[int]:
+    """Ids of the rows of a mask, ascending."""
+    first = group_id * size
+    if mask == (1 << size) - 1:
+        return list(range(first, first + size))
+    return [first + index for index in bits(mask)]
+
+
+def masks_of(rows: Sequence[int], size: int) -> dict[int, int]:
+    """`{group_id: mask}` in order of first appearance. Rows given twice count once."""
+    masks: dict[int, int] = {}
+    for row in rows:
+        group = row // size
+        masks[group] = masks.get(group, 0) | 1 << (row - group * size)
+    return masks

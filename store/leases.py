@@ -1,0 +1,68 @@
+"""Who holds which rows, and until when."""
+
+import heapq
+from dataclasses import dataclass, field
+
+
+@dataclass
+class HeldLease:
+    """Rows that one owner has taken for one stage. It ends when no row of it is open: completed, dropped, or given back."""
+
+    id: int
+    stage: int
+    owner: str
+    deadline: float | None
+    """Seconds on the caller's clock. None: it never expires (the batch being trained)."""
+    granted: dict[int, int] = field(default_factory=dict)
+    """Group -> mask of all rows handed out."""
+    open: dict[int, int] = field(default_factory=dict)
+    """Group -> mask of those whose result is awaited."""
+
+
+class LeaseBook:
+    """All leases by id, and the order in which they expire."""
+
+    def __init__(self) -> None:
+        self.held: dict[int, HeldLease] = {}
+        self.next_id = 0
+        self._deadlines: list[tuple[float, int]] = []
+
+    def open(self, stage: int, owner: str, deadline: float | None) -> HeldLease:
+        lease = HeldLease(self.next_id, stage, owner, deadline)
+        self.next_id += 1
+        self.held[lease.id] = lease
+        if deadline is not None:
+            heapq.heappush(self._deadlines, (deadline, lease.id))
+        return lease
+
+    def extend(self, lease: HeldLease, deadline: float) -> None:
+        """A later deadline is only noted; its place in the order is mended when the earlier one comes up."""
+        if lease.deadline is not None:
+            lease.deadline = max(lease.deadline, deadline)
+
+    def end(self, lease: HeldLease) -> None:
+        self.held.pop(lease.id, None)
+
+    def next_deadline(self) -> float | None:
+        """When the next lease may expire; None if none can."""
+        self._mend()
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def overdue(self, now: float) -> list[HeldLease]:
+        """Leases whose deadline has come, earliest first."""
+        late = []
+        while (deadline := self.next_deadline()) is not None and deadline <= now:
+            late.append(self.held[heapq.heappop(self._deadlines)[1]])
+        return late
+
+    def _mend(self) -> None:
+        """Make the first entry that of a living lease with its present deadline."""
+        while self._deadlines:
+            deadline, lease_id = self._deadlines[0]
+            lease = self.held.get(lease_id)
+            if lease is None or lease.deadline is None:
+                heapq.heappop(self._deadlines)
+            elif lease.deadline > deadline:
+                heapq.heapreplace(self._deadlines, (lease.deadline, lease_id))
+            else:
+                return

@@ -1,0 +1,310 @@
+"""The ledger: the store's decisions as a pure state machine. Events in, decisions out; time is an argument.
+
+    admit ─▶ lease(stage) ─▶ write ─▶ … ─▶ lease_shared(train) ─▶ complete_shared ─▶ published
+                 │  ▲          │
+          expire, release      └▶ drop
+
+`store/store.py` is its only caller in a run; property tests drive it through random histories. No Ray, no clock, no I/O. Every call
+either raises and changes nothing, or succeeds. Costs do not depend on how many rows are resident.
+
+What it promises:
+- a row is trained at most once, and every row ends trained or dropped with a counted reason;
+- no token of a trained row is more than `max_staleness` updates old (see `store/admission.py` for the proof);
+- groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
+- results of a row enter once, whoever computed them, and a writer whose lease is over is told unless they are there already.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from penstock.conf.errors import suggest
+from penstock.store.errors import (
+    DuplicateRow,
+    LeaseExpired,
+    RowNotLeased,
+    StoreError,
+    TooLarge,
+    UnknownColumn,
+    UnknownStage,
+    WrongLength,
+)
+from penstock.store.group import Facts, Group, bits, row_ids
+from penstock.store.leases import HeldLease
+from penstock.store.readiness import Stage
+from penstock.store.residents import Residents
+from penstock.store.rounds import Round, Rounds
+
+
+class Ledger:
+    """All control state of one store.
+
+        ledger = Ledger(spec)
+        group = ledger.admit(nbytes=100)            # None: no credit, wait
+        lease = ledger.lease("rollout", 1, "engine-0", now=0.0)
+        ledger.write(lease.id, "rollout", ledger.rows_of(lease), ["response_ids", ...], Facts(...), now=1.0)
+        batch = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
+        ledger.complete_shared(batch.lease_id, rank=0)
+        ledger.published(1)
+    """
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self.spec = spec
+        self.residents = Residents(spec)
+        self.rounds = Rounds(self.residents)
+        self.counters = self.residents.counters
+
+    def admit(self, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0) -> int | None:
+        """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`."""
+        if nbytes > self.spec.max_bytes:
+            raise TooLarge(f"a group of {nbytes} bytes exceeds store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes.")
+        residents = self.residents
+        reason = residents.credits.refusal(nbytes, len(residents.waiting))
+        if reason:
+            self.counters[f"producer_waits/{reason}"] += 1
+            return None
+        self.counters["groups_admitted"] += 1
+        return residents.admit(nbytes, prompt_tokens, response_tokens).id
+
+    def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
+        """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Raises `UnknownStage`."""
+        consumer = self.residents.stage(stage)
+        if consumer.unit == "batch":
+            raise UnknownStage(f"stage {stage!r} takes whole batches: use lease_shared.")
+        if max_units < 1:
+            raise StoreError(f"lease of stage {stage!r}: max_units={max_units} must be at least 1.")
+        if not consumer.num_free:
+            return None
+        lease = self.residents.leases.open(consumer.index, owner, now + self.spec.lease_timeout_s)
+        self.residents.readiness.take(consumer, max_units, lambda *rows: self.residents.hold(lease, *rows))
+        self.counters[f"leases/{stage}"] += 1
+        return lease
+
+    def rows_of(self, lease: HeldLease) -> list[int]:
+        """Ids of the rows that a lease hands out, by group and then by sample."""
+        size = self.residents.size
+        return [row for group, mask in lease.granted.items() for row in row_ids(group, mask, size)]
+
+    def write(
+        self, lease_id: int, stage: str, rows: Sequence[int], columns: Iterable[str], facts: Facts, now: float
+    ) -> list[int]:
+        """`columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
+
+        Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has ended. Renews the
+        lease. Raises `LeaseExpired` if it is over and some row is not done, `RowNotLeased`, `UnknownRow`, `UnknownColumn`,
+        `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
+        """
+        producer = self.residents.stage(stage)
+        written = self._columns(producer, columns)
+        masks = self.residents.masks(list(rows))
+        if sum(mask.bit_count() for mask in masks.values()) != len(rows):
+            raise DuplicateRow(f"stage {stage!r}: a row comes twice in one write of {len(rows)} rows. Write each row once.")
+        lease = self._held(lease_id, producer, masks)
+        if lease is None:
+            return []
+        self._check_facts(rows, written, facts)
+        fresh: dict[int, int] = {}
+        for group_id, mask in masks.items():
+            open_rows = mask & lease.open.get(group_id, 0)
+            if open_rows:
+                fresh[group_id] = open_rows
+        self.counters["ignored/not_awaited"] += len(rows) - sum(mask.bit_count() for mask in fresh.values())
+        kept = self._note_facts(rows, fresh, written, facts)
+        self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
+        for group_id, mask in fresh.items():
+            self._complete(lease, producer, self.residents.groups[group_id], mask, written)
+        return kept
+
+    def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> None:
+        """Rows of a lease end here. Raises as `write` does."""
+        masks = self.residents.masks(list(rows))
+        lease = self._held(lease_id, self.residents.stage(stage), masks)
+        if lease is None:
+            return
+        for group_id, mask in masks.items():
+            group = self.residents.groups.get(group_id)
+            if group is not None:
+                self.residents.drop(group, mask, reason)
+
+    def renew(self, lease_id: int, now: float) -> None:
+        """The lease's time starts anew. Raises `LeaseExpired`."""
+        lease = self.residents.leases.held.get(lease_id)
+        if lease is None:
+            raise LeaseExpired(f"lease {lease_id} is over: it was completed, released or not renewed in time.")
+        self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
+
+    def release(self, lease_id: int) -> None:
+        """Give the open rows back. Of a train lease: the update was lost with its trainer, and the batch is formed again."""
+        lease = self.residents.leases.held.get(lease_id)
+        if lease is None:
+            return
+        made = self.rounds.by_lease.get(lease_id)
+        if made is not None and made.stage == getattr(self.residents.train, "name", None):
+            self.rounds.take_back(made)
+            self.counters["batches_released"] += 1
+            return
+        self._give_back(lease, "released")
+
+    def abandon(self, owner: str) -> int:
+        """Give back every lease of an owner that is gone, the batch being trained excepted; how many they were."""
+        lost = [lease for lease in self.residents.leases.held.values() if lease.owner == owner and lease.deadline is not None]
+        for lease in lost:
+            self._give_back(lease, "abandoned")
+        return len(lost)
+
+    def expire(self, now: float) -> list[int]:
+        """Give back the open rows of every lease whose deadline has come; the leases' ids."""
+        late = self.residents.leases.overdue(now)
+        for lease in late:
+            self._give_back(lease, "expired")
+        return [lease.id for lease in late]
+
+    def next_deadline(self) -> float | None:
+        return self.residents.leases.next_deadline()
+
+    def lease_shared(
+        self, stage: str, number: int, num_ranks: int, max_units: int, owner: str, now: float
+    ) -> Round | None:
+        """The round of that number, formed now if it can be; None if its units are not ready. Same answer for every rank.
+
+        The train stage takes exactly `groups_per_step` groups and ignores `max_units`. Raises `LeaseExpired`, `StalenessViolation`.
+        """
+        consumer = self.residents.stage(stage)
+        if num_ranks < 1 or (max_units < 1 and consumer.unit != "batch"):
+            raise StoreError(f"stage {stage!r}: num_ranks={num_ranks} and max_units={max_units} must be at least 1.")
+        known = self.rounds.find(consumer, number, num_ranks)
+        if known is not None:
+            return known
+        return self.rounds.form(consumer, number, num_ranks, max_units, owner, now + self.spec.lease_timeout_s)
+
+    def share(self, made: Round, rank: int) -> list[int]:
+        """The rows of a round that `rank` still has to compute, ascending. Raises `StoreError` for an unknown rank."""
+        if not 0 <= rank < len(made.parts):
+            raise StoreError(f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {made.stage!r}.")
+        lease = self.residents.leases.held.get(made.lease_id)
+        if lease is None:
+            return []
+        size = self.residents.size
+        shown = lease.open if not self.residents.stage(made.stage).sees_siblings else {
+            group: lease.granted[group] & self.residents.groups[group].live for group in lease.open
+        }
+        return [row for row in made.parts[rank] if shown.get(row // size, 0) >> row % size & 1]
+
+    def complete_shared(self, lease_id: int, rank: int) -> None:
+        """`rank` has trained its share of the batch; after the last rank its rows have ended. Raises `LeaseExpired`."""
+        self.rounds.complete(lease_id, rank)
+
+    def published(self, version: int) -> None:
+        """Version `version` of the policy serves everywhere: groups trained by the updates up to it return their credits."""
+        if version > self.rounds.formed:
+            raise StoreError(
+                f"published({version}): only {self.rounds.formed} batches were formed, so the newest version can be {self.rounds.formed}. "
+                "Versions count updates, from 0."
+            )
+        self.residents.credits.publish(version)
+
+    def _columns(self, stage: Stage, columns: Iterable[str]) -> list[int]:
+        index = self.residents.readiness.column_index
+        for name in columns:
+            if name not in index:
+                raise UnknownColumn(f"stage {stage.name!r} writes column {name!r}, which the dataflow lacks{suggest(name, index)}")
+            if index[name] not in stage.writes:
+                raise UnknownColumn(
+                    f"stage {stage.name!r} may not write column {name!r}; it writes {', '.join(stage.spec.writes) or 'none'}. "
+                    "Declare the column in the stage's writes."
+                )
+        return [index[name] for name in columns]
+
+    def _held(self, lease_id: int, stage: Stage, masks: dict[int, int]) -> HeldLease | None:
+        """The lease, which must hold the rows; None if it is over and there is nothing left to do for any of them."""
+        lease = self.residents.leases.held.get(lease_id)
+        size = self.residents.size
+        if lease is not None:
+            if lease.stage != stage.index:
+                held = self.residents.readiness.stages[lease.stage].name
+                raise UnknownStage(f"lease {lease_id} is of stage {held!r}, not {stage.name!r}.")
+            for group_id, mask in masks.items():
+                if foreign := mask & ~lease.granted.get(group_id, 0):
+                    row = row_ids(group_id, foreign, size)[0]
+                    raise RowNotLeased(f"stage {stage.name!r}: lease {lease_id} does not hold row {row}. Write the rows that it has.")
+            return lease
+        for group_id, mask in masks.items():
+            group = self.residents.groups.get(group_id)
+            if group is not None and (undone := mask & group.live & ~group.done[stage.index]):
+                self.counters["refused/lease_expired"] += 1
+                raise LeaseExpired(
+                    f"stage {stage.name!r}, row {row_ids(group_id, undone, size)[0]}: lease {lease_id} is over, and the row goes to another. "
+                    "Throw the result away; renew the lease or raise store.lease_timeout_s if the work takes that long."
+                )
+        self.counters["ignored/late"] += sum(mask.bit_count() for mask in masks.values())
+        return None
+
+    def _check_facts(self, rows: Sequence[int], written: list[int], facts: Facts) -> None:
+        for row, nbytes in zip(rows, facts.row_bytes, strict=True):
+            if nbytes > self.spec.max_bytes:
+                raise TooLarge(f"row {row} has {nbytes} bytes, more than store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes.")
+        decider = self.residents.readiness.column_index.get("response_ids")
+        if facts.token_lengths is None or decider is None or decider in written:
+            return
+        size = self.residents.size
+        for row, length in zip(rows, facts.token_lengths, strict=True):
+            group = self.residents.groups.get(row // size)
+            if group is not None and group.have[decider] >> row % size & 1 and length != group.response_tokens[row % size]:
+                raise WrongLength(
+                    f"column {facts.token_column!r}, row {row}: {length} entries, but the response has "
+                    f"{group.response_tokens[row % size]} tokens. Every token column has one entry for each response token."
+                )
+
+    def _note_facts(self, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts) -> list[int]:
+        """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
+        size, groups = self.residents.size, self.residents.groups
+        kept = []
+        for position, row in enumerate(rows):
+            group_id = row // size
+            index = row - group_id * size
+            if not fresh.get(group_id, 0) >> index & 1:
+                continue
+            group = groups[group_id]
+            if all(group.have[column] >> index & 1 for column in written):
+                continue
+            kept.append(position)
+            group.row_bytes[index] += facts.row_bytes[position]
+            self.residents.credits.bytes += facts.row_bytes[position]
+            if facts.oldest_version is not None:
+                group.oldest[index] = facts.oldest_version[position]
+            if facts.response_tokens is not None:
+                group.response_tokens[index] = facts.response_tokens[position]
+                self.counters["response_tokens_generated"] += facts.response_tokens[position]
+        return kept
+
+    def _complete(self, lease: HeldLease, stage: Stage, group: Group, mask: int, written: list[int]) -> None:
+        for column in written:
+            group.have[column] |= mask
+        finished = mask
+        for column in stage.writes:
+            finished &= group.have[column]
+        if finished:
+            group.done[stage.index] |= finished
+            self.counters[f"completed/{stage.name}"] += finished.bit_count()
+            self.residents.let_go(lease, group, finished)
+        for reader in stage.readers:
+            self.residents.readiness.refresh(group, reader)
+
+    def _give_back(self, lease: HeldLease, reason: str) -> None:
+        self.rounds.void(lease.id)
+        stage = self.residents.readiness.stages[lease.stage].name
+        self.counters[f"{reason}/{stage}"] += self.residents.give_back(lease)
+
+    def rows_by_state(self) -> dict[str, dict[str, int]]:
+        """For each stage: how many live rows wait, are free, leased, done. Walks all groups: for people, not for decisions."""
+        table = {stage.name: {"waiting": 0, "free": 0, "leased": 0, "done": 0} for stage in self.residents.readiness.stages}
+        for group in self.residents.groups.values():
+            for stage in self.residents.readiness.stages:
+                counts = table[stage.name]
+                free, leased, done = (masks[stage.index] & group.live for masks in (group.free, group.leased, group.done))
+                counts["free"] += free.bit_count()
+                counts["leased"] += leased.bit_count()
+                counts["done"] += done.bit_count()
+                counts["waiting"] += (group.live & ~(free | leased | done)).bit_count()
+        return table
+
+
+__all__ = ["Facts", "Ledger", "bits"]

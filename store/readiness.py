@@ -1,0 +1,106 @@
+"""Which units may start which stage: counted when a column is written, never searched for.
+
+The ledger calls `refresh` for the few stages that a change can concern, and `take` when somebody leases. Both cost the same
+whatever the number of groups resident (the queue is a heap of group numbers, so oldest groups go first and returned ones
+go back to their place).
+"""
+
+import heapq
+from collections.abc import Callable
+
+from penstock.store.group import Group
+from penstock.store.spec import StoreSpec
+
+
+class Stage:
+    """A stage with its columns as numbers, its queue, and the count of its units that are free."""
+
+    def __init__(self, spec: StoreSpec, index: int, column_index: dict[str, int]) -> None:
+        self.spec = spec.stages[index]
+        self.name = self.spec.name
+        self.index = index
+        self.unit = self.spec.unit
+        self.reads = tuple(column_index[name] for name in self.spec.reads)
+        self.writes = tuple(column_index[name] for name in self.spec.writes)
+        shared = {column.name for column in spec.columns if column.per_group}
+        self.sees_siblings = self.unit == "group" and any(name not in shared for name in self.spec.reads)
+        """Its result depends on the other rows of the group: after a partial write the whole group is leased again."""
+        self.readers: tuple[Stage, ...] = ()
+        """Stages that a write of this one can make ready, itself included."""
+        self.queue: list[int] = []
+        self.num_free = 0
+        """Units that may be leased now."""
+
+
+class Readiness:
+    """The stages of a store and who may start where."""
+
+    def __init__(self, spec: StoreSpec, groups: dict[int, Group]) -> None:
+        self.column_index = {column.name: index for index, column in enumerate(spec.columns)}
+        self.stages = [Stage(spec, index, self.column_index) for index in range(len(spec.stages))]
+        self.by_name = {stage.name: stage for stage in self.stages}
+        for stage in self.stages:
+            stage.readers = tuple(
+                other for other in self.stages if other is stage or set(other.reads) & set(stage.writes)
+            )
+        self._groups = groups
+
+    def refresh(self, group: Group, stage: Stage) -> None:
+        """Recount what is free of `group` in `stage`, after any of its masks changed."""
+        free = free_rows(group, stage)
+        before = group.free[stage.index]
+        if free == before:
+            return
+        group.free[stage.index] = free
+        stage.num_free += num_units(stage, free) - num_units(stage, before)
+        if free and stage.unit != "batch" and not group.queued >> stage.index & 1:
+            group.queued |= 1 << stage.index
+            heapq.heappush(stage.queue, group.id)
+
+    def refresh_all(self, group: Group) -> None:
+        for stage in self.stages:
+            self.refresh(group, stage)
+
+    def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:
+        """Call `hold(group, open, granted)` for up to `max_units` free units, oldest groups first; how many they were.
+
+        `open`: mask of the rows to compute. `granted`: those and the finished siblings that the stage reads as well.
+        """
+        taken = 0
+        while taken < max_units and stage.queue:
+            group = self._groups.get(stage.queue[0])
+            free = group.free[stage.index] if group else 0
+            if group is None or not free:
+                heapq.heappop(stage.queue)
+                if group is not None:
+                    group.queued &= ~(1 << stage.index)
+                continue
+            if stage.unit == "sample":
+                free = lowest(free, max_units - taken)
+            taken += num_units(stage, free)
+            hold(group, free, group.live if stage.sees_siblings else free)
+        return taken
+
+
+def free_rows(group: Group, stage: Stage) -> int:
+    """Mask of the rows of `group` that may be leased for `stage`: the definition that all counting follows."""
+    ready = group.live
+    for column in stage.reads:
+        ready &= group.have[column]
+    if stage.unit != "sample" and (ready != group.live or group.leased[stage.index]):
+        return 0
+    return ready & ~(group.leased[stage.index] | group.done[stage.index])
+
+
+def num_units(stage: Stage, free: int) -> int:
+    return free.bit_count() if stage.unit == "sample" else int(free != 0)
+
+
+def lowest(mask: int, count: int) -> int:
+    """The `count` lowest set bits of a mask."""
+    if mask.bit_count() <= count:
+        return mask
+    rest = mask
+    for _ in range(count):
+        rest &= rest - 1
+    return mask ^ rest

@@ -1,0 +1,154 @@
+"""The resident groups and the few moves that all events are made of: admit, hold, let go, drop, forget.
+
+`store/ledger.py` turns events into these moves; `store/rounds.py` forms batches with them. Each keeps groups, leases, credits and
+counters consistent with one another, and `store/audit.py` checks that they are.
+"""
+
+from collections import Counter
+
+from penstock.store.admission import Credits
+from penstock.store.errors import UnknownRow, UnknownStage
+from penstock.store.group import Group, bits, masks_of
+from penstock.store.leases import HeldLease, LeaseBook
+from penstock.store.readiness import Readiness, Stage
+from penstock.store.spec import StoreSpec
+
+
+class Residents:
+    """All control state of a store."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self.spec = spec
+        self.size = spec.group_size
+        self.all_rows = (1 << spec.group_size) - 1
+        self.groups: dict[int, Group] = {}
+        """Those with rows alive, and those of the batch trained last."""
+        self.next_group = 0
+        self.readiness = Readiness(spec, self.groups)
+        self.leases = LeaseBook()
+        self.credits = Credits(spec.max_active_groups, spec.groups_per_step, spec.max_bytes)
+        self.waiting: set[int] = set()
+        """Groups that no batch has taken yet."""
+        self.head = 0
+        """No group before this one waits."""
+        self.num_rows = 0
+        """Live rows."""
+        self.counters: Counter[str] = Counter()
+        """Every decision, by reason."""
+        self.freed: list[tuple[int, int]] = []
+        """(group, mask) whose data may go; the store drains it."""
+        self.train = next((stage for stage in self.readiness.stages if stage.unit == "batch"), None)
+        index = self.readiness.column_index
+        self._source = [index[name] for name in spec.source_columns]
+
+    def stage(self, name: str) -> Stage:
+        """Raises `UnknownStage` with the nearest name."""
+        stage = self.readiness.by_name.get(name)
+        if stage is None:
+            from penstock.conf.errors import suggest
+
+            raise UnknownStage(f"stage {name!r} is not in the dataflow{suggest(name, self.readiness.by_name)}")
+        return stage
+
+    def masks(self, row_ids: list[int]) -> dict[int, int]:
+        """`{group: mask}`. Raises `UnknownRow` for rows never admitted."""
+        masks = masks_of(row_ids, self.size)
+        for group in masks:
+            if not 0 <= group < self.next_group:
+                row = next(row for row in row_ids if row // self.size == group)
+                raise UnknownRow(
+                    f"row {row}: no such row was ever admitted; rows so far are 0 to {self.next_group * self.size - 1}. "
+                    "Write the rows of the lease."
+                )
+        return masks
+
+    def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int) -> Group:
+        """A new group with the source's columns; its number is the next one."""
+        group = Group(self.next_group, self.size, len(self.spec.columns), len(self.readiness.stages))
+        self.next_group += 1
+        for column in self._source:
+            group.have[column] = self.all_rows
+        group.shared_bytes, group.prompt_tokens = nbytes, prompt_tokens
+        if response_tokens:
+            group.response_tokens = [response_tokens] * self.size
+        self.groups[group.id] = group
+        self.waiting.add(group.id)
+        self.credits.admit()
+        self.credits.bytes += nbytes
+        self.num_rows += self.size
+        self.readiness.refresh_all(group)
+        return group
+
+    def hold(self, lease: HeldLease, group: Group, open_rows: int, granted: int) -> None:
+        """Give rows to a lease."""
+        stage = self.readiness.stages[lease.stage]
+        group.leased[stage.index] |= open_rows
+        lease.open[group.id] = open_rows
+        lease.granted[group.id] = granted
+        if group.holders is None:
+            group.holders = set()
+        group.holders.add(lease.id)
+        self.readiness.refresh(group, stage)
+
+    def let_go(self, lease: HeldLease, group: Group, mask: int) -> None:
+        """Take open rows from a lease, which ends with its last one. The caller refreshes readiness."""
+        rest = lease.open.get(group.id, 0) & ~mask
+        group.leased[lease.stage] &= ~mask
+        if rest:
+            lease.open[group.id] = rest
+            return
+        lease.open.pop(group.id, None)
+        if group.holders:
+            group.holders.discard(lease.id)
+        if not lease.open:
+            self.leases.end(lease)
+
+    def give_back(self, lease: HeldLease) -> int:
+        """All open rows of a lease become free again; how many they were."""
+        stage = self.readiness.stages[lease.stage]
+        num_rows = 0
+        for group_id, mask in list(lease.open.items()):
+            group = self.groups[group_id]
+            num_rows += mask.bit_count()
+            self.let_go(lease, group, mask)
+            self.readiness.refresh(group, stage)
+        self.leases.end(lease)
+        return num_rows
+
+    def drop(self, group: Group, mask: int, reason: str) -> None:
+        """Rows end here. A group without live rows ends and, if it was active, returns its credit."""
+        mask &= group.live
+        if not mask:
+            return
+        self.counters[f"dropped/{reason}"] += mask.bit_count()
+        self._end_rows(group, mask)
+        for index in bits(mask):
+            self.credits.bytes -= group.row_bytes[index]
+            group.row_bytes[index] = 0
+        if group.live:
+            self.freed.append((group.id, mask))
+            return
+        self.waiting.discard(group.id)
+        self.counters["groups_dropped"] += 1
+        self.credits.ended()
+        self.forget(group)
+
+    def end_trained(self, group: Group) -> None:
+        """The live rows of a group have been trained. Its data stays until `forget`."""
+        self.counters["rows_trained"] += group.live.bit_count()
+        self._end_rows(group, group.live)
+
+    def forget(self, group: Group) -> None:
+        """Nothing refers to a group any more."""
+        self.credits.bytes -= group.nbytes
+        del self.groups[group.id]
+        self.freed.append((group.id, self.all_rows))
+
+    def _end_rows(self, group: Group, mask: int) -> None:
+        self.num_rows -= mask.bit_count()
+        for lease_id in list(group.holders or ()):
+            lease = self.leases.held[lease_id]
+            if held := lease.open.get(group.id, 0) & mask:
+                self.let_go(lease, group, held)
+        group.live &= ~mask
+        self.readiness.refresh_all(group)

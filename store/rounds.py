@@ -1,0 +1,218 @@
+"""Leases that all ranks of a data-parallel group share: the first rank to ask forms one, the others get their share of it.
+
+The train stage's round is the batch of one policy update: exactly `groups_per_step` whole groups in order, each token fresh enough.
+Called by `store/ledger.py` only.
+"""
+
+from dataclasses import dataclass, field
+
+from penstock.store.balance import balance
+from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
+from penstock.store.group import Group, row_ids
+from penstock.store.order import choose_groups
+from penstock.store.readiness import Stage
+from penstock.store.residents import Residents
+
+KEPT_ROUNDS = 8
+"""Rounds of a stage that are remembered after their end, for ranks that ask or acknowledge again."""
+
+
+@dataclass
+class Round:
+    """One shared lease and its split over the ranks."""
+
+    stage: str
+    number: int
+    lease_id: int
+    parts: list[list[int]]
+    """Row ids of each rank, ascending."""
+    version: int
+    """Updates formed before this one: the policy version that the batch is trained on. 0 outside of training."""
+    completed: set[int] = field(default_factory=set)
+    """Ranks that have trained their share."""
+    over: bool = False
+    """All ranks have completed."""
+    void: bool = False
+    """The lease expired or was given back."""
+
+
+class Rounds:
+    """The rounds of every stage, and the batches among them."""
+
+    def __init__(self, residents: Residents) -> None:
+        self._residents = residents
+        self.formed = 0
+        """Updates whose batch was formed: the version that the next batch is trained on."""
+        self.by_lease: dict[int, Round] = {}
+        self._rounds: dict[str, dict[int, Round]] = {}
+        self._newest: dict[str, int] = {}
+        self.last_batch: list[int] = []
+        """Row ids of the batch trained last, ascending; they stay resident until the next one is."""
+        self.staleness_max = 0
+        """Largest staleness of any row ever put into a batch, in updates."""
+
+    def find(self, stage: Stage, number: int, num_ranks: int) -> Round | None:
+        """The round, if it was formed. Raises `LeaseExpired` if it is void or trained, `StoreError` if the ranks disagree."""
+        known = self._rounds.get(stage.name, {}).get(number)
+        if known is None:
+            newest = self._newest.get(stage.name)
+            if newest is not None and number <= newest:
+                raise LeaseExpired(f"round {number} of stage {stage.name!r} is over; the newest is {newest}. Ask for {newest + 1}.")
+            return None
+        if known.void or (known.over and stage.unit == "batch"):
+            how = "expired or was released" if known.void else "is trained already"
+            raise LeaseExpired(f"round {number} of stage {stage.name!r} {how}. Ask for round {number + 1}.")
+        if len(known.parts) != num_ranks:
+            raise StoreError(
+                f"round {number} of stage {stage.name!r} was split over {len(known.parts)} ranks, not {num_ranks}. "
+                "All ranks of a group must give the same num_ranks."
+            )
+        return known
+
+    def form(self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float) -> Round | None:
+        """A new round if its units are ready. The train stage takes its batch and no deadline. Raises `StalenessViolation`."""
+        residents = self._residents
+        if stage.unit == "batch":
+            chosen = self._choose_batch(stage)
+            if chosen is None:
+                return None
+            lease = residents.leases.open(stage.index, owner, None)
+            for group in chosen:
+                group.trained_in = self.formed
+                residents.waiting.discard(group.id)
+                residents.hold(lease, group, group.live, group.live)
+            version, self.formed = self.formed, self.formed + 1
+            residents.counters["batches_formed"] += 1
+        else:
+            if not stage.num_free:
+                return None
+            lease = residents.leases.open(stage.index, owner, deadline)
+            residents.readiness.take(stage, max_units, lambda *rows: residents.hold(lease, *rows))
+            version = 0
+        made = Round(stage.name, number, lease.id, self._split(stage, lease.granted, num_ranks), version)
+        self.by_lease[lease.id] = made
+        self._rounds.setdefault(stage.name, {})[number] = made
+        self._newest[stage.name] = number
+        self._prune(stage.name)
+        return made
+
+    def complete(self, lease_id: int, rank: int) -> None:
+        """`rank` has trained its share; after the last one the batch's rows end. A second time changes nothing."""
+        made = self.by_lease.get(lease_id)
+        if made is None or made.void:
+            raise LeaseExpired(f"lease {lease_id} is no round under way: it is long over, or was released. Ask for the next one.")
+        stage = self._residents.stage(made.stage)
+        if stage.unit != "batch":
+            raise StoreError(f"stage {stage.name!r} is completed by writing its columns ({', '.join(stage.spec.writes)}), not by an ack.")
+        if not 0 <= rank < len(made.parts):
+            raise StoreError(f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {stage.name!r}.")
+        if made.over:
+            self._residents.counters["ignored/second_ack"] += 1
+            return
+        made.completed.add(rank)
+        if len(made.completed) == len(made.parts):
+            self._consume(made)
+
+    def void(self, lease_id: int) -> None:
+        """The lease of a round was given back or expired; its number may be formed again if it was a batch."""
+        made = self.by_lease.get(lease_id)
+        if made is not None:
+            made.void = True
+
+    def take_back(self, made: Round) -> None:
+        """Undo the formation of the newest batch, whose update was lost with its trainer. Raises `StoreError` for older ones."""
+        residents = self._residents
+        if made.version != self.formed - 1:
+            raise StoreError(
+                f"round {made.number} formed the batch of update {made.version}, but update {self.formed - 1} was formed since; "
+                "release the newest first."
+            )
+        lease = residents.leases.held[made.lease_id]
+        for group_id in list(lease.open):
+            residents.groups[group_id].trained_in = None
+            residents.waiting.add(group_id)
+            residents.head = min(residents.head, group_id)
+        residents.give_back(lease)
+        self.formed -= 1
+        made.void = True
+        del self._rounds[made.stage][made.number]
+        self._newest[made.stage] = made.number - 1
+
+    def _choose_batch(self, stage: Stage) -> list[Group] | None:
+        """The next batch's groups. Groups with a token too old are evicted first, unless the spec is strict: then it raises."""
+        residents, spec = self._residents, self._residents.spec
+        while stage.num_free >= spec.groups_per_step:
+            while residents.head < residents.next_group and residents.head not in residents.waiting:
+                residents.head += 1
+            chosen = choose_groups(
+                residents.head,
+                residents.next_group,
+                spec.groups_per_step,
+                spec.window,
+                residents.waiting.__contains__,
+                lambda group: residents.groups[group].free[stage.index] != 0,
+            )
+            if chosen is None:
+                return None
+            groups = [residents.groups[group] for group in chosen]
+            stale = [group for group in groups if self.formed - group.oldest_version() > spec.max_staleness]
+            if not stale:
+                ages = [self.formed - group.oldest_version() for group in groups]
+                self.staleness_max = max(self.staleness_max, *ages)
+                return groups
+            for group in stale:
+                self._evict(group)
+        return None
+
+    def _evict(self, group: Group) -> None:
+        age = self.formed - group.oldest_version()
+        if self._residents.spec.strict:
+            raise StalenessViolation(
+                f"group {group.id} has a token of version {group.oldest_version()}, which the update that makes version "
+                f"{self.formed + 1} would train at staleness {age} > max_staleness={self._residents.spec.max_staleness}. Admission should "
+                "have made this impossible: were versions published before the engines had loaded them?"
+            )
+        self._residents.drop(group, group.live, "stale")
+
+    def _split(self, stage: Stage, granted: dict[int, int], num_ranks: int) -> list[list[int]]:
+        """Rows (whole groups where the stage's unit is the group) over ranks, balanced by prompt and response tokens."""
+        residents = self._residents
+        units: list[list[int]] = []
+        costs: list[int] = []
+        for group_id, mask in sorted(granted.items()):
+            group = residents.groups[group_id]
+            rows = row_ids(group_id, mask, residents.size)
+            tokens = [group.prompt_tokens + group.response_tokens[row - group_id * residents.size] for row in rows]
+            if stage.unit == "group":
+                units.append(rows)
+                costs.append(sum(tokens))
+            else:
+                units.extend([row] for row in rows)
+                costs.extend(tokens)
+        return [[row for unit in part for row in units[unit]] for part in balance(costs, num_ranks)]
+
+    def _consume(self, made: Round) -> None:
+        """The batch is trained: its rows end, those of the batch before are forgotten, credits fall due."""
+        residents = self._residents
+        for group_id in {row // residents.size for row in self.last_batch}:
+            residents.forget(residents.groups[group_id])
+        lease = residents.leases.held.get(made.lease_id)
+        self.last_batch = []
+        groups = [residents.groups[group_id] for group_id in sorted(lease.open)] if lease else []
+        for group in groups:
+            self.last_batch.extend(row_ids(group.id, group.live, residents.size))
+            residents.counters["response_tokens_trained"] += sum(
+                group.response_tokens[row - group.id * residents.size] for row in row_ids(group.id, group.live, residents.size)
+            )
+            residents.end_trained(group)
+        residents.credits.trained(made.version + 1, len(groups))
+        residents.counters["batches_trained"] += 1
+        made.over = True
+
+    def _prune(self, stage: str) -> None:
+        rounds = self._rounds[stage]
+        for number in sorted(rounds)[:-KEPT_ROUNDS]:
+            made = rounds[number]
+            if made.over or made.void or made.lease_id not in self._residents.leases.held:
+                del rounds[number]
+                del self.by_lease[made.lease_id]

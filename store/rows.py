@@ -1,0 +1,156 @@
+"""Rows as consumers see them: one entry a sample, columns by name, backed by Arrow without padding.
+
+What a lease hands out (`store/client.py`) and what engines, rewards and trainers compute on. Arrays that leave here are views of
+Arrow buffers, which may lie in shared memory and are read-only: copy before writing. Imports neither torch nor Ray.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.algorithms.columns import STANDARD_COLUMNS
+from penstock.conf.errors import StoreError
+from penstock.store.errors import UnknownColumn, WrongLength
+from penstock.store.schema import arrow_type
+
+
+class Rows:
+    """An immutable table of samples, ordered by group and then by index in the group.
+
+        rows = Rows.from_lists({"prompt_ids": [[5, 6], [5, 6]], "reward": [1.0, 0.0]}, group_ids=[0, 0])
+        rows.values("reward")         # array([1., 0.], dtype=float32)
+        rows.arrays("prompt_ids")[0]  # array([5, 6], dtype=int32)
+    """
+
+    def __init__(self, row_ids: np.ndarray, group_ids: np.ndarray, table: pa.Table) -> None:
+        """`row_ids`, `group_ids`: `[N]` int64. `table`: N rows, each column in at most one chunk. Raises `WrongLength`."""
+        if not len(row_ids) == len(group_ids) == (table.num_rows if table.num_columns else len(row_ids)):
+            raise WrongLength(
+                f"{len(row_ids)} row ids, {len(group_ids)} group ids and a table of {table.num_rows} rows do not fit together: "
+                "give one of each for every row."
+            )
+        self.row_ids = np.asarray(row_ids, dtype=np.int64)
+        self.group_ids = np.asarray(group_ids, dtype=np.int64)
+        self._table = table
+
+    @classmethod
+    def from_lists(cls, columns: dict[str, list[Any]], group_ids: Sequence[int] | None = None) -> "Rows":
+        """Rows numbered from 0. Standard columns get their type, others the one that Arrow infers.
+
+        `group_ids`: one a row; None: every row is a group of its own. Raises `WrongLength` for lists of unequal length.
+        """
+        lengths = {name: len(values) for name, values in columns.items()}
+        if len(set(lengths.values())) > 1:
+            raise WrongLength(f"columns have unequal numbers of rows: {lengths}. Give one value for every row.")
+        count = next(iter(lengths.values()), len(group_ids or ()))
+        table = pa.table({name: _array(name, values) for name, values in columns.items()})
+        ids = np.arange(count, dtype=np.int64)
+        return cls(ids, ids if group_ids is None else np.asarray(group_ids, dtype=np.int64), table)
+
+    @staticmethod
+    def concat(parts: "Sequence[Rows]") -> "Rows":
+        """All rows of `parts` in their order. All must have the same columns; at least one part. Raises `StoreError`."""
+        if not parts:
+            raise StoreError("Rows.concat got no parts, so their columns are unknown. Pass at least one Rows.")
+        names = parts[0].names
+        for part in parts:
+            if set(part.names) != set(names):
+                raise UnknownColumn(f"Rows.concat: parts have columns {list(names)} and {list(part.names)}; select the same ones.")
+        table = pa.concat_tables([part._table.select(list(names)) for part in parts]).combine_chunks()
+        return Rows(
+            np.concatenate([part.row_ids for part in parts]), np.concatenate([part.group_ids for part in parts]), table
+        )
+
+    def __len__(self) -> int:
+        return len(self.row_ids)
+
+    def __repr__(self) -> str:
+        return f"Rows({len(self)} rows of {len(set(self.group_ids.tolist()))} groups: {', '.join(self.names)})"
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._table.schema.names
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._table.schema.names)
+
+    def values(self, name: str) -> np.ndarray:
+        """A numeric sample column: `[N]`, in the column's dtype. Raises `UnknownColumn`, `StoreError` if it is no such column."""
+        array = self._column(name)
+        if pa.types.is_list(array.type) or pa.types.is_string(array.type):
+            raise StoreError(f"column {name!r} is {array.type}, not one number a row: use .{_accessor(array.type)}({name!r}).")
+        return np.asarray(array.to_numpy(zero_copy_only=False))
+
+    def strings(self, name: str) -> list[str]:
+        """A string column."""
+        array = self._column(name)
+        if not pa.types.is_string(array.type):
+            raise StoreError(f"column {name!r} is {array.type}, not string: use .{_accessor(array.type)}({name!r}).")
+        return list(array.to_pylist())
+
+    def lists(self, name: str) -> list[list[Any]]:
+        """A ragged column as Python lists (copied)."""
+        self._ragged_column(name)
+        return list(self._column(name).to_pylist())
+
+    def arrays(self, name: str) -> list[np.ndarray]:
+        """A ragged column: `[T_i]` for each row, views of one buffer."""
+        values, offsets = self.ragged(name)
+        bounds = offsets.tolist()
+        return [values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+
+    def ragged(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """A ragged column as `values` `[sum T_i]` and `offsets` `[N + 1]` int64; row i is `values[offsets[i]:offsets[i + 1]]`."""
+        array = self._ragged_column(name)
+        offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
+        values = array.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
+        return values, offsets - offsets[0]
+
+    def lengths(self, name: str) -> np.ndarray:
+        """Entries of a ragged column for each row: `[N]` int64."""
+        return np.diff(self._ragged_column(name).offsets.to_numpy(zero_copy_only=False)).astype(np.int64)
+
+    def select(self, indices: Sequence[int] | np.ndarray) -> "Rows":
+        """The rows at these positions, in this order (copied)."""
+        positions = np.asarray(indices, dtype=np.int64)
+        if np.array_equal(positions, np.arange(len(self))):
+            return self
+        return Rows(self.row_ids[positions], self.group_ids[positions], self._table.take(pa.array(positions)).combine_chunks())
+
+    def groups(self) -> list[tuple[int, np.ndarray]]:
+        """`(group_id, positions of its rows)` in order of first appearance."""
+        positions: dict[int, list[int]] = {}
+        for position, group in enumerate(self.group_ids.tolist()):
+            positions.setdefault(group, []).append(position)
+        return [(group, np.asarray(where, dtype=np.int64)) for group, where in positions.items()]
+
+    def table(self) -> pa.Table:
+        """The columns as an Arrow table, without the ids."""
+        return self._table
+
+    def _column(self, name: str) -> pa.Array:
+        if name not in self._table.schema.names:
+            raise UnknownColumn(f"column {name!r} is not among those leased: {', '.join(self.names)}. Add it to the stage's reads.")
+        column = self._table.column(name)
+        if column.num_chunks == 1:
+            return column.chunk(0)
+        return column.combine_chunks() if column.num_chunks else pa.array([], type=column.type)
+
+    def _ragged_column(self, name: str) -> pa.Array:
+        array = self._column(name)
+        if not pa.types.is_list(array.type):
+            raise StoreError(f"column {name!r} is {array.type}, not ragged: use .{_accessor(array.type)}({name!r}).")
+        return array
+
+
+def _accessor(kind: pa.DataType) -> str:
+    if pa.types.is_string(kind):
+        return "strings"
+    return "arrays" if pa.types.is_list(kind) else "values"
+
+
+def _array(name: str, values: list[Any]) -> pa.Array:
+    column = STANDARD_COLUMNS.get(name)
+    return pa.array(values, type=arrow_type(column) if column else None)

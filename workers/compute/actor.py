@@ -1,0 +1,26 @@
+"""`Compute-<stage>`: the Ray shell around a pure function of columns. Started by `orchestrator/fleet.py`."""
+
+from typing import Any
+
+from penstock.algorithms.dataflow import Stage
+from penstock.store.client import StoreClient
+from penstock.workers.compute.worker import ComputeWorker
+
+
+class Compute:
+    """Lifecycle: `run` until the store closes."""
+
+    def __init__(self, name: str, stage: Stage, store: Any) -> None:
+        self._worker = ComputeWorker(stage, StoreClient(store), name)
+
+    async def start(self) -> None:
+        """Nothing to load; the same call as for every other actor."""
+
+    async def run(self) -> None:
+        await self._worker.run()
+
+    async def stats(self) -> dict[str, float]:
+        return self._worker.stats()
+
+    async def close(self) -> None:
+        """Nothing to end; the same call as for every other actor."""

@@ -1,0 +1,101 @@
+"""Makes a small Qwen2 with random weights and a character tokenizer, as a HF model directory.
+
+For runs that bring no model (`model=tiny`), tests and benchmarks. Called once at the start of a run, by whoever prepares the
+run directory; everybody else reads the directory as any other HF model.
+"""
+
+from pathlib import Path
+
+from penstock.conf.errors import ModelError
+from penstock.conf.model import FreshModelConfig
+
+PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
+PAD_ID, BOS_ID, EOS_ID = 0, 1, 2
+CHARACTERS = "Ċ" + "Ġ" + "".join(chr(code) for code in range(33, 127))
+"""Newline, space and the other printable ASCII, spelled as byte-level BPE spells them."""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}"
+    "{{ '\\n' if message['role'] != 'assistant' or not loop.last }}{% endfor %}"
+)
+"""Each turn's text and a newline; an assistant's turn ends with the end-of-sequence token."""
+
+
+def character_vocabulary() -> dict[str, int]:
+    """Token to id: special tokens first, then the characters. The order is part of saved models."""
+    return {token: index for index, token in enumerate((PAD, BOS, EOS, *CHARACTERS))}
+
+
+def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int) -> None:
+    """Write model and tokenizer to `directory` (made if need be). Same config and seed: same bytes of weights.
+
+    Raises `ModelError` when the sizes do not fit each other.
+    """
+    import torch
+    from transformers import Qwen2ForCausalLM
+
+    _check_sizes(config)
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(_qwen2_config(config)).to(torch.float32)
+    model.generation_config.eos_token_id = EOS_ID
+    model.generation_config.pad_token_id = PAD_ID
+    model.generation_config.bos_token_id = BOS_ID
+    model.save_pretrained(target)
+    _character_tokenizer(config.max_position_embeddings).save_pretrained(target)
+
+
+def _check_sizes(config: FreshModelConfig) -> None:
+    if config.hidden_size % (2 * config.num_heads):
+        raise ModelError(
+            f"model.fresh.hidden_size={config.hidden_size} cannot be split into model.fresh.num_heads={config.num_heads} heads "
+            f"of even size. Choose a multiple of {2 * config.num_heads}."
+        )
+    if config.num_heads % config.num_kv_heads:
+        raise ModelError(
+            f"model.fresh.num_heads={config.num_heads} is no multiple of model.fresh.num_kv_heads={config.num_kv_heads}: "
+            "every key-value head serves the same number of query heads."
+        )
+
+
+def _qwen2_config(config: FreshModelConfig):  # type: ignore[no-untyped-def]
+    from transformers import Qwen2Config
+
+    return Qwen2Config(
+        vocab_size=len(character_vocabulary()),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_hidden_layers=config.num_layers,
+        num_attention_heads=config.num_heads,
+        num_key_value_heads=config.num_kv_heads,
+        max_position_embeddings=config.max_position_embeddings,
+        tie_word_embeddings=True,
+        bos_token_id=BOS_ID,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+        dtype="float32",
+    )
+
+
+def _character_tokenizer(max_length: int):  # type: ignore[no-untyped-def]
+    """One token a character; text in equals text out, spaces included. Other bytes become the padding token.
+
+    Qwen2's own class, since transformers loads that one for `model_type: qwen2` whatever the tokenizer's files say. Without
+    merges its byte-level BPE leaves single bytes.
+    """
+    from transformers import Qwen2Tokenizer
+
+    tokenizer = Qwen2Tokenizer(
+        vocab=character_vocabulary(),
+        merges=[],
+        unk_token=PAD,
+        pad_token=PAD,
+        bos_token=BOS,
+        eos_token=EOS,
+        model_max_length=max_length,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer

@@ -1,0 +1,178 @@
+"""A process of the reward pool: `python -m penstock.workers.reward.child FD`, started and fed by `pool.py`.
+
+Talks over one socket, so that whatever the reward prints goes to the log and never into the protocol:
+
+    pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ("ready", order) or ("refused", text)
+    pool ─▶ ("score", responses, task JSON strings)        child ─▶ (index, float | RewardError) for each, then ("done",)
+
+`order` tells the pool whom to blame when the process ends or hangs. "sequential": results come in the order of the samples, so it
+is the first one without a result. "together": the samples share one call, so it may be any.
+"""
+
+import asyncio
+import ctypes
+import json
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from penstock.conf.errors import PenstockError
+from penstock.workers.reward.outcome import RewardError, Result, as_score
+from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.signatures import Scorer, Task
+
+LENGTH = struct.Struct("<Q")
+PR_SET_PDEATHSIG = 1
+
+Report = Callable[[int, Result], None]
+
+
+class Channel:
+    """Length-prefixed pickles over a socket."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.connection = connection
+
+    def send(self, message: Any) -> None:
+        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self.connection.sendall(LENGTH.pack(len(payload)) + payload)
+
+    def receive(self) -> Any:
+        """The next message; raises `EOFError` when the pool is gone."""
+        (length,) = LENGTH.unpack(self._read(LENGTH.size))
+        return pickle.loads(self._read(length))
+
+    def _read(self, count: int) -> bytes:
+        data = self.connection.recv(count, socket.MSG_WAITALL)
+        if len(data) < count:
+            raise EOFError
+        return data
+
+
+class Runner:
+    """Scores batches with one function: samples in turn, a batch in one call, or async samples at the same time."""
+
+    def __init__(self, scorer: Scorer, timeout_s: float) -> None:
+        self.scorer = scorer
+        self.timeout_s = timeout_s
+        self.loop = asyncio.new_event_loop()
+        asyncio.set_event_loop(self.loop)
+
+    @property
+    def order(self) -> str:
+        return "sequential" if self.scorer.one is not None and not self.scorer.is_async else "together"
+
+    def score(self, responses: list[str], tasks: list[Task], report: Report) -> None:
+        """Call `report(index, result)` once for each sample, as soon as it is known."""
+        if self.scorer.many is not None:
+            self._batch(responses, tasks, report)
+        elif self.scorer.is_async:
+            self.loop.run_until_complete(self._concurrently(responses, tasks, report))
+        else:
+            for index, (response, task) in enumerate(zip(responses, tasks, strict=True)):
+                report(index, self._guarded(lambda r=response, t=task: as_score(self._one(r, t))))
+
+    def _one(self, response: str, task: Task) -> Any:
+        assert self.scorer.one is not None
+        return self._settled(self.scorer.one(response, task))
+
+    def _settled(self, value: Any) -> Any:
+        return self.loop.run_until_complete(_awaited(value, self.timeout_s)) if isinstance(value, Awaitable) else value
+
+    def _guarded(self, call: Callable[[], Any]) -> Any:
+        """What the call returns, or the `RewardError` of what it raised. A user's function may raise anything."""
+        try:
+            return call()
+        except TimeoutError as error:
+            return RewardError("timeout", str(error) or "TimeoutError")
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
+            return RewardError.of(error)
+
+    def _batch(self, responses: list[str], tasks: list[Task], report: Report) -> None:
+        """All in one call; if that fails as a whole, each sample in a call of its own, to find the bad one."""
+        values = self._guarded(lambda: self._many(responses, tasks))
+        if not isinstance(values, RewardError):
+            for index, value in enumerate(values):
+                report(index, as_score(value))
+        elif len(responses) == 1:
+            report(0, values)
+        else:
+            for index, (response, task) in enumerate(zip(responses, tasks, strict=True)):
+                self._batch([response], [task], lambda _, result, index=index: report(index, result))
+
+    def _many(self, responses: list[str], tasks: list[Task]) -> list[Any] | RewardError:
+        assert self.scorer.many is not None
+        values = self._settled(self.scorer.many(responses, tasks))
+        if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
+            return RewardError("bad_value", f"returned {type(values).__name__} {values!r:.80}; one number for each sample is due.")
+        if len(values) != len(responses):
+            return RewardError("bad_value", f"returned {len(values)} values for {len(responses)} sample(s).")
+        return list(values)
+
+    async def _concurrently(self, responses: list[str], tasks: list[Task], report: Report) -> None:
+        async def score(index: int) -> None:
+            try:
+                assert self.scorer.one is not None
+                report(index, as_score(await asyncio.wait_for(self.scorer.one(responses[index], tasks[index]), self.timeout_s)))
+            except TimeoutError:
+                report(index, RewardError("timeout", f"no result within reward.timeout_s={self.timeout_s:g} s."))
+            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
+                report(index, RewardError.of(error))
+
+        await asyncio.gather(*(score(index) for index in range(len(responses))))
+
+
+async def _awaited(value: Awaitable[Any], timeout_s: float) -> Any:
+    try:
+        return await asyncio.wait_for(value, timeout_s)
+    except TimeoutError:
+        raise TimeoutError(f"no result within reward.timeout_s={timeout_s:g} s.") from None
+
+
+def die_with_parent() -> None:
+    """Linux: the kernel ends this process with the thread that started it, even while a reward hangs."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def serve(channel: Channel) -> None:
+    _, spec, path, timeout_s = channel.receive()
+    sys.path[:] = path
+    runner = _loaded(spec, timeout_s, channel)
+    while runner is not None:
+        _, responses, tasks = channel.receive()
+        runner.score(responses, [json.loads(task) for task in tasks], lambda index, result: channel.send((index, result)))
+        channel.send(("done",))
+
+
+def _loaded(spec: RewardSpec, timeout_s: float, channel: Channel) -> Runner | None:
+    try:
+        runner = Runner(spec.resolve(), timeout_s)
+        spec.warm()
+    except PenstockError as error:
+        channel.send(("refused", str(error)))
+        return None
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - the import of the user's module may raise anything
+        channel.send(("refused", f"reward.function: loading it failed: {RewardError.of(error).text}"))
+        return None
+    channel.send(("ready", runner.order))
+    return runner
+
+
+def main() -> None:
+    die_with_parent()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    # A reward's own subprocesses must not hold the pool's socket open.
+    connection.set_inheritable(False)
+    try:
+        serve(Channel(connection))
+    except (EOFError, ConnectionError):
+        pass  # the pool is closed
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The rewards that Penstock brings: `reward.function=math_verify`, `reasoning_gym` or `digits`.
+
+Each runs in the pool's child processes. Heavy imports are made by `warm`, before the first sample's deadline starts.
+"""
+
+import functools
+import importlib
+import logging
+from typing import Any
+
+from penstock.workers.reward.registry import reward
+
+ANSWER_MARK = "####"
+
+
+def _warm_math_verify() -> None:
+    # math-verify warns that its signal-based timeouts are off; the pool's own deadline stands in for them.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    _parsed_gold("1")
+
+
+def _math_verify() -> Any:
+    return importlib.import_module("math_verify")
+
+
+@functools.lru_cache(maxsize=4096)
+def _parsed_gold(answer: str) -> Any:
+    gold = _math_verify().parse(answer, parsing_timeout=None)
+    return gold or _math_verify().parse(f"${answer}$", parsing_timeout=None)
+
+
+def _plain(text: str) -> str:
+    return text.strip().rstrip(".").replace(",", "").replace("$", "").replace(" ", "")
+
+
+def final_answer(text: str) -> str:
+    """What follows the last `####` (the format of GSM8K), or the whole text."""
+    return text.rpartition(ANSWER_MARK)[2].strip()
+
+
+@reward("math_verify", warm=_warm_math_verify)
+def math_verify(response: str, answer: str) -> float:
+    """1.0 if the response's final answer equals the reference mathematically, else 0.0.
+
+    Takes an answer after `####`, in `\\\\boxed{}`, or the last number or formula of the response. Raises `ValueError` if the
+    reference answer itself cannot be read.
+    """
+    gold = final_answer(str(answer))
+    said = final_answer(response)
+    if not said:
+        return 0.0
+    if _plain(said) == _plain(gold):
+        return 1.0
+    parsed = _parsed_gold(_plain(gold) if _plain(gold).lstrip("+-").replace(".", "", 1).isdigit() else gold)
+    if not parsed:
+        raise ValueError(f"the reference answer {gold!r:.80} is no mathematical expression")
+    return float(_math_verify().verify(parsed, _math_verify().parse(said, parsing_timeout=None), timeout_seconds=None))
+
+
+def _warm_reasoning_gym() -> None:
+    importlib.import_module("reasoning_gym")
+
+
+@reward("reasoning_gym", warm=_warm_reasoning_gym)
+def reasoning_gym(response: str, task: dict[str, Any], strict: bool = False) -> float:
+    """What the problem's own verifier says, from 0 to 1. `strict`: 1.0 for full marks, else 0.0."""
+    environment = importlib.import_module("penstock.workers.environments.reasoning_gym")
+    score: float = environment.verify(response.strip(), task)
+    return float(score >= 1.0) if strict else score
+
+
+@reward("digits")
+def digits(response: str) -> float:
+    """Share of the response's characters that are decimal digits; 0 for an empty response. Learnt within a few steps."""
+    return sum(character in "0123456789" for character in response) / len(response) if response else 0.0

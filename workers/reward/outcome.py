@@ -1,0 +1,59 @@
+"""What scoring one sample ends in: a finite float, or a `RewardError` that says why not.
+
+Made in the pool's child processes (`child.py`), carried by `pool.py`, counted and reported by `worker.py`.
+"""
+
+import math
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+KINDS = ("raised", "bad_value", "timeout", "crash")
+
+
+@dataclass(frozen=True)
+class RewardError:
+    """Why a sample has no reward. A value, not an exception: a batch of results holds some of these."""
+
+    kind: str
+    """One of `KINDS`: the function raised, returned no finite number, missed its deadline, or ended its process."""
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"
+
+    @classmethod
+    def of(cls, error: BaseException) -> "RewardError":
+        """Exception type, message, and the innermost line of the traceback."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
+        return cls("raised", f"{type(error).__name__}: {error}{where}")
+
+
+Result = float | RewardError
+
+
+def as_score(value: Any) -> Result:
+    """A function's value for one sample as a float, or why it cannot be one.
+
+    Takes int, float, bool, 0-dimensional arrays and tensors, and mappings with a "score" (verl).
+    """
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            return RewardError("bad_value", f'returned a dict without "score"; its keys: {sorted(map(str, value))}.')
+        value = value["score"]
+    if value is None:
+        return RewardError("bad_value", "returned None; a reward is a number.")
+    item = getattr(value, "item", None)
+    if callable(item) and getattr(value, "size", None) is not None:
+        numel = value.numel() if hasattr(value, "numel") else value.size
+        if numel != 1:
+            return RewardError("bad_value", f"returned a {type(value).__name__} of {numel} elements; a reward is one number.")
+        value = item()
+    if not isinstance(value, int | float):
+        return RewardError("bad_value", f"returned {type(value).__name__} {value!r:.80}; a reward is a number.")
+    score = float(value)
+    if not math.isfinite(score):
+        return RewardError("bad_value", f"returned {score}; a reward is finite.")
+    return score

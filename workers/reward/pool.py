@@ -1,0 +1,197 @@
+"""A pool of processes that score samples, each sample with a deadline that kills.
+
+Called by `worker.py` (one pool a reward worker) and by tests. A reward that hangs, crashes, raises or returns no number costs
+its own sample only: everything else in its batch is scored all the same.
+"""
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.conf.reward import RewardConfig
+from penstock.workers.reward.outcome import Result, RewardError
+from penstock.workers.reward.process import RewardProcess
+from penstock.workers.reward.registry import RewardSpec
+
+Item = tuple[int, str, str]
+"""Position in the call, response, task as JSON."""
+Outcomes = asyncio.Queue[tuple[int, Result] | PenstockError]
+
+
+class RewardPool:
+    """Scores samples in `num_processes` processes.
+
+    Lifecycle: `start` loads the function in every process (or raises `ConfigError`); `score` and `stream` may be called
+    concurrently from then on; `close` ends the processes. They also end when this one does.
+
+        async with RewardPool(RewardSpec.of("digits"), num_processes=2, timeout_s=10) as pool:
+            await pool.score(["42", "no"], ["{}", "{}"])      # [1.0, 0.0]
+    """
+
+    def __init__(self, spec: RewardSpec, *, num_processes: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 120.0) -> None:
+        self.spec = spec
+        self.num_processes = num_processes
+        self.timeout_s = timeout_s
+        self.start_timeout_s = start_timeout_s
+        self.replaced = 0
+        """Processes that were killed or died, and were replaced."""
+        self.timeouts = 0
+        """Samples that missed their deadline in the pool (those that an async reward's own loop timed are not among them)."""
+        self._late = False
+        self._idle: asyncio.Queue[RewardProcess | PenstockError] = asyncio.Queue()
+        self._alive: set[RewardProcess] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._largest_batch = 2**31
+        self._busy_of_dead_s = 0.0
+
+    @classmethod
+    def of(cls, config: RewardConfig, spec: RewardSpec | None = None) -> "RewardPool":
+        """The pool that the configuration asks for. `spec` overrides `reward.function`."""
+        spec = spec or RewardSpec.of(config.function, config.options)
+        return cls(spec, num_processes=config.num_processes, timeout_s=config.timeout_s)
+
+    async def __aenter__(self) -> "RewardPool":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start every process and load the function in it. Raises `ConfigError`, `DeadlineExceeded` or `WorkerDied`."""
+        try:
+            await asyncio.gather(*(self._start_one() for _ in range(self.num_processes)))
+        except PenstockError:
+            await self.close()
+            raise
+
+    async def close(self) -> None:
+        """Kill the processes. Calls in progress are cancelled."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for process in self._alive:
+            process.kill()
+        self._alive.clear()
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that processes spent scoring, added up."""
+        return self._busy_of_dead_s + sum(process.busy_s for process in self._alive)
+
+    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
+        """One result for each response, in order."""
+        results: list[Result] = [RewardError("crash", "not scored")] * len(responses)
+        async for index, result in self.stream(responses, tasks):
+            results[index] = result
+        return results
+
+    async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
+        """`(index, result)` for each response, as they come. `tasks` are JSON strings, one a response.
+
+        Raises `PenstockError` if a process cannot be replaced.
+        """
+        ready: Outcomes = asyncio.Queue()
+        items = list(zip(range(len(responses)), responses, tasks, strict=True))
+        calls = [self._spawn(self._score_part(part, ready)) for part in self._parts(items)]
+        try:
+            for _ in items:
+                outcome = await ready.get()
+                if isinstance(outcome, PenstockError):
+                    raise outcome
+                yield outcome
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def _parts(self, items: list[Item]) -> list[list[Item]]:
+        size = min(max(1, math.ceil(len(items) / self.num_processes)), self._largest_batch)
+        return [items[first : first + size] for first in range(0, len(items), size)]
+
+    def _spawn(self, coroutine: Any) -> "asyncio.Task[Any]":
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _score_part(self, items: list[Item], ready: "Outcomes") -> None:
+        """Score one process's share, going on in another process with what a lost one left."""
+        timeouts = self.timeouts
+        batches = [items]
+        try:
+            while batches:
+                batch = batches.pop(0)
+                left = await self._score_batch(batch, ready)
+                batches[:0] = left
+        except PenstockError as error:
+            ready.put_nowait(error)
+        except asyncio.CancelledError:
+            ready.put_nowait(WorkerDied("the reward pool is closed"))
+            raise
+        if len(items) > 1 and self._late and timeouts == self.timeouts:
+            # Every sample was in time on its own: the function needs longer for many samples, and smaller batches suit it.
+            self._largest_batch = max(1, len(items) // 2)
+        self._late = False
+
+    async def _score_batch(self, batch: list[Item], ready: "Outcomes") -> list[list[Item]]:
+        """Score in one process and return the batches that are still to do, none unless the process was lost."""
+        process = await self._take()
+        unscored = dict(enumerate(batch))
+        whole = False
+
+        def report(position: int, result: Result) -> None:
+            ready.put_nowait((unscored.pop(position)[0], result))
+
+        try:
+            await process.score([item[1] for item in batch], [item[2] for item in batch], report)
+            whole = True
+        except DeadlineExceeded as error:
+            lost = RewardError("timeout", str(error))
+        except WorkerDied as error:
+            lost = RewardError("crash", str(error))
+        finally:
+            self._give_back(process, whole)
+        if not unscored:
+            return []
+        left = list(unscored.values())
+        if process.order == "sequential" or len(batch) == 1:
+            self.timeouts += lost.kind == "timeout"
+            ready.put_nowait((left[0][0], lost))
+            return [left[1:]] if left[1:] else []
+        self._late = lost.kind == "timeout"
+        return [[item] for item in left]
+
+    async def _take(self) -> RewardProcess:
+        """An idle process; one that ended while it was idle is replaced, and no sample blamed."""
+        while True:
+            process = await self._idle.get()
+            if isinstance(process, PenstockError):
+                self._idle.put_nowait(process)
+                raise process
+            if process.is_alive:
+                return process
+            self._give_back(process, whole=False)
+
+    def _give_back(self, process: RewardProcess, whole: bool) -> None:
+        if whole:
+            self._idle.put_nowait(process)
+            return
+        self._alive.discard(process)
+        self._busy_of_dead_s += process.busy_s
+        process.kill()
+        self.replaced += 1
+        self._spawn(self._replace())
+
+    async def _start_one(self) -> None:
+        process = await RewardProcess.start(self.spec, self.timeout_s, self.start_timeout_s)
+        self._alive.add(process)
+        self._idle.put_nowait(process)
+
+    async def _replace(self) -> None:
+        try:
+            await self._start_one()
+        except PenstockError as error:
+            self._idle.put_nowait(error)

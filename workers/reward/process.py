@@ -1,0 +1,116 @@
+"""One child process of the reward pool, seen from the pool: start it, give it a batch, hear each result, kill it.
+
+Used by `pool.py` only; the other end is `child.py`.
+"""
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.conf.errors import ConfigError, DeadlineExceeded, WorkerDied
+from penstock.workers.reward.outcome import Result
+from penstock.workers.reward.registry import RewardSpec
+
+LENGTH = struct.Struct("<Q")
+GRACE_S = 0.25
+"""Async rewards are timed in the child; the process is killed if even that does not answer."""
+
+
+class RewardProcess:
+    """A child process with the function loaded.
+
+        process = await RewardProcess.start(spec, timeout_s=10, start_timeout_s=60)
+        await process.score(responses, tasks, report)     # report(index, result) as results come
+        process.kill()
+
+    `score` raises `DeadlineExceeded` when no result comes for `timeout_s`, and `WorkerDied` when the process ends. Either
+    way the process is of no use any more: kill it and start another.
+    """
+
+    def __init__(self, child: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+        self.child = child
+        self.timeout_s = timeout_s
+        self.order = "together"
+        self.busy_s = 0.0
+
+    @classmethod
+    async def start(cls, spec: RewardSpec, timeout_s: float, start_timeout_s: float) -> "RewardProcess":
+        """Raises `ConfigError` if the function cannot be loaded, `DeadlineExceeded` if that takes too long."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "penstock.workers.reward.child", str(theirs.fileno())]
+            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
+        process = cls(child, timeout_s)
+        try:
+            process.reader, process.writer = await asyncio.open_connection(sock=ours, limit=2**24)
+            process._send(("load", spec, sys.path, timeout_s))
+            answer = await asyncio.wait_for(process._receive(), start_timeout_s)
+        except TimeoutError:
+            process.kill()
+            raise DeadlineExceeded(
+                f"reward.function: loading it in a new process took longer than {start_timeout_s:g} s. Make its import faster."
+            ) from None
+        except (asyncio.CancelledError, WorkerDied):
+            process.kill()
+            raise
+        if answer[0] == "refused":
+            process.kill()
+            raise ConfigError(answer[1])
+        process.order = answer[1]
+        return process
+
+    @property
+    def is_alive(self) -> bool:
+        return self.child.poll() is None
+
+    async def score(self, responses: Sequence[str], tasks: Sequence[str], report: Callable[[int, Result], None]) -> None:
+        """Score a batch; `tasks` are JSON strings. Results are reported as they come, in any order."""
+        started = time.perf_counter()
+        try:
+            self._send(("score", list(responses), list(tasks)))
+            deadline_s = self.timeout_s + (GRACE_S if self.order == "together" else 0.0)
+            async with asyncio.timeout(deadline_s) as deadline:
+                await self.writer.drain()
+                while (message := await self._receive())[0] != "done":
+                    report(*message)
+                    deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"no result within reward.timeout_s={self.timeout_s:g} s.") from None
+        finally:
+            self.busy_s += time.perf_counter() - started
+
+    def kill(self) -> None:
+        """End the process and whatever it started, now. May be called twice."""
+        if self.child.poll() is None:
+            # The child leads a session of its own, so its process group holds its own subprocesses and nothing else.
+            os.killpg(self.child.pid, signal.SIGKILL)
+            self.child.wait()
+        if hasattr(self, "writer"):
+            self.writer.close()
+
+    def _send(self, message: Any) -> None:
+        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        self.writer.write(LENGTH.pack(len(payload)) + payload)
+
+    async def _receive(self) -> Any:
+        try:
+            (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
+            return pickle.loads(await self.reader.readexactly(length))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise WorkerDied(f"the reward process ended: {await self._ending()}") from None
+
+    async def _ending(self) -> str:
+        """How the process ended. Its socket closes a moment before the process can be waited for."""
+        for _ in range(100):
+            if (code := self.child.poll()) is not None:
+                return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            await asyncio.sleep(0.01)
+        return "it closed its connection"

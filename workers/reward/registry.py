@@ -1,0 +1,169 @@
+"""Where a reward function is found: by a registered name, in a file, or in a module; or it is given as a callable.
+
+`RewardSpec` is what crosses process boundaries. The parent builds and checks it (`RewardSpec.of(...).check()`), each child
+process of the pool resolves it anew: functions of user files are imported there, callables travel by cloudpickle.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+from penstock.conf.errors import ConfigError, suggest
+from penstock.workers.reward.signatures import HELP, Scorer, adapt, name_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+BUILTIN_MODULE = "penstock.workers.reward.functions"
+
+
+@dataclass(frozen=True)
+class Registered:
+    function: Callable[..., Any]
+    warm: Callable[[], object] | None = None
+
+
+REWARDS: dict[str, Registered] = {}
+
+
+def reward(name: str, *, warm: Callable[[], object] | None = None) -> Callable[[F], F]:
+    """Register a reward function under a name for `reward.function`. `warm` runs once in each process before its first sample."""
+
+    def register(function: F) -> F:
+        REWARDS[name] = Registered(function, warm)
+        return function
+
+    return register
+
+
+def find_reward(spec: str) -> Callable[..., Any]:
+    """The function that `reward.function` names: registered, `file.py:function` or `package.module:function`.
+
+    Raises `ConfigError` with the nearest known name, or with what the import of the file raised.
+    """
+    importlib.import_module(BUILTIN_MODULE)
+    if spec in REWARDS:
+        return REWARDS[spec].function
+    place, colon, attribute = spec.rpartition(":")
+    if not colon:
+        raise ConfigError(
+            f"reward.function={spec}: no reward is registered under this name{suggest(spec, REWARDS)} "
+            "A function of your own is `file.py:function` or `package.module:function`."
+        )
+    module = import_file(place, "reward.function") if place.endswith(".py") else _import_module(spec, place)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            raise ConfigError(f"reward.function={spec}: {place} has no {attribute!r}{suggest(attribute, names)}")
+        found = getattr(found, part)
+    return found  # type: ignore[no-any-return]
+
+
+def import_file(path: str, key: str) -> ModuleType:
+    """Run a Python file as a module, once a process. Its folder can be imported from. `key` is named if it is not there."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        near = sorted(other.name for other in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        hint = suggest(file.name, near) if near else "."
+        raise ConfigError(f"{key}={path}: there is no file {file}{hint}")
+    name = f"penstock_file_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"{key}={path}: not a Python file.")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        module_spec.loader.exec_module(module)
+    except (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, OSError) as error:
+        del sys.modules[name]
+        raise ConfigError(f"{key}={path}: importing it failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import_module(spec: str, place: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except (ImportError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"reward.function={spec}: module {place!r} cannot be imported: {error}. "
+            "A file is written with its ending, `file.py:function`."
+        ) from error
+
+
+@dataclass(frozen=True)
+class RewardSpec:
+    """A reward function and its options, in a form that any process can resolve."""
+
+    function: str = ""
+    pickled: bytes = b""
+    """A callable by cloudpickle, instead of `function`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
+    """Files that register rewards, imported first (`imports` of the run)."""
+
+    @classmethod
+    def of(
+        cls, function: str | Callable[..., Any], options: dict[str, Any] | None = None, imports: tuple[str, ...] = ()
+    ) -> "RewardSpec":
+        """Paths are made absolute against the working directory of the caller."""
+        files = tuple(str(Path(path).expanduser().resolve()) for path in imports)
+        if not isinstance(function, str):
+            return cls(pickled=_pickled(function), options=dict(options or {}), imports=files)
+        place, colon, attribute = function.rpartition(":")
+        if colon and place.endswith(".py"):
+            function = f"{Path(place).expanduser().resolve()}:{attribute}"
+        return cls(function=function, options=dict(options or {}), imports=files)
+
+    def resolve(self) -> Scorer:
+        """Import what is named and adapt it. Raises `ConfigError`."""
+        for path in self.imports:
+            import_file(path, "imports")
+        if self.pickled:
+            return adapt(importlib.import_module("cloudpickle").loads(self.pickled), self.options)
+        return adapt(find_reward(self.function), self.options)
+
+    def warm(self) -> None:
+        """Do what the function's registration asks for before the first sample: slow imports, mostly."""
+        registered = REWARDS.get(self.function)
+        if registered is not None and registered.warm is not None:
+            registered.warm()
+
+    def check(self) -> None:
+        """Raise `ConfigError` unless the function is found and has a known signature."""
+        self.resolve()
+
+
+def _pickled(function: Callable[..., Any]) -> bytes:
+    """By value where the function's module is the user's own, which another process may not find; else by reference."""
+    if not callable(function):
+        raise ConfigError(f"reward: {function!r} is no function. {HELP}")
+    cloudpickle = importlib.import_module("cloudpickle")
+    module = sys.modules.get(getattr(function, "__module__", None) or "__main__")
+    if module is None or module.__name__ == "__main__" or _is_installed(module):
+        return bytes(cloudpickle.dumps(function))
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(function))
+    except (TypeError, pickle.PicklingError) as error:
+        raise ConfigError(
+            f"reward: {module.__name__}.{name_of(function)} cannot be sent to the reward processes: {error}. "
+            "Name it as `file.py:function` instead, so that each process imports it."
+        ) from error
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)
+
+
+def _is_installed(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    return file is None or module.__name__.startswith("penstock.") or "site-packages" in Path(file).parts

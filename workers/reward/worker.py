@@ -1,0 +1,206 @@
+"""The reward role: leases samples, has the pool score them, writes the reward, drops what failed.
+
+    store ─ task, response_text ─▶ RewardWorker ─▶ RewardPool ─▶ child processes
+      ▲────────── reward, or dropped/reward_error ──┘
+
+Run by `workers/reward/actor.py`; the controller watches `run` end, and asks for `stats`. Evaluation calls `score`.
+"""
+
+import asyncio
+import json
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any, Protocol
+
+from penstock.conf.errors import LeaseExpired, RewardFailure
+from penstock.conf.reward import RewardConfig
+from penstock.store.rows import Rows
+from penstock.workers.reward.outcome import Result, RewardError
+from penstock.workers.reward.pool import RewardPool
+
+DROP_REASON = "reward_error"
+EARLY_ERRORS = 20
+"""So many rewards, all of them failed, end a run before the window is full."""
+WRITE_AFTER_S = 0.25
+"""Results wait for others of their lease no longer than this, so that a hanging reward holds up nobody else's."""
+RENEW_EVERY_S = 30.0
+
+
+class Lease(Protocol):
+    rows: Rows
+
+
+class Store(Protocol):
+    """What a reward worker needs of `store.client.StoreClient`."""
+
+    async def lease(self, stage: str, max_units: int, owner: str) -> Any: ...
+
+    async def write(self, lease: Any, row_ids: Sequence[int], columns: dict[str, Any]) -> None: ...
+
+    async def drop(self, lease: Any, row_ids: Sequence[int], reason: str, detail: str = "") -> None: ...
+
+    async def renew(self, lease: Any) -> None: ...
+
+
+class ErrorShare:
+    """Counts results and says when too many have failed. Pure.
+
+    Too many: more failures among the last `window` results than `max_share` of a full window, or nothing but failures
+    from the start. `max_share=1` never ends a run.
+    """
+
+    def __init__(self, max_share: float, window: int) -> None:
+        self.max_share = max_share
+        self.window = window
+        self.recent: deque[bool] = deque(maxlen=window)
+        self.rewarded = 0
+        self.failed = 0
+        self.last_error = ""
+
+    def add(self, result: Result) -> None:
+        failed = isinstance(result, RewardError)
+        self.recent.append(failed)
+        if failed:
+            self.failed += 1
+            self.last_error = str(result)
+        else:
+            self.rewarded += 1
+
+    def check(self) -> None:
+        """Raise `RewardFailure` with the last error if too many have failed."""
+        failures, seen = sum(self.recent), len(self.recent)
+        hopeless = self.max_share < 1 and self.rewarded == 0 and self.failed >= min(EARLY_ERRORS, self.window)
+        if hopeless or failures > self.max_share * self.window:
+            raise RewardFailure(
+                f"{failures} of the last {seen} rewards failed, more than reward.max_error_share={self.max_share:g} of "
+                f"{self.window} allows. The last one: {self.last_error} Mend the reward function, or raise reward.max_error_share."
+            )
+
+
+class RewardWorker:
+    """Scores samples of one reward stage until the store is closed.
+
+    Lifecycle: `start` (loads the function in every process), `run` (returns when the store closes, raises `RewardFailure`
+    when too many rewards failed), `close`. `score` and `stats` may be called at any time in between.
+    """
+
+    def __init__(
+        self,
+        pool: RewardPool,
+        store: Store,
+        config: RewardConfig,
+        *,
+        name: str = "reward-0",
+        stage: str = "reward",
+        column: str = "reward",
+        max_samples: int = 64,
+    ) -> None:
+        self.pool = pool
+        self.store = store
+        self.name = name
+        self.stage = stage
+        self.column = column
+        self.max_samples = max_samples
+        self.errors = ErrorShare(config.max_error_share, config.error_window)
+        self._busy_s = 0.0
+        self._busy_lanes = 0
+        self._busy_since = 0.0
+
+    async def start(self) -> None:
+        await self.pool.start()
+
+    async def close(self) -> None:
+        await self.pool.close()
+
+    async def run(self) -> None:
+        """Lease, score and write, one lane for each process of the pool, until the store closes."""
+        lanes = [asyncio.create_task(self._lane()) for _ in range(self.pool.num_processes)]
+        try:
+            await asyncio.gather(*lanes)
+        finally:
+            for lane in lanes:
+                lane.cancel()
+            await asyncio.gather(*lanes, return_exceptions=True)
+
+    async def score(self, tasks: Sequence[str | Mapping[str, Any]], responses: Sequence[str]) -> list[Result]:
+        """One reward, or the `RewardError` in its place, for each response. For evaluation: counts nowhere."""
+        texts = [task if isinstance(task, str) else json.dumps(dict(task)) for task in tasks]
+        with self._busy():
+            return await self.pool.score(responses, texts)
+
+    def stats(self) -> dict[str, Any]:
+        """Counts since the start. `busy_s`: seconds in which at least one sample was being scored;
+        `process_busy_s`: the same, added up over the processes."""
+        running = time.perf_counter() - self._busy_since if self._busy_lanes else 0.0
+        return {
+            "rewarded": self.errors.rewarded,
+            "failed": self.errors.failed,
+            "last_error": self.errors.last_error,
+            "busy_s": self._busy_s + running,
+            "process_busy_s": self.pool.busy_s,
+            "replaced_processes": self.pool.replaced,
+        }
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        if not self._busy_lanes:
+            self._busy_since = time.perf_counter()
+        self._busy_lanes += 1
+        try:
+            yield
+        finally:
+            self._busy_lanes -= 1
+            if not self._busy_lanes:
+                self._busy_s += time.perf_counter() - self._busy_since
+
+    async def _lane(self) -> None:
+        while (lease := await self.store.lease(self.stage, self.max_samples, self.name)) is not None:
+            with self._busy(), suppress(LeaseExpired):  # expired: the rows are somebody else's by now
+                async with _renewed(self.store, lease):
+                    await self._serve(lease)
+            self.errors.check()
+
+    async def _serve(self, lease: Lease) -> None:
+        """Score the rows of a lease, writing results in as few calls as waiting `WRITE_AFTER_S` allows."""
+        known: list[tuple[int, Result]] = []
+        written = time.perf_counter()
+        rows = lease.rows
+        async for position, result in self.pool.stream(rows.strings("response_text"), rows.strings("task")):
+            self.errors.add(result)
+            known.append((int(rows.row_ids[position]), result))
+            if time.perf_counter() - written > WRITE_AFTER_S:
+                self.errors.check()
+                await self._write(lease, known)
+                known, written = [], time.perf_counter()
+        await self._write(lease, known)
+
+    async def _write(self, lease: Lease, known: Sequence[tuple[int, Result]]) -> None:
+        good = [(row, result) for row, result in known if not isinstance(result, RewardError)]
+        if good:
+            await self.store.write(lease, [row for row, _ in good], {self.column: [score for _, score in good]})
+        bad: dict[str, list[int]] = {}
+        for row, result in known:
+            if isinstance(result, RewardError):
+                bad.setdefault(str(result), []).append(row)
+        for detail, rows in bad.items():
+            await self.store.drop(lease, rows, DROP_REASON, detail)
+
+
+@asynccontextmanager
+async def _renewed(store: Store, lease: Lease) -> AsyncIterator[None]:
+    """Keep a lease alive while slow rewards are computed."""
+
+    async def renew() -> None:
+        with suppress(LeaseExpired):
+            while True:
+                await asyncio.sleep(RENEW_EVERY_S)
+                await store.renew(lease)
+
+    renewal = asyncio.create_task(renew())
+    try:
+        yield
+    finally:
+        renewal.cancel()
+        await asyncio.gather(renewal, return_exceptions=True)

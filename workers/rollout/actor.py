@@ -1,0 +1,75 @@
+"""`Rollout-i`: the Ray shell around one engine and its pull loop.
+
+Started by `orchestrator/fleet.py`. `run` leases prompts from the store until it closes; `update` is the controller's call
+after each training step; `generate` serves evaluation and the imperative API.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.rollout import RolloutConfig
+from penstock.store.client import StoreClient
+from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.worker import RolloutWorker
+
+
+@dataclass(frozen=True)
+class RolloutSpec:
+    """What a rollout actor is made from. Plain data, so that it crosses Ray."""
+
+    name: str
+    config: RolloutConfig
+    model_path: str
+    num_threads: int
+    seed: int
+    group_size: int
+
+
+class Rollout:
+    """Lifecycle: `start` once, then `run` and `update` side by side, then `close`."""
+
+    def __init__(self, spec: RolloutSpec, store: Any | None) -> None:
+        self._spec = spec
+        self._engine = make_engine(spec.config, spec.model_path, num_threads=spec.num_threads)
+        self._worker = None
+        if store is not None:
+            self._worker = RolloutWorker(
+                self._engine,
+                StoreClient(store),
+                Sampling.of(spec.config.sampling),
+                spec.name,
+                spec.seed if spec.config.sampling.seeded else None,
+                num_samples=spec.group_size,
+                max_concurrent_samples=spec.config.max_concurrent_samples,
+                generate_timeout_s=spec.config.generate_timeout_s,
+            )
+
+    async def start(self) -> None:
+        await self._engine.start()
+
+    async def run(self) -> None:
+        """Serve the store's rollout stage until it closes."""
+        assert self._worker is not None
+        await self._worker.run()
+
+    async def generate(
+        self, prompts: Sequence[Sequence[int]], num_samples: int, samplings: Sequence[Sampling]
+    ) -> list[list[Completion]]:
+        """`num_samples` responses to each prompt, at the weights that the engine has now."""
+        requests = zip(prompts, samplings, strict=True)
+        return list(await asyncio.gather(*(self._engine.generate(prompt, num_samples, sampling) for prompt, sampling in requests)))
+
+    async def update(self, publication: Publication) -> None:
+        await self._engine.update(publication)
+
+    async def version(self) -> int:
+        return await self._engine.version()
+
+    async def stats(self) -> dict[str, float]:
+        return self._worker.stats() if self._worker is not None else {}
+
+    async def close(self) -> None:
+        await self._engine.close()

@@ -1,0 +1,113 @@
+"""`Trainer-<model>-<rank>`: the Ray shell around one rank. Started by `orchestrator/fleet.py`.
+
+All ranks of a group get the same calls in the same order; torch.distributed does the rest between them. A trainer that
+updates is driven step by step by the controller; one that only computes log-probabilities pulls its rows by itself (`run`).
+"""
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.client import SyncStoreClient
+from penstock.store.rows import Rows
+from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainerWorker
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    name: str
+    config: TrainerConfig
+    model_path: str
+    rank: int
+    num_ranks: int
+    num_threads: int
+    stage: str
+    loss: Loss | None
+    """None: no optimizer, log-probabilities only."""
+    temperature: float = 1.0
+    attention: str = "sdpa"
+    engine_dtype: str = "float32"
+    column: str = "reference_logprobs"
+    """What a log-probability stage writes."""
+
+
+class Trainer:
+    """Lifecycle: `address` on rank 0, `start` on all with it, then `step`/`publish` or `run`, then `close`."""
+
+    def __init__(self, spec: TrainerSpec, store: Any | None) -> None:
+        self._spec = spec
+        self._store = SyncStoreClient(store) if store is not None else None
+        self._trainer: FsdpTrainer | None = None
+        self._worker: TrainerWorker | ReferenceWorker | None = None
+
+    def address(self) -> str:
+        """`host:port` where this rank, the first, can listen for the others."""
+        host = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((host, 0))
+            return f"{host}:{probe.getsockname()[1]}"
+
+    def start(self, address: str) -> None:
+        """Load the model and join the other ranks. Collective."""
+        spec = self._spec
+        trainer = FsdpTrainer(
+            spec.config,
+            spec.model_path,
+            temperature=spec.temperature,
+            rank=spec.rank,
+            num_ranks=spec.num_ranks,
+            address=address,
+            num_threads=spec.num_threads,
+            attention=spec.attention,
+            trainable=spec.loss is not None,
+            engine_dtype=spec.engine_dtype,
+        )
+        self._trainer = trainer
+        if self._store is None:
+            return
+        if spec.loss is not None:
+            self._worker = TrainerWorker(trainer, self._store, spec.rank, spec.num_ranks, spec.loss)
+        else:
+            self._worker = ReferenceWorker(trainer, self._store, spec.stage, spec.column, spec.rank, spec.num_ranks)
+
+    @property
+    def _ready(self) -> FsdpTrainer:
+        assert self._trainer is not None
+        return self._trainer
+
+    def step(self, round: int) -> StepReport | None:
+        """Update number `round` on the store's next batch. None: the store has closed. Collective."""
+        assert isinstance(self._worker, TrainerWorker)
+        return self._worker.step(round)
+
+    def run(self) -> None:
+        """Serve a log-probability stage until the store closes. Collective."""
+        assert isinstance(self._worker, ReferenceWorker)
+        self._worker.run()
+
+    def stats(self) -> dict[str, float]:
+        return self._worker.stats() if isinstance(self._worker, ReferenceWorker) else {}
+
+    def update(self, rows: Rows, loss: Loss) -> UpdateReport:
+        """The imperative API: one update on these rows of this rank. Collective."""
+        return self._ready.update(rows, loss)
+
+    def logprobs(self, rows: Rows) -> list[np.ndarray]:
+        return self._ready.logprobs(rows)
+
+    def publish(self, directory: str, version: int) -> Publication:
+        return self._ready.publish(directory, version)
+
+    def export(self, directory: str) -> None:
+        """Write a HF model directory. Collective."""
+        self._ready.export(directory)
+
+    def close(self) -> None:
+        if self._trainer is not None:
+            self._trainer.close()

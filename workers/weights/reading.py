@@ -1,0 +1,150 @@
+"""The reading side of a publication: its manifest, its checksums, and its tensors as views of mapped memory.
+
+Called by the rollout engines before and while they load, by `publication.seal` for the manifest's form, and by tests. A reader
+that finds anything wrong raises `WeightError` with file and tensor, before any weight of the engine has changed.
+"""
+
+import json
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+
+from penstock.conf.errors import WeightError
+from penstock.workers.protocols import Publication
+from penstock.workers.weights.layout import Layout, compute_layout
+
+if TYPE_CHECKING:
+    import torch
+
+WEIGHTS_NAME = "model.safetensors"
+MANIFEST_NAME = "manifest.json"
+
+
+class RowRange(NamedTuple):
+    """Rows of one tensor that one rank wrote, and the xxh3-64 of their bytes (hexadecimal)."""
+
+    name: str
+    first_row: int
+    num_rows: int
+    checksum: str
+    rank: int
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a publication says of itself."""
+
+    directory: Path
+    version: int
+    layout: Layout
+    ranges: tuple[RowRange, ...]
+
+    @property
+    def file(self) -> Path:
+        return self.directory / WEIGHTS_NAME
+
+    def span(self, entry: RowRange) -> tuple[int, int]:
+        """First and last-plus-one byte of a range in the file."""
+        place = self.layout.place(entry.name)
+        start = place.offset + entry.first_row * place.row_bytes
+        return start, start + entry.num_rows * place.row_bytes
+
+
+def manifest_to_json(manifest: Manifest) -> str:
+    tensors = {place.name: {"dtype": place.dtype, "shape": place.shape} for place in manifest.layout.tensors}
+    fields = {
+        "version": manifest.version,
+        "num_bytes": manifest.layout.num_bytes,
+        "tensors": tensors,
+        "ranges": [list(entry) for entry in manifest.ranges],
+    }
+    return json.dumps(fields)
+
+
+def open_publication(publication: Publication) -> Manifest:
+    """The manifest of a sealed publication, checked for version, size and header.
+
+    Raises `WeightError` when it is missing (or not sealed yet), unreadable, truncated, or of another version. Tensor bytes are
+    not read here: see `MappedWeights.verify`.
+    """
+    directory = Path(publication.directory)
+    manifest = _read_manifest(directory)
+    if manifest.version != publication.version:
+        raise WeightError(
+            f"{directory / MANIFEST_NAME}: holds version {manifest.version}, but version {publication.version} was asked for."
+        )
+    try:
+        size = manifest.file.stat().st_size
+        with manifest.file.open("rb") as file:
+            header = file.read(len(manifest.layout.header))
+    except FileNotFoundError:
+        raise WeightError(f"{manifest.file}: missing, though its manifest is there. Publish again.") from None
+    if size != manifest.layout.num_bytes:
+        raise WeightError(f"{manifest.file}: {size:,} bytes instead of {manifest.layout.num_bytes:,}: truncated. Publish again.")
+    if header != manifest.layout.header:
+        raise WeightError(f"{manifest.file}: its header does not match the manifest: damaged. Publish again.")
+    return manifest
+
+
+def _read_manifest(directory: Path) -> Manifest:
+    path = directory / MANIFEST_NAME
+    try:
+        fields = json.loads(path.read_text())
+        layout = compute_layout((name, entry["shape"], entry["dtype"]) for name, entry in fields["tensors"].items())
+        ranges = tuple(RowRange(*entry) for entry in fields["ranges"])
+        return Manifest(directory, int(fields["version"]), layout, ranges)
+    except FileNotFoundError:
+        raise WeightError(
+            f"{path}: no such publication, or one that was never completed. Its trainer died, or it was reclaimed."
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise WeightError(f"{path}: unreadable manifest ({type(error).__name__}: {error}). Publish again.") from None
+
+
+class MappedWeights:
+    """The file of a publication mapped into memory: tensors are views, nothing is copied until somebody does.
+
+    The mapping ends when the last tensor taken from it is gone. Writing into the views changes this process's copy only.
+
+        mapped = MappedWeights(open_publication(publication))
+        mapped.verify()
+        model.load_state_dict(dict(mapped.tensors()))
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        with manifest.file.open("rb") as file:
+            self._memory = mmap.mmap(file.fileno(), manifest.layout.num_bytes, access=mmap.ACCESS_COPY)
+
+    def verify(self) -> None:
+        """Compare every range's checksum. Raises `WeightError` with the tensor and rows of the first that differs."""
+        view = memoryview(self._memory)
+        for entry in self.manifest.ranges:
+            start, end = self.manifest.span(entry)
+            found = xxhash.xxh3_64_hexdigest(view[start:end])
+            if found != entry.checksum:
+                last_row = entry.first_row + entry.num_rows - 1
+                raise WeightError(
+                    f"{self.manifest.file}: tensor {entry.name!r}, rows {entry.first_row} to {last_row} (written by rank "
+                    f"{entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after it was written; publish again."
+                )
+
+    def tensor(self, name: str) -> "torch.Tensor":
+        """A view of shape and dtype as published, on the CPU. Raises `WeightError` for an unknown name."""
+        import torch
+
+        place = self.manifest.layout.place(name)
+        dtype = getattr(torch, place.dtype)
+        if place.num_bytes == 0:
+            return torch.empty(place.shape, dtype=dtype)
+        count = place.num_bytes // dtype.itemsize
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=place.offset).reshape(place.shape)
+
+    def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
+        """All of them, layer by layer (by name): engines that repack a layer at a time then hold one layer at a time."""
+        for name in sorted(self.manifest.layout.by_name):
+            yield name, self.tensor(name)
