@@ -27,11 +27,12 @@ from penstock.store.errors import (
     UnknownStage,
     WrongLength,
 )
-from penstock.store.group import Facts, Group, bits, row_ids
+from penstock.store.group import Facts, Group, row_ids
 from penstock.store.leases import HeldLease
 from penstock.store.readiness import Stage
 from penstock.store.residents import Residents
 from penstock.store.rounds import Round, Rounds
+from penstock.store.spec import StoreSpec
 
 
 class Ledger:
@@ -238,9 +239,9 @@ class Ledger:
         return None
 
     def _check_facts(self, rows: Sequence[int], written: list[int], facts: Facts) -> None:
-        for row, nbytes in zip(rows, facts.row_bytes, strict=True):
-            if nbytes > self.spec.max_bytes:
-                raise TooLarge(f"row {row} has {nbytes} bytes, more than store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes.")
+        if (largest := max(facts.row_bytes, default=0)) > self.spec.max_bytes:
+            row = rows[facts.row_bytes.index(largest)]
+            raise TooLarge(f"row {row} has {largest} bytes, more than store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes.")
         decider = self.residents.readiness.column_index.get("response_ids")
         if facts.token_lengths is None or decider is None or decider in written:
             return
@@ -292,19 +293,3 @@ class Ledger:
         self.rounds.void(lease.id)
         stage = self.residents.readiness.stages[lease.stage].name
         self.counters[f"{reason}/{stage}"] += self.residents.give_back(lease)
-
-    def rows_by_state(self) -> dict[str, dict[str, int]]:
-        """For each stage: how many live rows wait, are free, leased, done. Walks all groups: for people, not for decisions."""
-        table = {stage.name: {"waiting": 0, "free": 0, "leased": 0, "done": 0} for stage in self.residents.readiness.stages}
-        for group in self.residents.groups.values():
-            for stage in self.residents.readiness.stages:
-                counts = table[stage.name]
-                free, leased, done = (masks[stage.index] & group.live for masks in (group.free, group.leased, group.done))
-                counts["free"] += free.bit_count()
-                counts["leased"] += leased.bit_count()
-                counts["done"] += done.bit_count()
-                counts["waiting"] += (group.live & ~(free | leased | done)).bit_count()
-        return table
-
-
-__all__ = ["Facts", "Ledger", "bits"]

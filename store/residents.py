@@ -6,6 +6,7 @@ counters consistent with one another, and `store/audit.py` checks that they are.
 
 from collections import Counter
 
+from penstock.conf.errors import suggest
 from penstock.store.admission import Credits
 from penstock.store.errors import UnknownRow, UnknownStage
 from penstock.store.group import Group, bits, masks_of
@@ -45,8 +46,6 @@ class Residents:
         """Raises `UnknownStage` with the nearest name."""
         stage = self.readiness.by_name.get(name)
         if stage is None:
-            from penstock.conf.errors import suggest
-
             raise UnknownStage(f"stage {name!r} is not in the dataflow{suggest(name, self.readiness.by_name)}")
         return stage
 
@@ -71,6 +70,7 @@ class Residents:
         group.shared_bytes, group.prompt_tokens = nbytes, prompt_tokens
         if response_tokens:
             group.response_tokens = [response_tokens] * self.size
+            self.counters["response_tokens_generated"] += response_tokens * self.size
         self.groups[group.id] = group
         self.waiting.add(group.id)
         self.credits.admit()

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from penstock.store.balance import balance
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
-from penstock.store.group import Group, row_ids
+from penstock.store.group import NO_VERSION, Group, bits, row_ids
 from penstock.store.order import choose_groups
 from penstock.store.readiness import Stage
 from penstock.store.residents import Residents
@@ -135,7 +135,7 @@ class Rounds:
         residents.give_back(lease)
         self.formed -= 1
         made.void = True
-        del self._rounds[made.stage][made.number]
+        del self._rounds[made.stage][made.number], self.by_lease[made.lease_id]
         self._newest[made.stage] = made.number - 1
 
     def _choose_batch(self, stage: Stage) -> list[Group] | None:
@@ -157,12 +157,18 @@ class Rounds:
             groups = [residents.groups[group] for group in chosen]
             stale = [group for group in groups if self.formed - group.oldest_version() > spec.max_staleness]
             if not stale:
-                ages = [self.formed - group.oldest_version() for group in groups]
-                self.staleness_max = max(self.staleness_max, *ages)
+                self._count_staleness(groups)
                 return groups
             for group in stale:
                 self._evict(group)
         return None
+
+    def _count_staleness(self, groups: list[Group]) -> None:
+        for group in groups:
+            for index in bits(group.live):
+                if (oldest := group.oldest[index]) != NO_VERSION:
+                    self._residents.counters[f"staleness/{self.formed - oldest}"] += 1
+                    self.staleness_max = max(self.staleness_max, self.formed - oldest)
 
     def _evict(self, group: Group) -> None:
         age = self.formed - group.oldest_version()

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.conf.errors import ConfigError, DataError, suggest
 
 TUPLE = "__tuple__"
-MAX_REPLACEMENTS = 1000
+MAX_REPLACEMENTS = 200
 """Problems that are made in place of one that is held out, before the task is called too small."""
 
 
@@ -36,7 +36,8 @@ class Problems:
         self.seed = seed
         self.size = size
         self.exclude = frozenset(exclude)
-        self._dataset = make_dataset(task, {**self.options, "seed": seed, "size": size * (MAX_REPLACEMENTS + 1)})
+        self._spares: dict[int, Any] = {}
+        self._dataset = self._spare(0)
 
     def __len__(self) -> int:
         return self.size
@@ -47,13 +48,20 @@ class Problems:
     def entry(self, index: int) -> dict[str, Any]:
         """`question`, `answer` and `metadata` of problem `index`. Raises `DataError` if all its replacements are held out too."""
         for attempt in range(MAX_REPLACEMENTS + 1):
-            entry: dict[str, Any] = self._dataset[index + attempt * self.size]
+            entry: dict[str, Any] = self._spare(attempt)[index]
             if str(entry["question"]) not in self.exclude:
                 return entry
         raise DataError(
             f"data.path={self.task}: {MAX_REPLACEMENTS} problems in a row are among the {len(self.exclude)} held-out ones; the task "
             f"has too few different problems with data.options={self.options}. Make it larger, or lower evaluation.num_problems."
         )
+
+    def _spare(self, attempt: int) -> Any:
+        """The dataset of the attempt-th replacements. Tasks draw problem i from `seed + i`, so this goes on beyond `size`."""
+        if attempt not in self._spares:
+            seeded = {**self.options, "seed": self.seed + attempt * self.size, "size": self.size}
+            self._spares[attempt] = make_dataset(self.task, seeded)
+        return self._spares[attempt]
 
     def extra(self, entry: dict[str, Any]) -> dict[str, Any]:
         """What `verify` needs to score a response, as JSON values."""
@@ -70,7 +78,11 @@ def verify(response: str, task: dict[str, Any]) -> float:
             "reward.function=reasoning_gym scores problems of data.source=reasoning_gym only; this row has no verifier. "
             "Use reward.function=math_verify, or one of your own."
         )
-    return float(_verifier(task["environment"], json.dumps(task.get("options", {}))).score_answer(response, from_json(task["entry"])))
+    return float(
+        _verifier(task["environment"], json.dumps(task.get("options", {}))).score_answer(
+            response, from_json(task["entry"])
+        )
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -108,7 +108,9 @@ class Runner:
         assert self.scorer.many is not None
         values = self._settled(self.scorer.many(responses, tasks))
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
-            return RewardError("bad_value", f"returned {type(values).__name__} {values!r:.80}; one number for each sample is due.")
+            return RewardError(
+                "bad_value", f"returned {type(values).__name__} {values!r:.80}; one number for each sample is due."
+            )
         if len(values) != len(responses):
             return RewardError("bad_value", f"returned {len(values)} values for {len(responses)} sample(s).")
         return list(values)
@@ -117,7 +119,10 @@ class Runner:
         async def score(index: int) -> None:
             try:
                 assert self.scorer.one is not None
-                report(index, as_score(await asyncio.wait_for(self.scorer.one(responses[index], tasks[index]), self.timeout_s)))
+                report(
+                    index,
+                    as_score(await asyncio.wait_for(self.scorer.one(responses[index], tasks[index]), self.timeout_s)),
+                )
             except TimeoutError:
                 report(index, RewardError("timeout", f"no result within reward.timeout_s={self.timeout_s:g} s."))
             except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
@@ -145,7 +150,9 @@ def serve(channel: Channel) -> None:
     runner = _loaded(spec, timeout_s, channel)
     while runner is not None:
         _, responses, tasks = channel.receive()
-        runner.score(responses, [json.loads(task) for task in tasks], lambda index, result: channel.send((index, result)))
+        runner.score(
+            responses, [json.loads(task) for task in tasks], lambda index, result: channel.send((index, result))
+        )
         channel.send(("done",))
 
 

@@ -49,7 +49,9 @@ def as_score(value: Any) -> Result:
     if callable(item) and getattr(value, "size", None) is not None:
         numel = value.numel() if hasattr(value, "numel") else value.size
         if numel != 1:
-            return RewardError("bad_value", f"returned a {type(value).__name__} of {numel} elements; a reward is one number.")
+            return RewardError(
+                "bad_value", f"returned a {type(value).__name__} of {numel} elements; a reward is one number."
+            )
         value = item()
     if not isinstance(value, int | float):
         return RewardError("bad_value", f"returned {type(value).__name__} {value!r:.80}; a reward is a number.")

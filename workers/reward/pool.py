@@ -30,7 +30,9 @@ class RewardPool:
             await pool.score(["42", "no"], ["{}", "{}"])      # [1.0, 0.0]
     """
 
-    def __init__(self, spec: RewardSpec, *, num_processes: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, spec: RewardSpec, *, num_processes: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 120.0
+    ) -> None:
         self.spec = spec
         self.num_processes = num_processes
         self.timeout_s = timeout_s

@@ -47,7 +47,9 @@ class RewardProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-m", "penstock.workers.reward.child", str(theirs.fileno())]
-            child = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True)
+            child = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
+            )
         process = cls(child, timeout_s)
         try:
             process.reader, process.writer = await asyncio.open_connection(sock=ours, limit=2**24)
@@ -71,7 +73,9 @@ class RewardProcess:
     def is_alive(self) -> bool:
         return self.child.poll() is None
 
-    async def score(self, responses: Sequence[str], tasks: Sequence[str], report: Callable[[int, Result], None]) -> None:
+    async def score(
+        self, responses: Sequence[str], tasks: Sequence[str], report: Callable[[int, Result], None]
+    ) -> None:
         """Score a batch; `tasks` are JSON strings. Results are reported as they come, in any order."""
         started = time.perf_counter()
         try:

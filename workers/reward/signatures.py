@@ -50,7 +50,9 @@ def adapt(function: Function, options: dict[str, Any] | None = None) -> Scorer:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
-        raise ConfigError(f"reward.function: the parameters of {name} cannot be read (a builtin?). Wrap it in a def. {HELP}") from None
+        raise ConfigError(
+            f"reward.function: the parameters of {name} cannot be read (a builtin?). Wrap it in a def. {HELP}"
+        ) from None
     options = dict(options or {})
     _check_options(name, parameters, options)
     free = {key: parameter for key, parameter in parameters.items() if key not in options}
@@ -105,7 +107,9 @@ def _trl(function: Function, free: dict[str, inspect.Parameter], options: dict[s
     required = [key for key in _required(free) if key not in ("prompts", "completions")]
 
     def many(responses: Sequence[str], tasks: Sequence[Task]) -> Any:
-        columns: dict[str, list[Any]] = {key: [task.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t)}
+        columns: dict[str, list[Any]] = {
+            key: [task.get(key) for task in tasks] for key in dict.fromkeys(k for t in tasks for k in t)
+        }
         for key in required:
             if key not in columns:
                 raise ValueError(f"the reward asks for column {key!r}{suggest(key, columns)}")
@@ -116,7 +120,9 @@ def _trl(function: Function, free: dict[str, inspect.Parameter], options: dict[s
     return many
 
 
-def _verl(function: Function, name: str, free: dict[str, inspect.Parameter], options: dict[str, Any]) -> Callable[..., Any]:
+def _verl(
+    function: Function, name: str, free: dict[str, inspect.Parameter], options: dict[str, Any]
+) -> Callable[..., Any]:
     _check_provided(name, free, VERL_PARAMETERS)
     wanted = [key for key in VERL_PARAMETERS if key in free]
 
@@ -132,7 +138,9 @@ def _verl(function: Function, name: str, free: dict[str, inspect.Parameter], opt
     return one
 
 
-def _own(function: Function, name: str, free: dict[str, inspect.Parameter], options: dict[str, Any]) -> Callable[..., Any]:
+def _own(
+    function: Function, name: str, free: dict[str, inspect.Parameter], options: dict[str, Any]
+) -> Callable[..., Any]:
     _check_provided(name, free, OWN_PARAMETERS)
     wanted = [key for key in OWN_PARAMETERS if key in free]
 

@@ -21,6 +21,11 @@ def claim_root(root: str | Path) -> Path:
     return path
 
 
+def remove_root(root: str | Path) -> None:
+    """Give the memory back at the end of a run."""
+    shutil.rmtree(root, ignore_errors=True)
+
+
 def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
     """Remove roots whose owner is dead; returns them. Roots of other users or PID namespaces, and unclaimed ones, stay."""
     removed = []

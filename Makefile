@@ -1,0 +1,51 @@
+# The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check format bench-env bench clean
+
+BIN := .venv/bin
+SOURCES := penstock conf algorithms store workers orchestrator recipes tests benchmarks conftest.py setup.py
+STRICT := algorithms conf store orchestrator
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-10s %s\n", $$1, $$2}'
+
+setup: ## .venv from the lock: minutes the first time, nothing after that
+	@requirements/install.sh
+
+demo: setup ## a tiny model learns arithmetic by reinforcement learning, within ten minutes on two cores
+	$(BIN)/penstock run recipe=arithmetic $(ARGS)
+
+test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick round
+	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+check: setup .typing/penstock ## ruff, mypy, import-linter
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/mypy --strict $(STRICT:%=-p penstock.%)
+	$(BIN)/mypy -p penstock.workers -p penstock.recipes
+	$(BIN)/lint-imports
+
+format: setup ## what `make check` asks of layout, done
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+# The layers lie at the root and import as penstock.LAYER; type checkers look for them by that name.
+.typing/penstock: setup.py
+	@rm -rf .typing && mkdir -p $@
+	@for file in penstock/*; do ln -s ../../$$file $@/; done
+	@for layer in conf algorithms store workers orchestrator recipes; do ln -s ../../$$layer $@/$$layer; done
+
+bench-env: setup .venv-trl/.locked ## the environment of the peer that benchmarks compare with
+.venv-trl/.locked: requirements/trl.lock
+	python3 -m venv .venv-trl
+	.venv-trl/bin/python -m pip install --quiet --no-deps -r $< || \
+	  .venv-trl/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r $<
+	@touch $@
+
+bench: bench-env ## every benchmark, results in benchmarks/results/
+	@mkdir -p benchmarks/results
+	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
+
+clean: ## all that is made: environments, runs, caches
+	rm -rf .venv .venv-trl .typing runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

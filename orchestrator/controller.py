@@ -1,0 +1,254 @@
+"""The controller: one readable loop over a fleet and a store.
+
+    Prompts ──▶ Store ◀──▶ Rollout-i, Reward-i, Compute-…, Trainer-reference-r      pull by leases, all the time
+                  ▲
+                  └──▶ Trainer-policy-r      one `step` call a round: leases the batch, updates, acknowledges
+                            │ publish v+1 (shared memory)
+                            ▼
+                       Rollout-i.update      pause, load, verify, resume; then the store hears `published(v+1)`,
+                                             which gives the Prompts their credits back
+
+The controller waits only for the trainers; everybody else works on rows as they become ready, and no row passes through here.
+With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out. With k > 0
+the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
+
+Called by `run.py`. Whatever fails in any task ends the run with the first error, by its own name.
+"""
+
+import asyncio
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.evaluation import Evaluator
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.metrics import StepArrays, StepTimes, step_metrics
+from penstock.orchestrator.progress import Progress
+from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.sinks import Sink
+from penstock.orchestrator.usage import Usage
+from penstock.orchestrator.waiting import answer, answers, translate
+from penstock.store.client import StoreClient
+from penstock.workers.protocols import Publication
+from penstock.workers.trainer.worker import StepReport
+from penstock.workers.weights.publication import publication_directory, reclaim
+
+QUICK_S = 60.0
+"""Deadline of calls that only read counters."""
+PUBLICATIONS_KEPT = 2
+SAMPLE_COLUMNS = ("task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions")
+
+
+@dataclass
+class Outcome:
+    """What a run came to."""
+
+    num_steps: int = 0
+    accuracies: list[float] = field(default_factory=list)
+    """Held-out accuracy, from the first evaluation to the last."""
+    last_metrics: dict[str, Any] = field(default_factory=dict)
+
+
+class Controller:
+    """Lifecycle: made over a started fleet, `run` once. The files and displays it writes to belong to the caller."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        config: RunConfig,
+        flow: Dataflow,
+        directory: RunDirectory,
+        progress: Progress,
+        sinks: list[Sink],
+        weights_root: Path,
+        evaluator: Evaluator | None = None,
+    ) -> None:
+        self.fleet, self.config, self.flow = fleet, config, flow
+        self.directory, self.progress, self.sinks = directory, progress, sinks
+        self.weights_root, self.evaluator = weights_root, evaluator
+        self.store = StoreClient(fleet.store)
+        self.trainers, self.rollouts = fleet.role("trainer"), fleet.role("rollout")
+        self.outcome = Outcome()
+        self._usage = Usage(fleet, flow)
+        self._closing = False
+        self._stop = False
+        self._step_started = 0.0
+
+    async def run(self) -> Outcome:
+        """All steps. Raises the first error of any part."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for name, handle in self._servers():
+                    tasks.create_task(self._serve(name, handle))
+                await tasks.create_task(self._steps(tasks))
+                self._closing = True
+                await self.store.close("the run is complete")
+        except* PenstockError as group:
+            raise _first(group) from None
+        return self.outcome
+
+    def _servers(self) -> list[tuple[str, Any]]:
+        """Actors that pull from the store by themselves. Engines that are there for evaluation only do not."""
+        roles = ["prompts", "compute", "reference"]
+        roles += ["rollout"] if self.flow.of_kind("rollout") else []
+        roles += ["reward"] if self.flow.of_kind("reward") else []
+        return [member for role in roles for member in self.fleet.role(role)]
+
+    async def _serve(self, name: str, handle: Any) -> None:
+        """Watch one pull loop: it ends when the store closes and not before."""
+        try:
+            await handle.run.remote()
+        except Exception as error:  # noqa: BLE001 - every way in which an actor can fail ends the run by a named error
+            raise translate(error, name) from None
+        if not self._closing:
+            raise WorkerDied(f"{name} stopped serving before the run was over.")
+
+    async def _steps(self, tasks: asyncio.TaskGroup) -> None:
+        await self._first_evaluation()
+        self._step_started = time.time()
+        finishing: asyncio.Task[None] | None = None
+        for round in range(self.config.trainer.max_steps):
+            reports = await self._train(round)
+            if finishing is not None:
+                await finishing
+            if self._stop:
+                break
+            await self._write_samples(round)
+            publication, publish_s = await self._publish(round + 1)
+            finishing = tasks.create_task(self._finish(round, reports, publication, publish_s))
+            if self.config.max_staleness == 0:
+                await finishing
+                if self._stop:
+                    break
+        if finishing is not None:
+            await finishing
+        if self.config.tracking.export_model:
+            await self._export()
+
+    async def _train(self, round: int) -> list[StepReport]:
+        """One update by all ranks; they lease its batch themselves, as soon as it is complete."""
+        self.progress.phase(f"step {round + 1}")
+        calls = [(name, handle.step.remote(round)) for name, handle in self.trainers]
+        start = time.time()
+        try:
+            reports = await answers(calls, phase=f"step {round + 1}", timeout_s=self.config.trainer.step_timeout_s)
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(f"{error} The store: {await self.store.describe()}") from None
+        if any(report is None for report in reports):
+            raise WorkerDied(f"step {round + 1}: the store closed while the trainers waited for their batch.")
+        end = time.time()
+        train_s = max(report.train_s for report in reports)
+        self.directory.timeline.span("trainer", "wait for batch", start, end - train_s, step=round + 1)
+        self.directory.timeline.span("trainer", "update", end - train_s, end, step=round + 1)
+        return reports
+
+    async def _publish(self, version: int) -> tuple[Publication, float]:
+        """Every rank writes its shard of this version into shared memory."""
+        start = time.time()
+        target = str(publication_directory(self.weights_root, version))
+        calls = [(name, handle.publish.remote(target, version)) for name, handle in self.trainers]
+        publications = await answers(calls, phase=f"publish version {version}", timeout_s=self.config.rollout.update_timeout_s)
+        self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
+        return publications[0], time.time() - start
+
+    async def _finish(self, round: int, reports: list[StepReport], publication: Publication, publish_s: float) -> None:
+        """Bring the version to the engines, evaluate if due, tell the store, write the numbers."""
+        version = round + 1
+        start = time.time()
+        calls = [(name, handle.update.remote(publication)) for name, handle in self.rollouts]
+        phase = f"update engines to version {version}"
+        await answers(calls, phase=phase, timeout_s=5 * self.config.rollout.update_timeout_s)
+        update_s = time.time() - start
+        self.directory.timeline.span("engines", "update weights", start, start + update_s, version=version)
+        reclaim(self.weights_root, keep=PUBLICATIONS_KEPT)
+        accuracy, evaluation_s = await self._evaluate_if_due(version)
+        await self.store.published(version)
+        phases = {"publish": publish_s + update_s} | ({"evaluation": evaluation_s} if accuracy is not None else {})
+        await self._log(round, reports, phases, accuracy)
+
+    async def _log(self, round: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None) -> None:
+        usage = await self._usage.since_last(QUICK_S)
+        store = await self.store.stats()
+        now = time.time()
+        train_s = max(report.train_s for report in reports)
+        times = StepTimes(
+            step_s=now - self._step_started,
+            phase_s={**usage.seconds, "train": train_s, **phases},
+            busy_s={"train": train_s} | ({"rollout": usage.seconds["rollout"]} if "rollout" in usage.seconds else {}),
+        )
+        self._step_started = now
+        metrics = step_metrics(
+            round + 1,
+            round + 1,
+            StepArrays.concat([StepArrays.of_report(report) for report in reports]),
+            times,
+            trainer=reports[0].metrics,
+            store=store,
+            generated_length_mean=usage.generated_length_mean,
+            heldout_accuracy=accuracy,
+        )
+        self.outcome.num_steps = round + 1
+        self.outcome.last_metrics = metrics
+        self._emit(round + 1, metrics)
+
+    def _emit(self, step: int, metrics: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.log(step, metrics)
+        self.progress.step(step, metrics)
+
+    async def _first_evaluation(self) -> None:
+        """Accuracy before training, as step 0."""
+        if self.evaluator is None:
+            return
+        self.progress.phase("evaluating the model as it is")
+        accuracy, seconds = await self._evaluate()
+        self._emit(0, {"step": 0, "policy_version": 0, "accuracy/heldout": accuracy, "timing_s/evaluation": seconds})
+
+    async def _evaluate_if_due(self, version: int) -> tuple[float | None, float]:
+        every, last = self.config.evaluation.every_steps, version == self.config.trainer.max_steps
+        if self.evaluator is None or not (version % every == 0 or last):
+            return None, 0.0
+        accuracy, seconds = await self._evaluate()
+        goal = self.config.evaluation.stop_at_accuracy
+        if goal is not None and accuracy >= goal and not last:
+            self._stop = True
+            self.directory.event("stopped_early", step=version, accuracy=accuracy, goal=goal)
+            self.progress.note(f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g}: ending here")
+        return accuracy, seconds
+
+    async def _evaluate(self) -> tuple[float, float]:
+        assert self.evaluator is not None
+        start = time.time()
+        accuracy = await self.evaluator.accuracy(self.rollouts, self.fleet.role("reward")[0])
+        self.outcome.accuracies.append(accuracy)
+        self.directory.timeline.span("engines", "evaluate", start, time.time())
+        return accuracy, time.time() - start
+
+    async def _write_samples(self, round: int) -> None:
+        every = self.config.tracking.samples_every_steps
+        if not every or (round % every and round + 1 != self.config.trainer.max_steps):
+            return
+        columns = [name for name in SAMPLE_COLUMNS if name in self.flow.columns]
+        rows = await answer(
+            self.store.last_batch(columns), name="Store", phase=f"samples of step {round + 1}", timeout_s=QUICK_S
+        )
+        self.directory.write_samples(round + 1, rows)
+
+    async def _export(self) -> None:
+        self.progress.phase("writing the model")
+        calls = [(name, handle.export.remote(str(self.directory.model))) for name, handle in self.trainers]
+        await answers(calls, phase="export", timeout_s=self.config.trainer.collective_timeout_s)
+        self.directory.event("model_exported", path=str(self.directory.model))
+
+
+def _first(group: BaseExceptionGroup[Any]) -> BaseException:
+    """The first error of a group of groups."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,61 @@
+"""Held-out accuracy: greedy decoding of problems that are never trained on, scored by the run's own reward.
+
+Held by the controller, which calls it between two publications: the engines serve exactly one version meanwhile.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.waiting import answer, answers
+from penstock.workers.protocols import Sampling
+from penstock.workers.prompts.source import open_source
+
+CORRECT = 1.0
+"""A response counts as right when its reward is at least this: partial credit is none."""
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The problems, tokenised once."""
+
+    prompts: list[list[int]]
+    tasks: list[str]
+
+    @classmethod
+    def of(cls, config: RunConfig, model_path: str) -> "HeldOut":
+        """Reads at most `evaluation.num_problems`. Raises `DataError` if the held-out set cannot be read."""
+        limit = config.rollout.max_model_len - config.rollout.sampling.max_tokens
+        source = open_source(
+            config.data, config.evaluation, model_path, demonstrations=False, max_sequence_tokens=limit, held_out=True
+        )
+        groups = source.next_groups(min(config.evaluation.num_problems, len(source)))
+        return cls([list(group["prompt_ids"]) for group in groups], [str(group["task"]) for group in groups])
+
+
+class Evaluator:
+    """Spreads the problems over the engines and returns the share answered right."""
+
+    def __init__(self, held_out: HeldOut, config: RunConfig) -> None:
+        self._held_out = held_out
+        self._sampling = Sampling.of(config.rollout.sampling).greedy()
+        self._timeout_s = config.rollout.generate_timeout_s
+
+    async def accuracy(self, rollouts: Sequence[tuple[str, Any]], reward: tuple[str, Any]) -> float:
+        """In [0, 1]. A response whose reward fails counts as wrong."""
+        shares = [range(index, len(self._held_out.prompts), len(rollouts)) for index in range(len(rollouts))]
+        parts = await asyncio.gather(
+            *(self._score(rollout, reward, share) for rollout, share in zip(rollouts, shares, strict=True) if len(share))
+        )
+        return sum(parts) / max(1, len(self._held_out.prompts))
+
+    async def _score(self, rollout: tuple[str, Any], reward: tuple[str, Any], share: range) -> int:
+        prompts = [self._held_out.prompts[index] for index in share]
+        call = rollout[1].generate.remote(prompts, 1, [self._sampling] * len(prompts))
+        groups = (await answers([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s))[0]
+        tasks, texts = [self._held_out.tasks[index] for index in share], [group[0].text for group in groups]
+        score = reward[1].score.remote(tasks, texts)
+        scores = await answer(score, name=reward[0], phase="evaluation", timeout_s=self._timeout_s)
+        return sum(1 for value in scores if isinstance(value, float) and value >= CORRECT)

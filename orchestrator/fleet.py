@@ -1,0 +1,168 @@
+"""The actors of a run: started from the plan, named for the dashboard, ended without leaving a process behind.
+
+`controller.py` drives a fleet over a store; `handles.py` drives one without a store, for people who write their own loop.
+"""
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.conf.errors import ModelError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.placement import ActorPlan, threads_per_worker
+from penstock.orchestrator.waiting import get_all
+from penstock.store.actor import create_store_actor
+from penstock.store.spec import StoreSpec
+from penstock.workers.compute.actor import Compute
+from penstock.workers.prompts.actor import Prompts, PromptsSpec
+from penstock.workers.reward.actor import Reward, RewardSpec
+from penstock.workers.rollout.actor import Rollout, RolloutSpec
+from penstock.workers.trainer.actor import Trainer, TrainerSpec
+
+MANY_CALLS = 10_000
+"""Concurrency of async actors: calls wait inside, they do not compute."""
+
+
+@dataclass
+class Fleet:
+    """Lifecycle: `Fleet(...)` creates the actors, `start` loads models and engines side by side, `close` ends them.
+
+    `actors` maps names to handles; `role(...)` picks those of one role, in rank order.
+    """
+
+    plan: list[ActorPlan]
+    config: RunConfig
+    flow: Dataflow
+    model_path: str
+    namespace: str
+    with_store: bool = True
+    store: Any | None = None
+    actors: dict[str, Any] = field(default_factory=dict)
+
+    def create(self) -> None:
+        """Create every actor; models are not loaded yet."""
+        if self.with_store:
+            self.store = create_store_actor(StoreSpec.of(self.flow, self.config), self.namespace)
+        for actor in self.plan:
+            if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
+                continue
+            self.actors[actor.name] = self._create(actor)
+
+    def start(self) -> None:
+        """Load models and start engines, all at the same time. Raises what the first failing actor raised."""
+        timeout_s = self.config.rollout.start_timeout_s
+        calls = []
+        for role in ("trainer", "reference"):
+            ranks = self.role(role)
+            for stage in dict.fromkeys(actor.stage for actor in self.plan if actor.role == role):
+                members = [(name, handle) for name, handle in ranks if self._plan_of(name).stage == stage]
+                address = get_all([(members[0][0], members[0][1].address.remote())], phase="start", timeout_s=timeout_s)[0]
+                calls += [(name, handle.start.remote(address)) for name, handle in members]
+        calls += [(name, handle.start.remote()) for name, handle in self.actors.items() if self._plan_of(name).role not in ("trainer", "reference")]
+        get_all(calls, phase="start", timeout_s=timeout_s)
+
+    def role(self, role: str) -> list[tuple[str, Any]]:
+        """Names and handles of one role."""
+        return [(actor.name, self.actors[actor.name]) for actor in self.plan if actor.role == role and actor.name in self.actors]
+
+    def close(self) -> None:
+        """End every actor: ask first, kill what does not answer in time. Never raises for an actor that is dead already."""
+        grace_s = self.config.cluster.shutdown_timeout_s
+        refs = []
+        for handle in self.actors.values():
+            with contextlib.suppress(RayError):
+                refs.append(handle.close.remote())
+        with contextlib.suppress(RayError):
+            ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
+        for handle in [*self.actors.values(), *([self.store] if self.store is not None else [])]:
+            with contextlib.suppress(RayError):
+                ray.kill(handle)
+        self.actors.clear()
+        self.store = None
+
+    def _plan_of(self, name: str) -> ActorPlan:
+        return next(actor for actor in self.plan if actor.name == name)
+
+    def _create(self, actor: ActorPlan) -> Any:
+        options = {
+            "name": actor.name,
+            "namespace": self.namespace,
+            "num_cpus": actor.num_cpus,
+            "num_gpus": actor.num_gpus,
+            "max_concurrency": MANY_CALLS,
+        }
+        store = self.store
+        if actor.role == "prompts":
+            return _remote(Prompts, options).remote(self._prompts_spec(), store)
+        if actor.role == "rollout":
+            return _remote(Rollout, options).remote(self._rollout_spec(actor), store)
+        if actor.role == "reward":
+            return _remote(Reward, options).remote(self._reward_spec(actor), store)
+        if actor.role == "compute":
+            return _remote(Compute, options).remote(actor.name, self.flow.stage(str(actor.stage)), store)
+        # A rank computes in one thread; a second one answers `stats` while `run` goes on.
+        options["max_concurrency"] = 2 if actor.role == "reference" else 1
+        return _remote(Trainer, options).remote(self._trainer_spec(actor), store)
+
+    def _prompts_spec(self) -> PromptsSpec:
+        config = self.config
+        supervised = not self.flow.of_kind("rollout")
+        limit = config.rollout.max_model_len - (0 if supervised else config.rollout.sampling.max_tokens)
+        return PromptsSpec(config.data, config.evaluation, self.model_path, supervised, config.trainer.groups_per_step, limit)
+
+    def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
+        config = self.config
+        threads = threads_per_worker(config.rollout.num_threads, config, os.cpu_count() or 1)
+        return RolloutSpec(actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt)
+
+    def _reward_spec(self, actor: ActorPlan) -> RewardSpec:
+        stages = self.flow.of_kind("reward")
+        if not stages:
+            return RewardSpec(actor.name, self.config.reward, serves_stage=False)
+        return RewardSpec(actor.name, self.config.reward, stages[0].function, stages[0].writes[0].name)
+
+    def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
+        config, stage = self.config, self.flow.stage(str(actor.stage))
+        reference = actor.role == "reference"
+        path = self.model_path
+        if reference:
+            path = config.model.reference_path or self.model_path
+            if stage.model != "reference":
+                raise ModelError(
+                    f"stage {stage.name!r} asks for the model {stage.model!r}; this version knows 'policy' and 'reference'."
+                )
+        return TrainerSpec(
+            actor.name,
+            config.trainer,
+            path,
+            actor.rank,
+            config.trainer.num_ranks,
+            threads_per_worker(config.trainer.num_threads, config, os.cpu_count() or 1),
+            stage.name,
+            None if reference else stage.function,
+            config.rollout.sampling.temperature if self.flow.of_kind("rollout") else 1.0,
+            config.model.attention,
+            config.rollout.dtype,
+            stage.writes[0].name if reference else "",
+        )
+
+
+def _remote(cls: type, options: dict[str, Any]) -> Any:
+    return ray.remote(cls).options(**options)
+
+
+def wait_gone(names: list[str], namespace: str, timeout_s: float) -> bool:
+    """Whether actors of these names have left the cluster's name table within the deadline. For tests and restarts."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        listed = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == namespace}
+        if not listed.intersection(names):
+            return True
+        time.sleep(0.1)
+    return False

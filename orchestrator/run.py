@@ -1,0 +1,136 @@
+"""One run from its configuration to its report: what `penstock run` and `penstock.run` do.
+
+Everything that can be wrong without a cluster is checked before one is touched; whatever happens afterwards, the run
+directory is left valid and no process is left behind.
+"""
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.registry import build_dataflow
+from penstock.conf.errors import PenstockError
+from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.cluster import connect
+from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.controller import Controller, Outcome
+from penstock.orchestrator.evaluation import Evaluator, HeldOut
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.placement import ActorPlan, plan_actors
+from penstock.orchestrator.progress import Progress
+from penstock.orchestrator.report import write_report
+from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.sinks import Sink, make_sinks
+from penstock.orchestrator.validate import check_run
+from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.weights.roots import SHARED_MEMORY, claim_root, remove_root, sweep_stale
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Where a run is and what it came to."""
+
+    directory: Path
+    outcome: Outcome
+    seconds: float
+
+    @property
+    def model(self) -> Path:
+        """HF directory of the final weights (`tracking.export_model`)."""
+        return self.directory / "model"
+
+
+def run(config: RunConfig, flow: Dataflow | None = None) -> RunResult:
+    """Train. `flow`: a dataflow of one's own; otherwise the one that `config.algorithm` names.
+
+    Raises `ConfigError`, `DataError`, `ModelError` or `ResourceError` before any actor starts, and other `PenstockError`s later.
+    """
+    validate(config)
+    start = time.monotonic()
+    flow = flow.check() if flow is not None else build_dataflow(config.algorithm)
+    plan = plan_actors(flow, config)
+    check_run(config, flow, plan)
+    directory = RunDirectory.create(config)
+    directory.event("start", recipe=config.recipe, algorithm=config.algorithm.name, max_staleness=config.max_staleness)
+    try:
+        with connect(_with_warm_start(plan, config), config, directory.path.name) as namespace:
+            model_path = _starting_model(config, directory)
+            outcome = _train(config, flow, plan, directory, model_path, namespace)
+        directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
+    except BaseException as error:
+        kind = "interrupted" if isinstance(error, KeyboardInterrupt | asyncio.CancelledError) else "failed"
+        directory.event(kind, error=type(error).__name__, message=str(error))
+        raise
+    finally:
+        directory.close()
+        with contextlib.suppress(PenstockError):
+            write_report(directory.path)
+    return RunResult(directory.path, outcome, time.monotonic() - start)
+
+
+def _train(
+    config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory, model_path: str, namespace: str
+) -> Outcome:
+    progress = Progress(config, directory.path.name)
+    sinks: list[Sink] = []
+    fleet = Fleet(plan, config, flow, model_path, namespace)
+    with _weights_root(directory.path.name) as weights_root:
+        try:
+            progress.phase(_starting_text(plan, config))
+            evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None
+            fleet.create()
+            fleet.start()
+            sinks = make_sinks(config.tracking, directory)
+            controller = Controller(fleet, config, flow, directory, progress, sinks, weights_root, evaluator)
+            return asyncio.run(controller.run())
+        finally:
+            progress.phase("stopping")
+            fleet.close()
+            for sink in sinks:
+                sink.close()
+            progress.close()
+
+
+def _starting_model(config: RunConfig, directory: RunDirectory) -> str:
+    """The model that training starts from: the given one, the warm start's, or a fresh one."""
+    if config.model.path is not None:
+        return config.model.path
+    if config.warm_start.recipe is not None:
+        overrides = [
+            f"recipe={config.warm_start.recipe}", f"seed={config.seed}", "name=warm_start", f"output_dir={directory.path}",
+            *config.warm_start.overrides,
+        ]
+        return str(run(load_config(overrides)).model)
+    build_fresh_model(directory.initial_model, config.model.fresh, config.seed)
+    return str(directory.initial_model)
+
+
+def _with_warm_start(plan: list[ActorPlan], config: RunConfig) -> list[ActorPlan]:
+    """What a local Ray must hold: the larger of both runs' needs, as they come one after the other."""
+    if config.model.path is not None or config.warm_start.recipe is None:
+        return plan
+    first = load_config([f"recipe={config.warm_start.recipe}", *config.warm_start.overrides])
+    other = plan_actors(build_dataflow(first.algorithm), first)
+    return max(plan, other, key=lambda actors: (sum(a.num_gpus for a in actors), sum(a.num_cpus for a in actors)))
+
+
+def _starting_text(plan: list[ActorPlan], config: RunConfig) -> str:
+    roles = {actor.role for actor in plan}
+    engine = f"the {config.rollout.engine} engine" + (" (about 30 s)" if config.rollout.engine == "vllm" else "")
+    return f"starting {len(plan)} actors" + (f" and {engine}" if "rollout" in roles else "")
+
+
+@contextlib.contextmanager
+def _weights_root(run_id: str) -> Iterator[Path]:
+    """A directory in shared memory for this run's publications; what dead runs left is swept first."""
+    sweep_stale()
+    root = claim_root(Path(SHARED_MEMORY) / f"penstock-{run_id}-{os.getpid()}")
+    try:
+        yield root
+    finally:
+        remove_root(root)

@@ -1,0 +1,43 @@
+"""Who was busy how long since the last step: counters of all workers, asked once a step, as differences."""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.waiting import answers
+
+ROLES = ("rollout", "reward", "reference", "compute")
+
+
+@dataclass
+class StepUsage:
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By role, averaged over its workers."""
+    generated_length_mean: float | None = None
+    """Tokens a response, over all responses finished since the last step."""
+
+
+class Usage:
+    """Remembers the last counters. `since_last` is called once a step."""
+
+    def __init__(self, fleet: Fleet, flow: Dataflow) -> None:
+        roles = [role for role in ROLES if flow.of_kind("logprobs" if role == "reference" else role)]
+        self._workers = [(role, name, handle) for role in roles for name, handle in fleet.role(role)]
+        self._last: dict[str, dict[str, float]] = defaultdict(dict)
+
+    async def since_last(self, timeout_s: float) -> StepUsage:
+        """Seconds and lengths since the previous call. Each worker's `stats()` has busy_s; a rollout's also num_tokens, num_samples."""
+        calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for _, name, handle in self._workers]
+        counters = await answers(calls, phase="collect metrics", timeout_s=timeout_s)
+        seconds: dict[str, list[float]] = defaultdict(list)
+        tokens = samples = 0.0
+        for (role, name, _), now in zip(self._workers, counters, strict=True):
+            gained = {key: value - self._last[name].get(key, 0.0) for key, value in now.items()}
+            self._last[name] = now
+            seconds[role].append(gained.get("busy_s", 0.0))
+            tokens += gained.get("num_tokens", 0.0)
+            samples += gained.get("num_samples", 0.0)
+        means = {role: sum(values) / len(values) for role, values in seconds.items()}
+        return StepUsage(means, tokens / samples if samples else None)

@@ -1,0 +1,58 @@
+#!/usr/bin/env bash
+# Makes or updates .venv from the lock that suits this machine. Called by `make setup`; done again, it costs milliseconds.
+#
+#   PYTHON=python3.12 make setup     another interpreter (default: the first Python >= 3.11 found)
+#   VARIANT=cpu make setup           the CPU lock on a machine with a GPU
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+
+fail() { printf '\nsetup: %s\n' "$*" >&2; exit 2; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+    if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then echo "$candidate"; return; fi
+  done
+  fail "needs Python 3.11 or newer; found $("${PYTHON:-python3}" --version 2>&1 || echo none). On Debian: apt install python3 python3-venv. Another interpreter: PYTHON=/path/to/python3.12 make setup"
+}
+
+make_venv() {
+  local python; python=$(find_python)
+  "$python" -m venv --clear .venv || fail "$python cannot make a virtual environment. On Debian: apt install python3-venv"
+}
+
+pip_install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$@"; }
+
+install_torch() {  # the CPU build is not on PyPI: where pip is configured with a place that has it, else from PyTorch's own index
+  local pin; pin=$(grep '^torch==' "$lock")
+  [ "$variant" = cpu ] || { pip_install "$pin"; return; }
+  pip_install "$pin" 2>/dev/null || pip_install --extra-index-url "$TORCH_CPU_INDEX" "$pin" ||
+    fail "$pin: not found where pip looks, nor at $TORCH_CPU_INDEX (no network?). Give pip a place that has it: PIP_FIND_LINKS=DIRECTORY make setup"
+}
+
+if [ -z "${VARIANT:-}" ]; then
+  if nvidia-smi >/dev/null 2>&1; then VARIANT=gpu; else VARIANT=cpu; fi
+fi
+variant=$VARIANT
+lock=requirements/$variant.lock
+[ -f "$lock" ] || fail "VARIANT=$variant: there is no $lock. Known: cpu, gpu"
+
+# Two stamps: the lock changes seldom and costs minutes, the project's own metadata costs a second. The path is part of the
+# second one because an editable install points to where the checkout was.
+lock_stamp=.venv/.locked-$(sha256sum "$lock" | cut -c1-16)
+project_stamp=.venv/.project-$( (cat pyproject.toml setup.py; pwd) | sha256sum | cut -c1-16)
+if [ -f "$lock_stamp" ] && [ -f "$project_stamp" ]; then exit 0; fi
+
+start=$SECONDS
+.venv/bin/python -c '' 2>/dev/null || make_venv
+if [ ! -f "$lock_stamp" ]; then
+  echo "setup: $(grep -c '==' "$lock") pinned packages of $lock into .venv; takes two to three minutes and about 3 GB (GPU: 12 GB)"
+  install_torch
+  pip_install -r "$lock" || fail "installing $lock failed, see above. The pins are for Linux x86-64 and Python 3.11; after mending, run it again: what is done is kept"
+fi
+pip_install --no-build-isolation --editable . || fail "installing the project itself failed, see above"
+rm -f .venv/.locked-* .venv/.project-*
+touch "$lock_stamp" "$project_stamp"
+echo "setup: done in $((SECONDS - start)) s, $(du -sh .venv | cut -f1) in .venv"

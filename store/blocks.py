@@ -1,0 +1,217 @@
+"""Where the values are: (row, column) -> (block, position). The data plane's index; it moves no data but small inline blocks.
+
+A block is what one write brought: an Arrow record batch, here or behind a Ray object reference (which this file treats as opaque).
+It is let go with the last of its cells. Called by `store/store.py`; `assemble` is called by `store/client.py` with what `gather`
+has sent, so that large columns are read from shared memory by their consumer and never pass through the store.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.algorithms.columns import Column
+from penstock.store.errors import UnknownColumn
+from penstock.store.group import bits
+from penstock.store.rows import Rows
+from penstock.store.schema import arrow_type
+
+
+class Block:
+    """One record batch, `batch` or behind `ref`, and how many of its cells are alive."""
+
+    __slots__ = ("batch", "nbytes", "num_cells", "ref")
+
+    def __init__(self, batch: pa.RecordBatch | None, ref: Any, nbytes: int) -> None:
+        self.batch = batch
+        self.ref = ref
+        self.nbytes = nbytes
+        self.num_cells = 0
+
+
+Cell = tuple[Block, int]
+
+
+@dataclass
+class Part:
+    """Some rows of one block: `batch` has just these rows; otherwise they are at `positions` of `refs[ref]`."""
+
+    batch: pa.RecordBatch | None
+    ref: int = -1
+    positions: np.ndarray | None = None
+
+
+@dataclass
+class ColumnSet:
+    """Columns whose cells lie side by side. The parts one after the other, permuted by `order`, are the rows of the payload."""
+
+    names: list[str]
+    parts: list[Part]
+    order: np.ndarray | None
+
+
+@dataclass
+class Payload:
+    """What a lease sends: inline data, references, and the recipe to put the rows together."""
+
+    row_ids: np.ndarray
+    group_ids: np.ndarray
+    sets: list[ColumnSet] = field(default_factory=list)
+    refs: list[Any] = field(default_factory=list)
+
+
+class Blocks:
+    """All cells of the resident groups."""
+
+    def __init__(self, columns: Sequence[Column], group_size: int) -> None:
+        self._types = {column.name: arrow_type(column) for column in columns}
+        self._size = group_size
+        self._cells: dict[int, dict[str, Cell | list[Cell | None]]] = {}
+        self.num_blocks = 0
+        self.bytes = 0
+        """Of blocks with a living cell."""
+
+    def add_group(self, group_id: int, block: Block, position: int, names: Sequence[str]) -> None:
+        """The source's columns of a new group: one cell each, shared by its rows."""
+        self._cells[group_id] = dict.fromkeys(names, (block, position))
+        self._count(block, len(names))
+
+    def add_rows(self, row_ids: Sequence[int], positions: Sequence[int], block: Block, names: Sequence[str]) -> None:
+        """Row `row_ids[p]` of the block's columns is at `p`, for p in `positions`. Cells already there stay as they are."""
+        added = 0
+        for position in positions:
+            group_id, index = divmod(row_ids[position], self._size)
+            group = self._cells[group_id]
+            cell = (block, position)
+            for name in names:
+                cells = group.get(name)
+                if cells is None:
+                    cells = group[name] = [None] * self._size
+                if isinstance(cells, list) and cells[index] is None:
+                    cells[index] = cell
+                    added += 1
+        self._count(block, added)
+
+    def free(self, group_id: int, mask: int) -> None:
+        """The rows of the mask have ended."""
+        if mask == (1 << self._size) - 1:
+            for cells in self._cells.pop(group_id, {}).values():
+                for cell in cells if isinstance(cells, list) else [cells]:
+                    self._uncount(cell)
+            return
+        for cells in self._cells.get(group_id, {}).values():
+            if isinstance(cells, list):
+                for index in bits(mask):
+                    self._uncount(cells[index])
+                    cells[index] = None
+
+    def gather(self, row_ids: Sequence[int], names: Sequence[str]) -> Payload:
+        """The columns `names` of the rows. Raises `UnknownColumn` if a row lacks one."""
+        ids = np.asarray(row_ids, dtype=np.int64)
+        payload = Payload(ids, ids // self._size)
+        if not len(row_ids):
+            empty = pa.RecordBatch.from_arrays([pa.array([], type=self._types[name]) for name in names], names=list(names))
+            payload.sets.append(ColumnSet(list(names), [Part(empty)], None))
+            return payload
+        side_by_side: dict[tuple[int, ...], tuple[list[str], list[Cell]]] = {}
+        for name in names:
+            cells = self._cells_of(row_ids, name)
+            side_by_side.setdefault(tuple(map(id, cells)), ([], cells))[0].append(name)
+        known_refs: dict[int, int] = {}
+        for together, cells in side_by_side.values():
+            payload.sets.append(_column_set(together, cells, payload.refs, known_refs))
+        return payload
+
+    def _cells_of(self, row_ids: Sequence[int], name: str) -> list[Cell]:
+        found: list[Cell] = []
+        for row in row_ids:
+            group_id, index = divmod(row, self._size)
+            cells = self._cells.get(group_id, {}).get(name)
+            cell = cells[index] if isinstance(cells, list) else cells
+            if cell is None:
+                raise UnknownColumn(f"row {row} has no column {name!r}. Ask for columns that some stage has written for it.")
+            found.append(cell)
+        return found
+
+    def _count(self, block: Block, num_cells: int) -> None:
+        if num_cells and not block.num_cells:
+            self.num_blocks += 1
+            self.bytes += block.nbytes
+        block.num_cells += num_cells
+
+    def _uncount(self, cell: Cell | None) -> None:
+        if cell is None:
+            return
+        block = cell[0]
+        block.num_cells -= 1
+        if not block.num_cells:
+            self.num_blocks -= 1
+            self.bytes -= block.nbytes
+            block.batch = block.ref = None
+
+
+def _column_set(names: list[str], cells: list[Cell], refs: list[Any], known_refs: dict[int, int]) -> ColumnSet:
+    """Group the cells by block. Inline blocks are cut down to the rows wanted and joined; references are passed on."""
+    by_block: dict[int, tuple[Block, list[int], list[int]]] = {}
+    for place, (block, position) in enumerate(cells):
+        _, positions, places = by_block.setdefault(id(block), (block, [], []))
+        positions.append(position)
+        places.append(place)
+    inline: list[pa.RecordBatch] = []
+    parts: list[Part] = []
+    inline_places: list[int] = []
+    ref_places: list[int] = []
+    for block, positions, places in by_block.values():
+        if block.batch is not None:
+            inline.append(_cut(block.batch.select(names), np.asarray(positions)))
+            inline_places.extend(places)
+        else:
+            number = known_refs.setdefault(id(block), len(refs))
+            if number == len(refs):
+                refs.append(block.ref)
+            parts.append(Part(None, number, np.asarray(positions, dtype=np.int64)))
+            ref_places.extend(places)
+    if inline:
+        joined = inline[0] if len(inline) == 1 else pa.concat_batches(inline)
+        parts.insert(0, Part(joined))
+    return ColumnSet(names, parts, _order(inline_places + ref_places))
+
+
+def _cut(batch: pa.RecordBatch, positions: np.ndarray) -> pa.RecordBatch:
+    """The rows at `positions`, compact: a slice would drag its whole buffers through pickle."""
+    if len(positions) == batch.num_rows and np.array_equal(positions, np.arange(batch.num_rows)):
+        return batch
+    return batch.take(pa.array(positions))
+
+
+def _order(places: list[int]) -> np.ndarray | None:
+    """The permutation that puts values found in the order of `places` into rows 0, 1, 2, …; None if they are already."""
+    array = np.asarray(places, dtype=np.int64)
+    if np.array_equal(array, np.arange(len(array))):
+        return None
+    return np.argsort(array)
+
+
+def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.RecordBatch]) -> Rows:
+    """Rows of a payload; `fetched`: the batches behind its `refs`. Contiguous rows of one block are read in place, without a copy."""
+    columns: dict[str, pa.Array] = {}
+    for together in payload.sets:
+        batches = [_resolve(part, together.names, fetched) for part in together.parts]
+        joined = batches[0] if len(batches) == 1 else pa.concat_batches(batches)
+        if together.order is not None:
+            joined = joined.take(pa.array(together.order))
+        columns.update(zip(together.names, joined.columns, strict=True))
+    return Rows(payload.row_ids, payload.group_ids, pa.table([columns[name] for name in names], names=list(names)))
+
+
+def _resolve(part: Part, names: list[str], fetched: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
+    if part.batch is not None:
+        return part.batch
+    assert part.positions is not None
+    batch = fetched[part.ref].select(names)
+    first = int(part.positions[0])
+    if np.array_equal(part.positions, np.arange(first, first + len(part.positions))):
+        return batch.slice(first, len(part.positions))
+    return batch.take(pa.array(part.positions))

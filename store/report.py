@@ -1,0 +1,81 @@
+"""What the store says of itself: numbers for the metrics of a step, and a table for people. Reads the ledger, changes nothing."""
+
+from typing import Any
+
+from penstock.store.ledger import Ledger
+
+Described = dict[str, Any]
+
+
+def stats(ledger: Ledger) -> dict[str, float]:
+    """Flat numbers: store/*, dropped/<reason> (rows, cumulative), staleness/*, completed/<stage> (rows, cumulative)."""
+    residents, counters = ledger.residents, ledger.counters
+    numbers: dict[str, float] = {
+        "store/rows": residents.num_rows,
+        "store/groups": len(residents.groups),
+        "store/active_groups": residents.credits.active,
+        "store/bytes": residents.credits.bytes,
+        "store/leases": len(residents.leases.held),
+        "store/updates_formed": ledger.rounds.formed,
+        "staleness/worst": ledger.rounds.staleness_max,
+    }
+    for stage in residents.readiness.stages:
+        numbers[f"store/ready/{stage.name}"] = stage.num_free
+    numbers.update({name if "/" in name else f"store/{name}": count for name, count in counters.items()})
+    generated, trained = counters["response_tokens_generated"], counters["response_tokens_trained"]
+    rows_generated = max(1, counters["groups_admitted"] * residents.size)
+    if generated and trained and counters["rows_trained"]:
+        written = max(1, _rows_with_response(ledger, rows_generated))
+        numbers["store/length_bias"] = (trained / counters["rows_trained"]) / (generated / written)
+    return numbers
+
+
+def _rows_with_response(ledger: Ledger, admitted: int) -> int:
+    """Rows that ever had a response: those that the stage writing it completed, or all if the source brought it."""
+    writer = next((stage.name for stage in ledger.spec.stages if "response_ids" in stage.writes), None)
+    return ledger.counters[f"completed/{writer}"] if writer else admitted
+
+
+def describe(ledger: Ledger, now: float) -> Described:
+    """Rows by stage and state, the oldest group, and who holds what until when. Walks all groups: not for the hot path."""
+    residents = ledger.residents
+    names = [stage.name for stage in residents.readiness.stages]
+    oldest = min(residents.waiting, default=None)
+    return {
+        "rows": rows_by_state(ledger),
+        "oldest_group": oldest,
+        "oldest_group_waits_for": _lacking(ledger, oldest) if oldest is not None else {},
+        "leases": [
+            {
+                "id": lease.id,
+                "stage": names[lease.stage],
+                "owner": lease.owner,
+                "open_rows": sum(mask.bit_count() for mask in lease.open.values()),
+                "expires_in_s": None if lease.deadline is None else round(lease.deadline - now, 3),
+            }
+            for lease in residents.leases.held.values()
+        ],
+        "credits": {"active": residents.credits.active, "max": residents.credits.max_active, "published": residents.credits.published},
+    }
+
+
+def rows_by_state(ledger: Ledger) -> dict[str, dict[str, int]]:
+    """For each stage: how many live rows wait for columns, are free, leased, done."""
+    table = {}
+    for stage in ledger.residents.readiness.stages:
+        counts = {"waiting": 0, "free": 0, "leased": 0, "done": 0}
+        for group in ledger.residents.groups.values():
+            free, leased, done = (masks[stage.index] & group.live for masks in (group.free, group.leased, group.done))
+            counts["free"] += free.bit_count()
+            counts["leased"] += leased.bit_count()
+            counts["done"] += done.bit_count()
+            counts["waiting"] += (group.live & ~(free | leased | done)).bit_count()
+        table[stage.name] = counts
+    return table
+
+
+def _lacking(ledger: Ledger, group_id: int) -> dict[str, int]:
+    """Columns that live rows of a group lack, and how many rows lack them."""
+    group = ledger.residents.groups[group_id]
+    lacking = {name: (group.live & ~group.have[index]).bit_count() for name, index in ledger.residents.readiness.column_index.items()}
+    return {name: count for name, count in lacking.items() if count}

@@ -1,0 +1,310 @@
+"""The streaming store: the ledger's decisions and the blocks' data behind waiting calls. Runs in-process or as a Ray actor.
+
+    producers ─ put ─▶ ┌───────┐ ─ lease ─▶ workers
+                       │ Store │ ◀─ write, drop ─
+    controller ─ published ─▶  └───────┘ ─ lease_shared ─▶ trainer ranks
+
+Spoken to through `store/client.py` only. Who waits is woken one after the other when its stage may have become ready, so nobody
+polls and first come is first served. All calls must come from one event loop.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pyarrow as pa
+
+from penstock.store.blocks import Block, Blocks, Payload
+from penstock.store.errors import MissingColumn, StoreClosed, StoreError, UnknownColumn
+from penstock.store.group import Facts
+from penstock.store.ledger import Ledger
+from penstock.store.report import describe, stats
+from penstock.store.rounds import Round
+from penstock.store.schema import check_batch
+from penstock.store.spec import StoreSpec
+
+T = TypeVar("T")
+Queue = deque["asyncio.Future[None]"]
+
+
+@dataclass(frozen=True)
+class Write:
+    """One write on its way: the values are `batch`, or behind the one reference in `refs` (a list, so that Ray leaves it alone)."""
+
+    lease_id: int
+    stage: str
+    row_ids: list[int]
+    names: list[str]
+    facts: Facts
+    batch: pa.RecordBatch | None
+    refs: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A lease on its way to its owner."""
+
+    lease_id: int
+    stage: str
+    names: tuple[str, ...]
+    payload: Payload
+    version: int = 0
+
+
+class Store:
+    """Lifecycle: made with its spec, used until `close`, after which waiting calls return None or raise `StoreClosed`.
+
+        store = Store(spec)
+        client = StoreClient(store)
+        groups = await client.put_groups([{"prompt_ids": [1, 2, 3], "task": "{}"}])
+    """
+
+    def __init__(self, spec: StoreSpec, clock: Callable[[], float] = time.monotonic) -> None:
+        self._spec = spec
+        self._clock = clock
+        self.ledger = Ledger(spec)
+        self._blocks = Blocks(spec.columns, spec.group_size)
+        self._columns = {column.name: column for column in spec.columns}
+        self._reads = {stage.name: stage.reads for stage in spec.stages}
+        self._producers: Queue = deque()
+        self._consumers: dict[str, Queue] = {stage.name: deque() for stage in spec.stages}
+        self._ranks: dict[str, Queue] = {stage.name: deque() for stage in spec.stages}
+        self._errors: deque[str] = deque(maxlen=20)
+        self._closed: str | None = None
+        self._pump_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        """The event loop that the first call came from."""
+
+    async def spec(self) -> StoreSpec:
+        return self._spec
+
+    async def put(self, batch: pa.RecordBatch | None, refs: list[Any], names: list[str], facts: Facts) -> list[int]:
+        """One group for each row of the batch, admitted in order as credits allow; their numbers. Raises `StoreClosed`."""
+        self._check_source(names)
+        num_groups = len(facts.row_bytes)
+        if batch is not None:
+            check_batch(self._columns, batch, num_groups)
+        block = Block(batch, refs[0] if refs else None, sum(facts.row_bytes))
+        admitted: list[int] = []
+
+        def admit() -> list[int] | None:
+            while len(admitted) < num_groups:
+                number = len(admitted)
+                group = self.ledger.admit(facts.row_bytes[number], _at(facts.prompt_tokens, number), _at(facts.response_tokens, number))
+                if group is None:
+                    break
+                self._blocks.add_group(group, block, number, names)
+                admitted.append(group)
+            self._changed()
+            return admitted if len(admitted) == num_groups else None
+
+        done = await self._wait(self._producers, admit)
+        if done is None:
+            raise StoreClosed(f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted.")
+        return done
+
+    async def lease(self, stage: str, max_units: int, owner: str) -> Granted | None:
+        """Waits for at least one free unit. None when the store is closed."""
+        self.ledger.residents.stage(stage)
+
+        def take() -> Granted | None:
+            lease = self.ledger.lease(stage, max_units, owner, self._clock())
+            return lease and self._grant(lease.id, stage, self.ledger.rows_of(lease))
+
+        return await self._wait(self._consumers[stage], take)
+
+    async def lease_shared(self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str) -> Granted | None:
+        """This rank's share of a round. Waits until the round is formed. None when the store is closed."""
+        self.ledger.residents.stage(stage)
+
+        def take() -> Granted | None:
+            made: Round | None = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
+            self._changed()
+            return made and self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
+
+        return await self._wait(self._ranks[stage], take)
+
+    async def write(self, writes: list[Write]) -> list[StoreError | None]:
+        """Each write stands for itself: its error, or None. See `Ledger.write`."""
+        results: list[StoreError | None] = []
+        for one in writes:
+            try:
+                self._write(one)
+                results.append(None)
+            except StoreError as error:
+                results.append(error)
+        self._changed()
+        return results
+
+    async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
+        self.ledger.drop(lease_id, stage, row_ids, reason)
+        self._errors.append(f"{reason}: stage {stage}, {len(row_ids)} row(s) from {row_ids[:1]}: {detail}" if detail else reason)
+        self._changed()
+
+    async def release(self, lease_id: int) -> None:
+        self.ledger.release(lease_id)
+        self._changed()
+
+    async def renew(self, lease_id: int) -> None:
+        self.ledger.renew(lease_id, self._clock())
+
+    async def abandon(self, owner: str) -> int:
+        """Everything that a dead owner holds goes back; how many leases that were."""
+        lost = self.ledger.abandon(owner)
+        self._changed()
+        return lost
+
+    async def complete_shared(self, lease_id: int, rank: int) -> None:
+        self.ledger.complete_shared(lease_id, rank)
+        self._changed()
+
+    async def published(self, version: int) -> None:
+        self.ledger.published(version)
+        self._changed()
+
+    async def last_batch(self, names: list[str] | None) -> Granted:
+        """The batch trained last. `names`: None for all columns that its rows have. Raises `UnknownColumn`."""
+        rows = self.ledger.rounds.last_batch
+        chosen = tuple(self._columns) if names is None else tuple(names)
+        for name in chosen:
+            if name not in self._columns:
+                raise UnknownColumn(f"column {name!r} is not in the dataflow; it has {', '.join(self._columns)}.")
+        return self._grant(-1, "", rows, names=chosen)
+
+    async def stats(self) -> dict[str, float]:
+        numbers = stats(self.ledger)
+        numbers["store/waiting_producers"] = len(self._producers)
+        numbers["store/waiting_consumers"] = sum(map(len, (*self._consumers.values(), *self._ranks.values())))
+        numbers["store/blocks"] = self._blocks.num_blocks
+        return numbers
+
+    async def describe(self) -> dict[str, Any]:
+        waiters = {name: len(self._consumers[name]) + len(self._ranks[name]) for name in self._consumers}
+        return describe(self.ledger, self._clock()) | {
+            "waiting": waiters | {"put": len(self._producers)},
+            "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
+            "closed": self._closed,
+        }
+
+    async def errors(self) -> list[str]:
+        return list(self._errors)
+
+    async def close(self, reason: str) -> None:
+        """Waiting calls end; results under leases are still taken. A second time changes nothing."""
+        if self._closed is None:
+            self._closed = reason
+        if self._timer is not None:
+            self._timer.cancel()
+        for queue in (self._producers, *self._consumers.values(), *self._ranks.values()):
+            while queue:
+                _wake(queue.popleft())
+
+    def _write(self, one: Write) -> None:
+        if one.batch is not None:
+            for name in one.names:
+                if name not in self._columns:
+                    self.ledger._columns(self.ledger.residents.stage(one.stage), one.names)
+            check_batch(self._columns, one.batch, len(one.row_ids))
+        kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
+        if kept and one.names:
+            block = Block(one.batch, one.refs[0] if one.refs else None, sum(one.facts.row_bytes))
+            self._blocks.add_rows(one.row_ids, kept, block, one.names)
+
+    def _grant(
+        self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
+    ) -> Granted:
+        names = self._reads[stage] if names is None else names
+        self._changed()
+        return Granted(lease_id, stage, names, self._blocks.gather(rows, names), version)
+
+    def _check_source(self, names: list[str]) -> None:
+        if self._closed is not None:
+            raise StoreClosed(f"the store is closed ({self._closed}) and takes no more groups.")
+        for name in self._spec.source_columns:
+            if name not in names:
+                raise MissingColumn(f"a group lacks source column {name!r}. Give {', '.join(self._spec.source_columns)} for each.")
+        for name in names:
+            if name not in self._spec.source_columns:
+                raise UnknownColumn(f"the source writes no column {name!r}, only {', '.join(self._spec.source_columns)}.")
+
+    async def _wait(self, queue: Queue, attempt: Callable[[], T | None]) -> T | None:
+        """The first result of `attempt` that is not None, tried whenever it is this caller's turn; None once closed."""
+        self.loop = asyncio.get_running_loop()
+        if not queue and self._closed is None:
+            result = attempt()
+            if result is not None:
+                return result
+        first = True
+        while self._closed is None:
+            turn: asyncio.Future[None] = self.loop.create_future()
+            queue.append(turn) if first else queue.appendleft(turn)
+            try:
+                await turn
+            finally:
+                if turn.cancelled():  # the caller went away: it holds nothing, and its turn is the next one's
+                    if turn in queue:
+                        queue.remove(turn)
+                    self._schedule()
+            if self._closed is not None:
+                return None
+            result = attempt()
+            if result is not None:
+                self._schedule()
+                return result
+            first = False
+        return None
+
+    def _changed(self) -> None:
+        """After every event: let go of data that is over, and look who may go on."""
+        freed = self.ledger.residents.freed
+        for group, mask in freed:
+            self._blocks.free(group, mask)
+        freed.clear()
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if not self._pump_due:
+            self._pump_due = True
+            self.loop = asyncio.get_running_loop()
+            self.loop.call_soon(self._pump)
+
+    def _pump(self) -> None:
+        """Give the first in each queue its turn if there may be something for it; it passes the turn on if there was."""
+        self._pump_due = False
+        for name, queue in self._consumers.items():
+            if queue and self.ledger.residents.readiness.by_name[name].num_free:
+                _wake(queue.popleft())
+        for ranks in self._ranks.values():
+            for turn in list(ranks):
+                _wake(turn)
+            ranks.clear()
+        if self._producers:
+            _wake(self._producers.popleft())
+        self._arm()
+
+    def _arm(self) -> None:
+        """One timer, for the lease that may expire next."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        deadline = self.ledger.next_deadline()
+        if deadline is not None and self.loop is not None and self._closed is None:
+            self._timer = self.loop.call_later(max(0.0, deadline - self._clock()), self._expire)
+
+    def _expire(self) -> None:
+        self._timer = None
+        self.ledger.expire(self._clock())
+        self._changed()
+
+
+def _at(values: list[int] | None, position: int) -> int:
+    return values[position] if values is not None else 0
+
+
+def _wake(turn: "asyncio.Future[None]") -> None:
+    if not turn.done():
+        turn.set_result(None)

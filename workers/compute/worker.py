@@ -1,0 +1,170 @@
+"""The compute role: calls a dataflow's pure functions (advantages and the like) on whole units and writes what they return.
+
+Run by the controller's process or by `workers/compute/actor.py`; `run` ends when the store closes. `apply` is the same without
+a store, for the imperative API and for reference loops.
+"""
+
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from penstock.algorithms.columns import Column
+from penstock.algorithms.dataflow import Stage
+from penstock.conf.errors import DataflowError, LeaseExpired
+from penstock.store.rows import Rows
+
+TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
+
+
+class Store(Protocol):
+    """What a compute worker needs of `store.client.StoreClient`."""
+
+    async def lease(self, stage: str, max_units: int, owner: str) -> Any: ...
+
+    async def write(self, lease: Any, row_ids: Sequence[int], columns: dict[str, Any]) -> None: ...
+
+
+class ComputeWorker:
+    """Runs one compute stage until the store is closed. `columns`: every column of the dataflow, by name."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        columns: dict[str, Column],
+        store: Store | None = None,
+        *,
+        name: str = "compute-0",
+        max_units: int = 64,
+    ) -> None:
+        self.stage = stage
+        self.columns = columns
+        self.store = store
+        self.name = name
+        self.max_units = max_units
+        self.num_units = 0
+        self.busy_s = 0.0
+
+    async def run(self) -> None:
+        """Lease, compute, write. Raises `DataflowError` if the function returns what the stage does not declare, and
+        whatever the function itself raises."""
+        assert self.store is not None
+        while (lease := await self.store.lease(self.stage.name, self.max_units, self.name)) is not None:
+            started = time.perf_counter()
+            results = self.apply(lease.rows)
+            self.busy_s += time.perf_counter() - started
+            with suppress(LeaseExpired):  # the rows are somebody else's by now
+                await self.store.write(lease, [int(row) for row in lease.rows.row_ids], results)
+
+    def stats(self) -> dict[str, float]:
+        return {"units": self.num_units, "busy_s": self.busy_s}
+
+    def apply(self, rows: Rows) -> dict[str, list[Any]]:
+        """The columns that the stage writes, one value a row: a number, or an array `[T_i]` for token columns."""
+        results: dict[str, list[Any]] = {column.name: [None] * len(rows) for column in self.stage.writes}
+        inputs = {name: self._input(rows, name) for name in self.stage.reads}
+        for positions in self._units(rows):
+            keywords = {name: _taken(values, positions) for name, values in inputs.items()}
+            for column, values in zip(self.stage.writes, self._call(keywords, len(positions)), strict=True):
+                for position, value in zip(positions, values, strict=True):
+                    results[column.name][position] = value
+            self.num_units += 1
+        return results
+
+    def _units(self, rows: Rows) -> list[list[int]]:
+        if self.stage.unit == "group":
+            return [positions.tolist() for _, positions in rows.groups()]
+        return [[position] for position in range(len(rows))]
+
+    def _input(self, rows: Rows, name: str) -> Any:
+        """Sample columns as one `[N]` tensor, token and prompt columns as a list of `[T_i]` tensors, strings as a list."""
+        column = self.columns[name]
+        if column.dtype == "string":
+            return rows.strings(name)
+        # Copied: the store's buffers are shared and read-only, and a tensor can be written to.
+        if column.shape == "sample":
+            return torch.from_numpy(rows.values(name).copy())
+        return [torch.from_numpy(values.copy()) for values in rows.arrays(name)]
+
+    def _call(self, keywords: dict[str, Any], num_rows: int) -> list[list[Any]]:
+        assert self.stage.function is not None
+        with torch.no_grad():
+            returned = self.stage.function(**keywords)
+        writes = self.stage.writes
+        values = (returned,) if len(writes) == 1 and not isinstance(returned, tuple) else returned
+        if not isinstance(values, tuple) or len(values) != len(writes):
+            names = ", ".join(column.name for column in writes)
+            due = f"{len(writes)} value(s) in a tuple ({names})"
+            raise self._error(f"returned {_described(returned)}; {due} are due.")
+        return [self._checked(column, value, num_rows, keywords) for column, value in zip(writes, values, strict=True)]
+
+    def _checked(self, column: Column, value: Any, num_rows: int, keywords: dict[str, Any]) -> list[Any]:
+        if column.shape != "sample":
+            return self._checked_tokens(column, value, num_rows, keywords)
+        if column.dtype == "string":
+            if (
+                not isinstance(value, list)
+                or len(value) != num_rows
+                or not all(isinstance(item, str) for item in value)
+            ):
+                raise self._error(
+                    f"returned {_described(value)} for {column.name!r}; a list of {num_rows} strings is due."
+                )
+            return value
+        array = self._array(column, value, f"a tensor of shape [{num_rows}]", num_rows)
+        return list(array.tolist())
+
+    def _checked_tokens(self, column: Column, value: Any, num_rows: int, keywords: dict[str, Any]) -> list[np.ndarray]:
+        if not isinstance(value, list | tuple) or len(value) != num_rows:
+            raise self._error(
+                f"returned {_described(value)} for {column.name!r}; a list of {num_rows} tensors [T_i] is due."
+            )
+        known = next((keywords[name] for name in self.stage.reads if self.columns[name].shape == column.shape), None)
+        arrays = []
+        for index, item in enumerate(value):
+            length = len(known[index]) if known is not None else None
+            arrays.append(
+                self._array(
+                    column, item, f"for row {index} a tensor of shape [{'T_i' if length is None else length}]", length
+                )
+            )
+        return arrays
+
+    def _array(self, column: Column, value: Any, due: str, length: int | None) -> np.ndarray:
+        """As a 1-dimensional array of the column's dtype, finite unless the column allows otherwise."""
+        try:
+            tensor = torch.as_tensor(value).detach().cpu()
+        except (TypeError, ValueError, RuntimeError):
+            raise self._error(f"returned {_described(value)} for {column.name!r}; {due} is due.") from None
+        if tensor.dim() != 1 or (length is not None and len(tensor) != length):
+            raise self._error(f"returned {_described(value)} for {column.name!r}; {due} is due.")
+        if tensor.is_complex() or (tensor.is_floating_point() and column.dtype != "float32"):
+            raise self._error(f"returned {tensor.dtype} for {column.name!r}, which is {column.dtype}.")
+        tensor = tensor.to(TORCH_DTYPES[column.dtype])
+        if column.dtype == "float32" and not column.nan_ok and not bool(torch.isfinite(tensor).all()):
+            raise self._error(
+                f"returned {tensor.tolist()[:8]} for {column.name!r}: not finite. Mend the function, or declare the column with nan_ok=True."
+            )
+        return np.asarray(tensor.numpy())
+
+    def _error(self, text: str) -> DataflowError:
+        function = getattr(self.stage.function, "func", self.stage.function)
+        return DataflowError(f"stage {self.stage.name!r}: {getattr(function, '__name__', 'its function')} {text}")
+
+
+def _taken(values: Any, positions: list[int]) -> Any:
+    if isinstance(values, torch.Tensor):
+        first, last = positions[0], positions[-1] + 1
+        return values[first:last] if last - first == len(positions) else values[torch.tensor(positions)]
+    return [values[position] for position in positions]
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return f"a tensor of shape {list(value.shape)}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"{type(value).__name__} {value!r:.60}"

@@ -1,0 +1,160 @@
+"""Datasets of prompts: rows by number, whatever they come from.
+
+`open_dataset` is called by `source.py`'s owner at the start of a run, by evaluation for the held-out problems, and by
+`penstock validate`.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.errors import DataError, suggest
+from penstock.workers.environments.reasoning_gym import Problems
+from penstock.workers.prompts.huggingface import open_huggingface
+from penstock.workers.prompts.jsonl import JsonLines
+
+DEFAULT_PROBLEMS = 100_000
+
+
+@dataclass(frozen=True)
+class Task:
+    """One row: what the model is asked, and what the reward is told."""
+
+    prompt: str
+    """The user's text, after `data.prompt_template`."""
+    answer: Any
+    """The reference answer as the dataset has it; None if `data.columns.answer=null`."""
+    index: int
+    """Row number in the dataset, from 0."""
+    where: str
+    """File and line, for messages."""
+    response: str | None = None
+    """The demonstration, where there is one."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """The row's own columns, or what the environment's verifier needs."""
+
+    def to_json(self) -> str:
+        """The `task` column: the row's own columns with `prompt`, `answer` and `index`."""
+        return json.dumps(
+            {**self.extra, "prompt": self.prompt, "answer": self.answer, "index": self.index}, default=str
+        )
+
+
+class PromptDataset(Protocol):
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> Task:
+        """Raises `DataError` naming the row if it cannot be used."""
+
+
+class RawRows(Protocol):
+    def __len__(self) -> int: ...
+
+    def row(self, index: int) -> dict[str, Any]: ...
+
+    def where(self, index: int) -> str: ...
+
+
+class TableDataset:
+    """Rows with named columns, from a file or the hub."""
+
+    def __init__(self, rows: RawRows, config: DataConfig, size: int | None) -> None:
+        self.rows = rows
+        self.config = config
+        self.size = min(len(rows), size or len(rows))
+
+    def __len__(self) -> int:
+        return self.size
+
+    def row(self, index: int) -> Task:
+        row, columns = self.rows.row(index), self.config.columns
+        where = self.rows.where(index)
+        prompt = self._text(row, columns.prompt, "prompt", where)
+        answer = None if columns.answer is None else self._value(row, columns.answer, "answer", where)
+        response_column = columns.response or columns.answer
+        response = row.get(response_column) if response_column else None
+        if columns.response is not None:
+            response = self._text(row, columns.response, "response", where)
+        extra = {key: value for key, value in row.items() if key != columns.response}
+        text = self.config.prompt_template.replace("{prompt}", prompt)
+        return Task(text, answer, index, where, None if response is None else str(response), extra)
+
+    def _value(self, row: dict[str, Any], column: str, role: str, where: str) -> Any:
+        if column not in row:
+            raise DataError(
+                f"{where}: no column {column!r}, which data.columns.{role} names{suggest(column, row)} Set data.columns.{role}."
+            )
+        return row[column]
+
+    def _text(self, row: dict[str, Any], column: str, role: str, where: str) -> str:
+        value = self._value(row, column, role, where)
+        if not isinstance(value, str):
+            raise DataError(
+                f"{where}: column {column!r} (data.columns.{role}) holds {type(value).__name__} {value!r:.60}, where text is due."
+            )
+        return value
+
+
+class ProblemDataset:
+    """Problems of a procedural environment."""
+
+    def __init__(self, problems: Problems, config: DataConfig) -> None:
+        self.problems = problems
+        self.config = config
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    def row(self, index: int) -> Task:
+        entry = self.problems.entry(index)
+        prompt = self.config.prompt_template.replace("{prompt}", str(entry["question"]))
+        answer = str(entry["answer"])
+        where = f"{self.problems.task} problem {index}"
+        return Task(prompt, answer, index, where, answer, self.problems.extra(entry))
+
+
+def open_dataset(data: DataConfig, evaluation: EvaluationConfig, *, held_out: bool = False) -> PromptDataset | None:
+    """The rows to train on, or the held-out ones (at most `evaluation.num_problems`).
+
+    None: there is no held-out set and none is asked for. Raises `DataError` or `ConfigError` naming the key.
+    """
+    if not data.path:
+        raise DataError(f"data.path=null: data.source={data.source} needs {_PATH_MEANS[data.source]}.")
+    if data.source == "reasoning_gym":
+        return ProblemDataset(_problems(data, evaluation, held_out), data)
+    if held_out and evaluation.path is None:
+        if evaluation.every_steps == 0:
+            return None
+        raise DataError(
+            f"evaluation.every_steps={evaluation.every_steps}, but there are no held-out problems: set evaluation.path to "
+            f"{_HELD_OUT_MEANS[data.source]}, or evaluation.every_steps=0."
+        )
+    size = evaluation.num_problems if held_out else data.size
+    if data.source == "jsonl":
+        rows: RawRows = (
+            JsonLines(evaluation.path, "evaluation.path") if held_out and evaluation.path else JsonLines(data.path)
+        )
+    else:
+        rows = open_huggingface(data.path, data.subset, evaluation.path if held_out and evaluation.path else data.split)
+    return TableDataset(rows, data, size)
+
+
+def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Problems:
+    """Held-out problems are made from their own seed, and left out of those to train on, even in a run that does not
+    evaluate: the next one, which starts from its model, may."""
+    assert data.path is not None
+    apart = Problems(data.path, data.options, seed=evaluation.seed, size=evaluation.num_problems)
+    if held_out:
+        return apart
+    size = data.size or DEFAULT_PROBLEMS
+    return Problems(data.path, data.options, seed=data.seed, size=size, exclude=apart.questions())
+
+
+_PATH_MEANS = {
+    "jsonl": "a file with one JSON object a line",
+    "huggingface": "a dataset id such as openai/gsm8k, or a folder of parquet files",
+    "reasoning_gym": "the name of a task such as chain_sum",
+}
+_HELD_OUT_MEANS = {"jsonl": "a second file", "huggingface": "the name of another split, e.g. test"}

@@ -1,0 +1,69 @@
+"""The order in which prompts are drawn: endless, shuffled anew each epoch, and resumable from two numbers. Pure.
+
+Used by `source.py`; the cursor goes into checkpoints.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.conf.errors import DataError
+
+
+@dataclass(frozen=True)
+class PromptCursor:
+    """`position` rows of epoch `epoch` have been drawn."""
+
+    epoch: int = 0
+    position: int = 0
+
+    def to_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "position": self.position}
+
+    @classmethod
+    def from_dict(cls, value: dict[str, int]) -> "PromptCursor":
+        return cls(int(value["epoch"]), int(value["position"]))
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """splitmix64's finaliser (Steele et al. 2014): 64 random bits from each integer, the same on every machine and version."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def epoch_order(num_rows: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
+    """`[num_rows]` int64: a permutation of the rows that depends on nothing but the arguments."""
+    rows = np.arange(num_rows, dtype=np.uint64)
+    if not shuffle:
+        return rows.astype(np.int64)
+    golden = 0x9E3779B97F4A7C15
+    start = _mixed(np.array([(seed * golden + epoch) % 2**64], dtype=np.uint64))
+    start = _mixed(start + np.uint64(epoch % 2**32))
+    keys = _mixed(start + (rows + np.uint64(1)) * np.uint64(golden))
+    return np.argsort(keys, kind="stable").astype(np.int64)
+
+
+class PromptOrder:
+    """Row numbers in order, from a cursor on.
+
+    order = PromptOrder(num_rows=3, seed=0)
+    order.next(), order.cursor    # 2, PromptCursor(epoch=0, position=1)
+    """
+
+    def __init__(self, num_rows: int, seed: int, cursor: PromptCursor | None = None, *, shuffle: bool = True) -> None:
+        if num_rows < 1:
+            raise DataError("the dataset has no rows (data.path): nothing to draw prompts from.")
+        self.num_rows = num_rows
+        self.seed = seed
+        self.shuffle = shuffle
+        self.cursor = cursor or PromptCursor()
+        self._rows = epoch_order(num_rows, seed, self.cursor.epoch, shuffle)
+
+    def next(self) -> int:
+        if self.cursor.position >= self.num_rows:
+            self.cursor = PromptCursor(self.cursor.epoch + 1, 0)
+            self._rows = epoch_order(self.num_rows, self.seed, self.cursor.epoch, self.shuffle)
+        row = int(self._rows[self.cursor.position])
+        self.cursor = PromptCursor(self.cursor.epoch, self.cursor.position + 1)
+        return row

@@ -1,0 +1,110 @@
+"""From a task to token ids: chat template or bare text, with every length checked.
+
+Used by `source.py` for what is trained on, by evaluation for held-out prompts, and by `check_prompts` before a run starts.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.data import DataConfig
+from penstock.conf.errors import DataError, ModelError
+from penstock.conf.run import RunConfig
+from penstock.workers.prompts.dataset import Task
+
+
+class PromptTooLong(DataError):
+    """A row that does not fit; skipped instead with `data.too_long=skip`."""
+
+
+@dataclass(frozen=True)
+class TokenLimits:
+    """How many tokens fit. `room`: prompt and response together; `reserved`: kept free of it for a sampled response."""
+
+    max_prompt_tokens: int
+    room: int
+    reserved: int
+    room_key: str = "rollout.max_model_len"
+
+    @classmethod
+    def of(
+        cls, config: RunConfig, *, demonstrations: bool = False, model_positions: int | None = None
+    ) -> "TokenLimits":
+        """`model_positions`: longest sequence that the model itself takes (`max_position_embeddings`)."""
+        room, key = config.rollout.max_model_len, "rollout.max_model_len"
+        if model_positions is not None and (demonstrations or model_positions < room):
+            room, key = model_positions, "the model's max_position_embeddings"
+        reserved = 0 if demonstrations else config.rollout.sampling.max_tokens
+        return cls(config.data.max_prompt_tokens, room, reserved, key)
+
+    def check(self, where: str, num_prompt: int, num_response: int = 0) -> None:
+        """Raise `PromptTooLong` unless a row with so many tokens fits."""
+        if num_prompt > self.max_prompt_tokens:
+            raise PromptTooLong(
+                f"{where}: the prompt has {num_prompt} tokens, more than data.max_prompt_tokens={self.max_prompt_tokens}; "
+                f"{self.describe()}. Raise data.max_prompt_tokens, or set data.too_long=skip to leave such rows out."
+            )
+        if num_prompt + max(num_response, self.reserved) > self.room:
+            what = (
+                f"and its response {num_response}"
+                if num_response
+                else f"and rollout.sampling.max_tokens is {self.reserved}"
+            )
+            raise PromptTooLong(
+                f"{where}: the prompt has {num_prompt} tokens {what}, together more than {self.room_key}={self.room}. "
+                "Raise rollout.max_model_len if the model takes more, or set data.too_long=skip to leave such rows out."
+            )
+
+    def describe(self) -> str:
+        """The model's own bound, for messages."""
+        left = f", {self.room - self.reserved} of them for the prompt" if self.reserved else ""
+        return f"{self.room_key}={self.room} bounds prompt and response together{left}"
+
+
+class PromptEncoder:
+    """Token ids of prompts and demonstrations under one tokenizer (a transformers tokenizer, or anything called like it)."""
+
+    def __init__(self, tokenizer: Any, data: DataConfig, limits: TokenLimits) -> None:
+        self.tokenizer = tokenizer
+        self.data = data
+        self.limits = limits
+        self.uses_chat_template = bool(data.chat_template and getattr(tokenizer, "chat_template", None))
+
+    def text(self, task: Task) -> str:
+        """The prompt as the model sees it, before tokenisation."""
+        if not self.uses_chat_template:
+            return f"{self.data.system_prompt}\n{task.prompt}" if self.data.system_prompt else task.prompt
+        messages = [{"role": "user", "content": task.prompt}]
+        if self.data.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.data.system_prompt})
+        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+
+    def prompt_ids(self, task: Task) -> list[int]:
+        """Raises `PromptTooLong`, or `DataError` for a prompt without tokens."""
+        ids = self._prompt_ids(task)
+        self.limits.check(task.where, len(ids))
+        return ids
+
+    def demonstration_ids(self, task: Task) -> tuple[list[int], list[int]]:
+        """Prompt and response ids, the response ended by the end-of-sequence token.
+
+        Raises `PromptTooLong`; `DataError` for a row without a demonstration; `ModelError` for a tokenizer without that token.
+        """
+        if not task.response:
+            raise DataError(
+                f"{task.where}: no demonstration to train on. Name its column with data.columns.response (or data.columns.answer)."
+            )
+        if self.tokenizer.eos_token_id is None:
+            raise ModelError(
+                "model.path: its tokenizer has no end-of-sequence token (eos_token), which ends a demonstration."
+            )
+        ids = self._prompt_ids(task)
+        response = [*self.tokenizer(task.response, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
+        self.limits.check(task.where, len(ids), len(response))
+        return ids, response
+
+    def _prompt_ids(self, task: Task) -> list[int]:
+        # A chat template writes its special tokens itself.
+        ids = self.tokenizer(self.text(task), add_special_tokens=not self.uses_chat_template)["input_ids"]
+        if not ids:
+            raise DataError(f"{task.where}: the prompt {task.prompt!r:.40} has no tokens; a model needs at least one.")
+        return list(ids)
