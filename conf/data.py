@@ -38,6 +38,9 @@ class DataConfig:
     """Seed of the order, and of the problems that reasoning_gym makes. Held-out problems use another."""
     shuffle: bool = True
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    teacher: str | None = None
+    """SFT: `file.py:function` or `package.module:function` that writes the demonstration: `(task: dict) -> str`. `null`: the
+    dataset's own column, or the answer."""
     system_prompt: str | None = None
     """Put before the user's text where the chat template is applied."""
     prompt_template: str = "{prompt}"

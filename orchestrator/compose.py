@@ -241,9 +241,10 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
         config.evaluation.path = absolute(config.evaluation.path)
     config.model.path = absolute(config.model.path)
     config.model.reference_path = absolute(config.model.reference_path)
-    file, colon, function = config.reward.function.rpartition(":")
-    if colon and file.endswith(".py"):
-        config.reward.function = f"{absolute(file)}:{function}"
+    for section, key in ((config.reward, "function"), (config.data, "teacher")):
+        file, colon, function = (getattr(section, key) or "").rpartition(":")
+        if colon and file.endswith(".py"):
+            setattr(section, key, f"{absolute(file)}:{function}")
 
 
 def _differences(config: Any, default: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.waiting import answer, answers
 from penstock.workers.protocols import Sampling
-from penstock.workers.prompts.source import open_source
+from penstock.workers.prompts.opening import open_source
 
 CORRECT = 1.0
 """A response counts as right when its reward is at least this: partial credit is none."""
@@ -27,11 +27,8 @@ class HeldOut:
     @classmethod
     def of(cls, config: RunConfig, model_path: str) -> "HeldOut":
         """Reads at most `evaluation.num_problems`. Raises `DataError` if the held-out set cannot be read."""
-        limit = config.rollout.max_model_len - config.rollout.sampling.max_tokens
-        source = open_source(
-            config.data, config.evaluation, model_path, demonstrations=False, max_sequence_tokens=limit, held_out=True
-        )
-        groups = source.next_groups(min(config.evaluation.num_problems, len(source)))
+        source = open_source(config, model_path, demonstrations=False, held_out=True)
+        groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
         return cls([list(group["prompt_ids"]) for group in groups], [str(group["task"]) for group in groups])
 
 

@@ -20,8 +20,8 @@ from penstock.orchestrator.waiting import get_all
 from penstock.store.actor import create_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
-from penstock.workers.prompts.actor import Prompts, PromptsSpec
-from penstock.workers.reward.actor import Reward, RewardSpec
+from penstock.workers.prompts.actor import Prompts
+from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.trainer.actor import Trainer, TrainerSpec
 
@@ -99,33 +99,31 @@ class Fleet:
         }
         store = self.store
         if actor.role == "prompts":
-            return _remote(Prompts, options).remote(self._prompts_spec(), store)
+            demonstrations = not self.flow.of_kind("rollout")
+            return _remote(Prompts, options).remote(self.config, self.model_path, demonstrations, store)
         if actor.role == "rollout":
             return _remote(Rollout, options).remote(self._rollout_spec(actor), store)
         if actor.role == "reward":
-            return _remote(Reward, options).remote(self._reward_spec(actor), store)
+            return _remote(Reward, options).remote(self._reward_plan(actor), store)
         if actor.role == "compute":
-            return _remote(Compute, options).remote(actor.name, self.flow.stage(str(actor.stage)), store)
+            stage = self.flow.stage(str(actor.stage))
+            return _remote(Compute, options).remote(actor.name, stage, self.flow.columns, store)
         # A rank computes in one thread; a second one answers `stats` while `run` goes on.
         options["max_concurrency"] = 2 if actor.role == "reference" else 1
         return _remote(Trainer, options).remote(self._trainer_spec(actor), store)
-
-    def _prompts_spec(self) -> PromptsSpec:
-        config = self.config
-        supervised = not self.flow.of_kind("rollout")
-        limit = config.rollout.max_model_len - (0 if supervised else config.rollout.sampling.max_tokens)
-        return PromptsSpec(config.data, config.evaluation, self.model_path, supervised, config.trainer.groups_per_step, limit)
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self.config
         threads = threads_per_worker(config.rollout.num_threads, config, os.cpu_count() or 1)
         return RolloutSpec(actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt)
 
-    def _reward_spec(self, actor: ActorPlan) -> RewardSpec:
-        stages = self.flow.of_kind("reward")
+    def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
+        config, stages = self.config, self.flow.of_kind("reward")
+        imports = tuple(config.imports)
         if not stages:
-            return RewardSpec(actor.name, self.config.reward, serves_stage=False)
-        return RewardSpec(actor.name, self.config.reward, stages[0].function, stages[0].writes[0].name)
+            return RewardPlan(actor.name, config.reward, imports)
+        stage = stages[0]
+        return RewardPlan(actor.name, config.reward, imports, stage.function, stage.name, stage.writes[0].name)
 
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self.config, self.flow.stage(str(actor.stage))

@@ -59,7 +59,7 @@ def run(config: RunConfig, flow: Dataflow | None = None) -> RunResult:
     directory.event("start", recipe=config.recipe, algorithm=config.algorithm.name, max_staleness=config.max_staleness)
     try:
         with connect(_with_warm_start(plan, config), config, directory.path.name) as namespace:
-            model_path = _starting_model(config, directory)
+            model_path = starting_model(config, directory)
             outcome = _train(config, flow, plan, directory, model_path, namespace)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except BaseException as error:
@@ -79,7 +79,7 @@ def _train(
     progress = Progress(config, directory.path.name)
     sinks: list[Sink] = []
     fleet = Fleet(plan, config, flow, model_path, namespace)
-    with _weights_root(directory.path.name) as weights_root:
+    with weights_root(directory.path.name) as weights_root:
         try:
             progress.phase(_starting_text(plan, config))
             evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None
@@ -96,7 +96,7 @@ def _train(
             progress.close()
 
 
-def _starting_model(config: RunConfig, directory: RunDirectory) -> str:
+def starting_model(config: RunConfig, directory: RunDirectory) -> str:
     """The model that training starts from: the given one, the warm start's, or a fresh one."""
     if config.model.path is not None:
         return config.model.path
@@ -126,7 +126,7 @@ def _starting_text(plan: list[ActorPlan], config: RunConfig) -> str:
 
 
 @contextlib.contextmanager
-def _weights_root(run_id: str) -> Iterator[Path]:
+def weights_root(run_id: str) -> Iterator[Path]:
     """A directory in shared memory for this run's publications; what dead runs left is swept first."""
     sweep_stale()
     root = claim_root(Path(SHARED_MEMORY) / f"penstock-{run_id}-{os.getpid()}")

@@ -2,16 +2,17 @@
 
 from typing import Any
 
+from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Stage
 from penstock.store.client import StoreClient
 from penstock.workers.compute.worker import ComputeWorker
 
 
 class Compute:
-    """Lifecycle: `run` until the store closes."""
+    """Lifecycle: `run` until the store closes. `columns`: every column of the dataflow, by name."""
 
-    def __init__(self, name: str, stage: Stage, store: Any) -> None:
-        self._worker = ComputeWorker(stage, StoreClient(store), name)
+    def __init__(self, name: str, stage: Stage, columns: dict[str, Column], store: Any) -> None:
+        self._worker = ComputeWorker(stage, columns, StoreClient(store), name=name)
 
     async def start(self) -> None:
         """Nothing to load; the same call as for every other actor."""

@@ -1,49 +1,34 @@
 """`Prompts`: the Ray shell around the dataset; it admits groups to the store as the store has credits for them."""
 
-from dataclasses import dataclass
 from typing import Any
 
-from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.run import RunConfig
 from penstock.store.client import StoreClient
-from penstock.workers.prompts.source import PromptSource, open_source
-
-
-@dataclass(frozen=True)
-class PromptsSpec:
-    data: DataConfig
-    evaluation: EvaluationConfig
-    model_path: str
-    """Where the tokenizer is."""
-    demonstrations: bool
-    """Rows bring their response (supervised training)."""
-    groups_per_step: int
-    max_sequence_tokens: int
+from penstock.workers.prompts.opening import open_source
+from penstock.workers.prompts.source import PromptSource
 
 
 class Prompts:
-    """Lifecycle: `start`, then `run` until the store closes."""
+    """Lifecycle: `start`, then `run` until the store closes.
 
-    def __init__(self, spec: PromptsSpec, store: Any) -> None:
-        self._spec = spec
+    `demonstrations`: rows bring their response (supervised training). `model_path`: where the tokenizer is.
+    """
+
+    def __init__(self, config: RunConfig, model_path: str, demonstrations: bool, store: Any) -> None:
+        self._config, self._model_path, self._demonstrations = config, model_path, demonstrations
         self._client = StoreClient(store)
         self._source: PromptSource | None = None
 
     async def start(self) -> None:
-        spec = self._spec
-        self._source = open_source(
-            spec.data,
-            spec.evaluation,
-            spec.model_path,
-            demonstrations=spec.demonstrations,
-            max_sequence_tokens=spec.max_sequence_tokens,
-        )
+        self._source = open_source(self._config, self._model_path, demonstrations=self._demonstrations)
 
     async def run(self) -> None:
         assert self._source is not None
-        await self._source.run(self._client, self._spec.groups_per_step)
+        await self._source.run(self._client, self._config.trainer.groups_per_step)
 
-    async def stats(self) -> dict[str, float]:
-        return self._source.stats() if self._source is not None else {}
+    async def skipped(self) -> int:
+        """Rows left out so far because they are too long (`data.too_long=skip`)."""
+        return self._source.skipped if self._source is not None else 0
 
     async def close(self) -> None:
         """Nothing to end; the same call as for every other actor."""

@@ -6,19 +6,15 @@
 """
 
 from collections import deque
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from penstock.conf.data import DataConfig
+from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
-from penstock.conf.run import RunConfig
 from penstock.store.errors import StoreClosed
-from penstock.workers.prompts.dataset import ProblemDataset, PromptDataset
+from penstock.workers.prompts.dataset import PromptDataset, open_dataset
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
-from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
+from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
 
-MAX_READ_ROWS = 50_000
-"""Rows that `check_prompts` reads of a file; problems of an environment are made, which takes longer: fewer of them."""
 REMEMBERED_CURSORS = 65_536
 
 
@@ -44,14 +40,17 @@ class PromptSource:
         cursor: PromptCursor | None = None,
         first_group: int = 0,
         demonstrations: bool = False,
+        once: bool = False,
     ) -> None:
+        """`once`: one epoch, in the dataset's own order (held-out problems)."""
         self.dataset = dataset
         self.encoder = encoder
         self.skips = data.too_long == "skip"
         self.demonstrations = demonstrations
         self.skipped = 0
         """Rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
-        self._order = PromptOrder(len(dataset), data.seed, cursor, shuffle=data.shuffle)
+        self._order = PromptOrder(len(dataset), data.seed, cursor, shuffle=data.shuffle and not once)
+        self._once = once
         self._cursors: deque[tuple[int, PromptCursor]] = deque(
             [(first_group, self._order.cursor)], maxlen=REMEMBERED_CURSORS
         )
@@ -72,8 +71,9 @@ class PromptSource:
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
         """The source columns of the next `count` groups: `prompt_ids` (list of int), `task` (JSON string), and
-        `response_ids` with demonstrations. Raises `DataError` for a row that cannot be used."""
-        return [self._next_group() for _ in range(count)]
+        `response_ids` with demonstrations. Fewer than `count` only from a source that goes through its dataset once. Raises `DataError` for a row that cannot be used."""
+        groups = (self._next_group() for _ in range(count))
+        return [group for group in groups if group is not None]
 
     async def run(self, store: GroupSink, batch: int = 8) -> None:
         """Keep the store supplied until it closes. It takes groups as credits allow, so this waits more than it works."""
@@ -83,8 +83,18 @@ class PromptSource:
         except StoreClosed:
             return
 
-    def _next_group(self) -> dict[str, Any]:
+    def __len__(self) -> int:
+        """Rows of the dataset."""
+        return len(self.dataset)
+
+    def stats(self) -> dict[str, float]:
+        drawn = self._cursors[-1][0]
+        return {"groups": drawn, "epoch": self.cursor.epoch, "dropped/prompt_too_long": self.skipped}
+
+    def _next_group(self) -> dict[str, Any] | None:
         for _ in range(2 * len(self.dataset)):
+            if self._once and self.cursor.position >= len(self.dataset):
+                return None
             task = self.dataset.row(self._order.next())
             try:
                 group = self._group(task)
@@ -97,7 +107,7 @@ class PromptSource:
             return group
         raise DataError(
             f"data.too_long=skip left out every one of the {len(self.dataset)} rows: all are longer than "
-            f"data.max_prompt_tokens={self.encoder.limits.max_prompt_tokens} or what {self.encoder.limits.room_key} allows."
+            f"data.max_prompt_tokens={self.encoder.limits.max_prompt_tokens} or than the room of {self.encoder.limits.room}."
         )
 
     def _group(self, task: Any) -> dict[str, Any]:
@@ -107,59 +117,27 @@ class PromptSource:
         return {"prompt_ids": self.encoder.prompt_ids(task), "task": task.to_json()}
 
 
-@dataclass(frozen=True)
-class PromptReport:
-    """What `check_prompts` found."""
-
-    rows: int
-    """Of the dataset."""
-    read: int
-    """Rows looked at: columns and types."""
-    tokenized: int
-    """The longest of these, tokenised."""
-    longest_prompt: int
-    """Tokens."""
-    longest_response: int
-    """Tokens of a demonstration with its end; 0 without."""
-    skipped: int
-    """Of those tokenised, left out by data.too_long=skip."""
-
-
-def check_prompts(
-    dataset: PromptDataset,
-    tokenizer: Any,
-    config: RunConfig,
+def open_source(
+    data: DataConfig,
+    evaluation: EvaluationConfig,
+    model_path: str,
     *,
-    demonstrations: bool = False,
-    model_positions: int | None = None,
-    sample: int = 1000,
-) -> PromptReport:
-    """Look at a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
+    demonstrations: bool,
+    max_sequence_tokens: int,
+    held_out: bool = False,
+    cursor: PromptCursor | None = None,
+    first_group: int = 0,
+) -> PromptSource:
+    """The source that the configuration asks for, with the tokenizer of the model at `model_path`.
 
-    Raises `DataError` (a missing column, a line that is no JSON, a prompt too long) or `ModelError`.
+    `max_sequence_tokens`: room for a prompt, or for prompt and demonstration together. `held_out`: the problems to evaluate
+    on, once and in their order. Raises `DataError`, `ConfigError` or `ModelError`.
     """
-    limits = TokenLimits.of(config, demonstrations=demonstrations, model_positions=model_positions)
-    encoder = PromptEncoder(tokenizer, config.data, limits)
-    num_read = min(len(dataset), sample if isinstance(dataset, ProblemDataset) else MAX_READ_ROWS)
-    sizes = []
-    for index in range(num_read):
-        task = dataset.row(index)
-        sizes.append(len(task.prompt) + (len(task.response or "") if demonstrations else 0))
-    longest = sorted(range(num_read), key=lambda index: -sizes[index])[:sample]
-    prompts, responses, skipped = [], [], 0
-    for index in sorted(longest):
-        try:
-            task = dataset.row(index)
-            prompt, response = encoder.demonstration_ids(task) if demonstrations else (encoder.prompt_ids(task), [])
-        except PromptTooLong:
-            if config.data.too_long != "skip":
-                raise
-            skipped += 1
-            continue
-        prompts.append(len(prompt))
-        responses.append(len(response))
-    if skipped == len(dataset):
-        raise DataError(f"data.too_long=skip leaves out all of the {skipped} rows: none has room. {limits.describe()}")
-    return PromptReport(
-        len(dataset), num_read, len(longest), max(prompts, default=0), max(responses, default=0), skipped
+    dataset = open_dataset(data, evaluation, held_out=held_out)
+    if dataset is None:
+        raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
+    limits = TokenLimits.of(data, max_sequence_tokens, demonstrations=demonstrations)
+    encoder = PromptEncoder(load_tokenizer(model_path), data, limits)
+    return PromptSource(
+        dataset, encoder, data, cursor=cursor, first_group=first_group, demonstrations=demonstrations, once=held_out
     )

@@ -3,6 +3,7 @@
 Used by `source.py` for what is trained on, by evaluation for held-out prompts, and by `check_prompts` before a run starts.
 """
 
+import importlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,52 +13,48 @@ from penstock.conf.run import RunConfig
 from penstock.workers.prompts.dataset import Task
 
 
-class PromptTooLong(DataError):
+class PromptTooLong(DataError):  # noqa: N818 - says what the row is, as StoreClosed does
     """A row that does not fit; skipped instead with `data.too_long=skip`."""
 
 
 @dataclass(frozen=True)
 class TokenLimits:
-    """How many tokens fit. `room`: prompt and response together; `reserved`: kept free of it for a sampled response."""
+    """How many tokens fit."""
 
     max_prompt_tokens: int
+    """`data.max_prompt_tokens`."""
     room: int
-    reserved: int
-    room_key: str = "rollout.max_model_len"
+    """For the prompt, or for prompt and demonstration together."""
+    room_means: str = "rollout.max_model_len less rollout.sampling.max_tokens"
 
     @classmethod
-    def of(
-        cls, config: RunConfig, *, demonstrations: bool = False, model_positions: int | None = None
-    ) -> "TokenLimits":
-        """`model_positions`: longest sequence that the model itself takes (`max_position_embeddings`)."""
-        room, key = config.rollout.max_model_len, "rollout.max_model_len"
-        if model_positions is not None and (demonstrations or model_positions < room):
-            room, key = model_positions, "the model's max_position_embeddings"
+    def of(cls, data: DataConfig, room: int, *, demonstrations: bool) -> "TokenLimits":
+        return (
+            cls(data.max_prompt_tokens, room, "rollout.max_model_len")
+            if demonstrations
+            else cls(data.max_prompt_tokens, room)
+        )
+
+    @classmethod
+    def of_run(cls, config: RunConfig, *, demonstrations: bool) -> "TokenLimits":
         reserved = 0 if demonstrations else config.rollout.sampling.max_tokens
-        return cls(config.data.max_prompt_tokens, room, reserved, key)
+        return cls.of(config.data, config.rollout.max_model_len - reserved, demonstrations=demonstrations)
 
     def check(self, where: str, num_prompt: int, num_response: int = 0) -> None:
         """Raise `PromptTooLong` unless a row with so many tokens fits."""
         if num_prompt > self.max_prompt_tokens:
             raise PromptTooLong(
-                f"{where}: the prompt has {num_prompt} tokens, more than data.max_prompt_tokens={self.max_prompt_tokens}; "
-                f"{self.describe()}. Raise data.max_prompt_tokens, or set data.too_long=skip to leave such rows out."
+                f"{where}: the prompt has {num_prompt} tokens, more than data.max_prompt_tokens={self.max_prompt_tokens} "
+                f"(the model has room for {self.room}: {self.room_means}). "
+                "Raise data.max_prompt_tokens, or set data.too_long=skip to leave such rows out."
             )
-        if num_prompt + max(num_response, self.reserved) > self.room:
-            what = (
-                f"and its response {num_response}"
-                if num_response
-                else f"and rollout.sampling.max_tokens is {self.reserved}"
-            )
+        if num_prompt + num_response > self.room:
+            response = f" and its response {num_response}" if num_response else ""
             raise PromptTooLong(
-                f"{where}: the prompt has {num_prompt} tokens {what}, together more than {self.room_key}={self.room}. "
-                "Raise rollout.max_model_len if the model takes more, or set data.too_long=skip to leave such rows out."
+                f"{where}: the prompt has {num_prompt} tokens{response}, but there is room for {self.room} "
+                f"({self.room_means}). Raise rollout.max_model_len if the model takes more, or set data.too_long=skip "
+                "to leave such rows out."
             )
-
-    def describe(self) -> str:
-        """The model's own bound, for messages."""
-        left = f", {self.room - self.reserved} of them for the prompt" if self.reserved else ""
-        return f"{self.room_key}={self.room} bounds prompt and response together{left}"
 
 
 class PromptEncoder:
@@ -108,3 +105,12 @@ class PromptEncoder:
         if not ids:
             raise DataError(f"{task.where}: the prompt {task.prompt!r:.40} has no tokens; a model needs at least one.")
         return list(ids)
+
+
+def load_tokenizer(path: str) -> Any:
+    """The tokenizer of a HF model directory or hub id. Raises `ModelError`."""
+    transformers = importlib.import_module("transformers")  # takes a second
+    try:
+        return transformers.AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path={path}: its tokenizer cannot be loaded: {error}") from error

@@ -6,35 +6,43 @@ from typing import Any
 
 from penstock.conf.reward import RewardConfig
 from penstock.store.client import StoreClient
-from penstock.workers.reward.pool import RewardError, RewardPool
+from penstock.workers.reward.outcome import Result
+from penstock.workers.reward.pool import RewardPool
+from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.worker import RewardWorker
 
 
 @dataclass(frozen=True)
-class RewardSpec:
+class RewardPlan:
+    """What a reward actor is made from."""
+
     name: str
     config: RewardConfig
+    imports: tuple[str, ...] = ()
     function: Callable[..., Any] | None = None
     """The dataflow's own reward; None: the one that `reward.function` names."""
+    stage: str = "reward"
     column: str = "reward"
-    serves_stage: bool = True
 
 
 class Reward:
     """Lifecycle: `start`, then `run` (for the store) and `score` (for evaluation) side by side, then `close`."""
 
-    def __init__(self, spec: RewardSpec, store: Any | None) -> None:
-        self._pool = RewardPool(spec.config, spec.function)
-        client = StoreClient(store) if store is not None and spec.serves_stage else None
-        self._worker = RewardWorker(self._pool, client, spec.name, spec.config, column=spec.column)
+    def __init__(self, plan: RewardPlan, store: Any | None) -> None:
+        config = plan.config
+        spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
+        client = StoreClient(store) if store is not None else None
+        self._worker = RewardWorker(
+            RewardPool.of(config, spec), client, config, name=plan.name, stage=plan.stage, column=plan.column
+        )
 
     async def start(self) -> None:
-        await self._pool.start()
+        await self._worker.start()
 
     async def run(self) -> None:
         await self._worker.run()
 
-    async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[float | RewardError]:
+    async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[Result]:
         """One reward a response; `tasks` are the rows' `task` column (JSON)."""
         return await self._worker.score(tasks, responses)
 
@@ -42,4 +50,4 @@ class Reward:
         return self._worker.stats()
 
     async def close(self) -> None:
-        await self._pool.close()
+        await self._worker.close()

@@ -2,7 +2,7 @@
 
 Talks over one socket, so that whatever the reward prints goes to the log and never into the protocol:
 
-    pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ("ready", order) or ("refused", text)
+    pool ─▶ ("load", FunctionSpec, sys.path, timeout_s)      child ─▶ ("ready", order) or ("refused", text)
     pool ─▶ ("score", responses, task JSON strings)        child ─▶ (index, float | RewardError) for each, then ("done",)
 
 `order` tells the pool whom to blame when the process ends or hangs. "sequential": results come in the order of the samples, so it
@@ -18,11 +18,12 @@ import socket
 import struct
 import sys
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from penstock.conf.errors import PenstockError
-from penstock.workers.reward.outcome import RewardError, Result, as_score
-from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.outcome import Result, RewardError, as_score
+from penstock.workers.reward.registry import FunctionSpec
 from penstock.workers.reward.signatures import Scorer, Task
 
 LENGTH = struct.Struct("<Q")
@@ -156,7 +157,7 @@ def serve(channel: Channel) -> None:
         channel.send(("done",))
 
 
-def _loaded(spec: RewardSpec, timeout_s: float, channel: Channel) -> Runner | None:
+def _loaded(spec: FunctionSpec, timeout_s: float, channel: Channel) -> Runner | None:
     try:
         runner = Runner(spec.resolve(), timeout_s)
         spec.warm()
@@ -175,10 +176,8 @@ def main() -> None:
     connection = socket.socket(fileno=int(sys.argv[1]))
     # A reward's own subprocesses must not hold the pool's socket open.
     connection.set_inheritable(False)
-    try:
+    with suppress(EOFError, ConnectionError):  # the pool is closed
         serve(Channel(connection))
-    except (EOFError, ConnectionError):
-        pass  # the pool is closed
 
 
 if __name__ == "__main__":

@@ -6,14 +6,14 @@ its own sample only: everything else in its batch is scored all the same.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.reward import RewardConfig
 from penstock.workers.reward.outcome import Result, RewardError
 from penstock.workers.reward.process import RewardProcess
-from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.registry import FunctionSpec
 
 Item = tuple[int, str, str]
 """Position in the call, response, task as JSON."""
@@ -26,33 +26,34 @@ class RewardPool:
     Lifecycle: `start` loads the function in every process (or raises `ConfigError`); `score` and `stream` may be called
     concurrently from then on; `close` ends the processes. They also end when this one does.
 
-        async with RewardPool(RewardSpec.of("digits"), num_processes=2, timeout_s=10) as pool:
+        async with RewardPool(RewardConfig(function="digits", num_processes=2)) as pool:
             await pool.score(["42", "no"], ["{}", "{}"])      # [1.0, 0.0]
     """
 
     def __init__(
-        self, spec: RewardSpec, *, num_processes: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 120.0
+        self,
+        config: RewardConfig,
+        function: FunctionSpec | str | Callable[..., Any] | None = None,
+        *,
+        start_timeout_s: float = 120.0,
     ) -> None:
-        self.spec = spec
-        self.num_processes = num_processes
-        self.timeout_s = timeout_s
+        """`function`: instead of the one that `config.function` names. Raises `ConfigError` if it cannot be sent to processes."""
+        spec = config.function if function is None else function
+        self.spec = spec if isinstance(spec, FunctionSpec) else FunctionSpec.of(spec, config.options)
+        self.num_processes = config.num_processes
+        self.timeout_s = config.timeout_s
         self.start_timeout_s = start_timeout_s
         self.replaced = 0
         """Processes that were killed or died, and were replaced."""
         self.timeouts = 0
-        """Samples that missed their deadline in the pool (those that an async reward's own loop timed are not among them)."""
-        self._late = False
+        """Samples that missed their deadline here (an async reward's own loop times its samples itself)."""
+        self.last_loss = ""
+        """Why a process was lost last: "timeout" or "crash"."""
         self._idle: asyncio.Queue[RewardProcess | PenstockError] = asyncio.Queue()
         self._alive: set[RewardProcess] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._largest_batch = 2**31
         self._busy_of_dead_s = 0.0
-
-    @classmethod
-    def of(cls, config: RewardConfig, spec: RewardSpec | None = None) -> "RewardPool":
-        """The pool that the configuration asks for. `spec` overrides `reward.function`."""
-        spec = spec or RewardSpec.of(config.function, config.options)
-        return cls(spec, num_processes=config.num_processes, timeout_s=config.timeout_s)
 
     async def __aenter__(self) -> "RewardPool":
         await self.start()
@@ -105,6 +106,8 @@ class RewardPool:
                 if isinstance(outcome, PenstockError):
                     raise outcome
                 yield outcome
+            # A process is idle again a moment after its last result; cancelling its call before that would cost it its life.
+            await asyncio.gather(*calls)
         finally:
             for call in calls:
                 call.cancel()
@@ -119,26 +122,25 @@ class RewardPool:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _score_part(self, items: list[Item], ready: "Outcomes") -> None:
+    async def _score_part(self, items: list[Item], ready: Outcomes) -> None:
         """Score one process's share, going on in another process with what a lost one left."""
-        timeouts = self.timeouts
-        batches = [items]
         try:
-            while batches:
-                batch = batches.pop(0)
-                left = await self._score_batch(batch, ready)
-                batches[:0] = left
+            left = await self._score_batch(items, ready)
+            timeouts = self.timeouts
+            apart = len(left) > 1
+            while left:
+                left = [rest for batch in left for rest in await self._score_batch(batch, ready)]
         except PenstockError as error:
             ready.put_nowait(error)
+            return
         except asyncio.CancelledError:
             ready.put_nowait(WorkerDied("the reward pool is closed"))
             raise
-        if len(items) > 1 and self._late and timeouts == self.timeouts:
-            # Every sample was in time on its own: the function needs longer for many samples, and smaller batches suit it.
+        if apart and self.timeouts == timeouts and self.last_loss == "timeout":
+            # Each sample was in time on its own, so the function needs longer for many: smaller batches suit it.
             self._largest_batch = max(1, len(items) // 2)
-        self._late = False
 
-    async def _score_batch(self, batch: list[Item], ready: "Outcomes") -> list[list[Item]]:
+    async def _score_batch(self, batch: list[Item], ready: Outcomes) -> list[list[Item]]:
         """Score in one process and return the batches that are still to do, none unless the process was lost."""
         process = await self._take()
         unscored = dict(enumerate(batch))
@@ -159,11 +161,11 @@ class RewardPool:
         if not unscored:
             return []
         left = list(unscored.values())
+        self.last_loss = lost.kind
         if process.order == "sequential" or len(batch) == 1:
             self.timeouts += lost.kind == "timeout"
             ready.put_nowait((left[0][0], lost))
             return [left[1:]] if left[1:] else []
-        self._late = lost.kind == "timeout"
         return [[item] for item in left]
 
     async def _take(self) -> RewardProcess:

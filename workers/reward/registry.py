@@ -1,7 +1,7 @@
 """Where a reward function is found: by a registered name, in a file, or in a module; or it is given as a callable.
 
-`RewardSpec` is what crosses process boundaries. The parent builds and checks it (`RewardSpec.of(...).check()`), each child
-process of the pool resolves it anew: functions of user files are imported there, callables travel by cloudpickle.
+`FunctionSpec` is what crosses process boundaries. It is made where the run is composed (`FunctionSpec.of(...).check()`);
+each child process of the pool resolves it anew. Functions of files are imported there, callables travel by cloudpickle.
 """
 
 import hashlib
@@ -50,18 +50,25 @@ def find_reward(spec: str) -> Callable[..., Any]:
     importlib.import_module(BUILTIN_MODULE)
     if spec in REWARDS:
         return REWARDS[spec].function
-    place, colon, attribute = spec.rpartition(":")
-    if not colon:
+    if ":" not in spec:
         raise ConfigError(
             f"reward.function={spec}: no reward is registered under this name{suggest(spec, REWARDS)} "
             "A function of your own is `file.py:function` or `package.module:function`."
         )
-    module = import_file(place, "reward.function") if place.endswith(".py") else _import_module(spec, place)
+    return find_function(spec, "reward.function")
+
+
+def find_function(spec: str, key: str) -> Callable[..., Any]:
+    """The function of `file.py:function` or `package.module:function`. Raises `ConfigError` naming `key`."""
+    place, colon, attribute = spec.rpartition(":")
+    if not colon:
+        raise ConfigError(f"{key}={spec}: a function is written `file.py:function` or `package.module:function`.")
+    module = import_file(place, key) if place.endswith(".py") else _import_module(spec, place, key)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
             names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-            raise ConfigError(f"reward.function={spec}: {place} has no {attribute!r}{suggest(attribute, names)}")
+            raise ConfigError(f"{key}={spec}: {place} has no {attribute!r}{suggest(attribute, names)}")
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
 
@@ -85,50 +92,50 @@ def import_file(path: str, key: str) -> ModuleType:
         sys.path.append(str(file.parent))
     try:
         module_spec.loader.exec_module(module)
-    except (ImportError, SyntaxError, NameError, AttributeError, TypeError, ValueError, OSError) as error:
+    except Exception as error:
         del sys.modules[name]
         raise ConfigError(f"{key}={path}: importing it failed: {type(error).__name__}: {error}") from error
     return module
 
 
-def _import_module(spec: str, place: str) -> ModuleType:
+def _import_module(spec: str, place: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(place)
     except (ImportError, SyntaxError, ValueError) as error:
         raise ConfigError(
-            f"reward.function={spec}: module {place!r} cannot be imported: {error}. "
+            f"{key}={spec}: module {place!r} cannot be imported: {error}. "
             "A file is written with its ending, `file.py:function`."
         ) from error
 
 
 @dataclass(frozen=True)
-class RewardSpec:
+class FunctionSpec:
     """A reward function and its options, in a form that any process can resolve."""
 
     function: str = ""
     pickled: bytes = b""
     """A callable by cloudpickle, instead of `function`."""
     options: dict[str, Any] = field(default_factory=dict)
-    imports: tuple[str, ...] = ()
-    """Files that register rewards, imported first (`imports` of the run)."""
 
     @classmethod
-    def of(
-        cls, function: str | Callable[..., Any], options: dict[str, Any] | None = None, imports: tuple[str, ...] = ()
-    ) -> "RewardSpec":
-        """Paths are made absolute against the working directory of the caller."""
-        files = tuple(str(Path(path).expanduser().resolve()) for path in imports)
+    def of(cls, function: str | Callable[..., Any], options: dict[str, Any] | None = None) -> "FunctionSpec":
+        """What `reward.function` names, or a callable.
+
+        Made where the user's files are loaded and relative paths mean something: a path is made absolute here, and a
+        function that a user's file has registered travels as code.
+        """
+        bound = dict(options or {})
         if not isinstance(function, str):
-            return cls(pickled=_pickled(function), options=dict(options or {}), imports=files)
+            return cls(pickled=_pickled(function), options=bound)
+        if function in REWARDS and not REWARDS[function].function.__module__.startswith("penstock."):
+            return cls(function, _pickled(REWARDS[function].function), bound)
         place, colon, attribute = function.rpartition(":")
         if colon and place.endswith(".py"):
             function = f"{Path(place).expanduser().resolve()}:{attribute}"
-        return cls(function=function, options=dict(options or {}), imports=files)
+        return cls(function, options=bound)
 
     def resolve(self) -> Scorer:
         """Import what is named and adapt it. Raises `ConfigError`."""
-        for path in self.imports:
-            import_file(path, "imports")
         if self.pickled:
             return adapt(importlib.import_module("cloudpickle").loads(self.pickled), self.options)
         return adapt(find_reward(self.function), self.options)

@@ -5,7 +5,7 @@
     def reward(data_source, solution_str, ground_truth, extra_info=None): ...   # verl: a float, or a dict with "score"
 
 Which one it is follows from the names of the parameters. `adapt` is called once per process, by `child.py`, and by
-`registry.RewardSpec.check` before a run starts.
+`registry.FunctionSpec.check` before a run starts.
 """
 
 import inspect
@@ -73,7 +73,7 @@ def name_of(function: Function) -> str:
 
 def _unwrapped(function: Function) -> Function:
     function = getattr(function, "func", function)
-    return function if inspect.isroutine(function) else getattr(type(function), "__call__", function)
+    return function if inspect.isroutine(function) else type(function).__call__
 
 
 def _takes_any(parameters: dict[str, inspect.Parameter]) -> bool:

@@ -89,14 +89,15 @@ class RewardWorker:
     def __init__(
         self,
         pool: RewardPool,
-        store: Store,
+        store: Store | None,
+        name: str,
         config: RewardConfig,
         *,
-        name: str = "reward-0",
         stage: str = "reward",
         column: str = "reward",
         max_samples: int = 64,
     ) -> None:
+        """`store`: None for a worker that only scores for evaluation."""
         self.pool = pool
         self.store = store
         self.name = name
@@ -115,8 +116,10 @@ class RewardWorker:
         await self.pool.close()
 
     async def run(self) -> None:
-        """Lease, score and write, one lane for each process of the pool, until the store closes."""
-        lanes = [asyncio.create_task(self._lane()) for _ in range(self.pool.num_processes)]
+        """Lease, score and write, one lane for each process of the pool, until the store closes. Without a store: at once."""
+        if self.store is None:
+            return
+        lanes = [asyncio.create_task(self._lane(self.store)) for _ in range(self.pool.num_processes)]
         try:
             await asyncio.gather(*lanes)
         finally:
@@ -130,14 +133,18 @@ class RewardWorker:
         with self._busy():
             return await self.pool.score(responses, texts)
 
-    def stats(self) -> dict[str, Any]:
+    @property
+    def last_error(self) -> str:
+        """Of the sample that failed last; empty if none has."""
+        return self.errors.last_error
+
+    def stats(self) -> dict[str, float]:
         """Counts since the start. `busy_s`: seconds in which at least one sample was being scored;
         `process_busy_s`: the same, added up over the processes."""
         running = time.perf_counter() - self._busy_since if self._busy_lanes else 0.0
         return {
             "rewarded": self.errors.rewarded,
             "failed": self.errors.failed,
-            "last_error": self.errors.last_error,
             "busy_s": self._busy_s + running,
             "process_busy_s": self.pool.busy_s,
             "replaced_processes": self.pool.replaced,
@@ -155,14 +162,14 @@ class RewardWorker:
             if not self._busy_lanes:
                 self._busy_s += time.perf_counter() - self._busy_since
 
-    async def _lane(self) -> None:
-        while (lease := await self.store.lease(self.stage, self.max_samples, self.name)) is not None:
+    async def _lane(self, store: Store) -> None:
+        while (lease := await store.lease(self.stage, self.max_samples, self.name)) is not None:
             with self._busy(), suppress(LeaseExpired):  # expired: the rows are somebody else's by now
-                async with _renewed(self.store, lease):
-                    await self._serve(lease)
+                async with _renewed(store, lease):
+                    await self._serve(store, lease)
             self.errors.check()
 
-    async def _serve(self, lease: Lease) -> None:
+    async def _serve(self, store: Store, lease: Lease) -> None:
         """Score the rows of a lease, writing results in as few calls as waiting `WRITE_AFTER_S` allows."""
         known: list[tuple[int, Result]] = []
         written = time.perf_counter()
@@ -172,20 +179,20 @@ class RewardWorker:
             known.append((int(rows.row_ids[position]), result))
             if time.perf_counter() - written > WRITE_AFTER_S:
                 self.errors.check()
-                await self._write(lease, known)
+                await self._write(store, lease, known)
                 known, written = [], time.perf_counter()
-        await self._write(lease, known)
+        await self._write(store, lease, known)
 
-    async def _write(self, lease: Lease, known: Sequence[tuple[int, Result]]) -> None:
+    async def _write(self, store: Store, lease: Lease, known: Sequence[tuple[int, Result]]) -> None:
         good = [(row, result) for row, result in known if not isinstance(result, RewardError)]
         if good:
-            await self.store.write(lease, [row for row, _ in good], {self.column: [score for _, score in good]})
+            await store.write(lease, [row for row, _ in good], {self.column: [score for _, score in good]})
         bad: dict[str, list[int]] = {}
         for row, result in known:
             if isinstance(result, RewardError):
                 bad.setdefault(str(result), []).append(row)
         for detail, rows in bad.items():
-            await self.store.drop(lease, rows, DROP_REASON, detail)
+            await store.drop(lease, rows, DROP_REASON, detail)
 
 
 @asynccontextmanager

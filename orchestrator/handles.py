@@ -1,0 +1,237 @@
+"""The imperative API: a `for` loop of one's own over the same actors that the controller drives.
+
+    with penstock.session(penstock.load_config(["recipe=arithmetic"])) as run:
+        for step in range(100):
+            rows = run.policy.generate(run.prompts.next(8), n=8)
+            rows = rows.with_column("reward", run.reward(rows))
+            metrics = run.policy.update(rows.with_column("advantage", my_advantage(rows)), my_loss)
+            run.policy.publish()
+            run.log(step, metrics)
+
+Each call is one line here and one SPMD program on the group. There is no store and no staleness: every call waits for its result.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.registry import build_dataflow
+from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.cluster import connect
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.placement import plan_actors
+from penstock.orchestrator.run import starting_model, weights_root
+from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.sinks import Sink, make_sinks
+from penstock.orchestrator.validate import check_run
+from penstock.orchestrator.waiting import get_all
+from penstock.store.balance import balance
+from penstock.store.rows import Rows
+from penstock.workers.prompts.opening import open_source
+from penstock.workers.prompts.source import PromptSource
+from penstock.workers.protocols import Completion, Loss, Sampling
+from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.weights.publication import publication_directory, reclaim
+
+PUBLICATIONS_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, ready to be sampled from. `index` counts the prompts of the session and seeds the samples."""
+
+    index: int
+    prompt_ids: list[int]
+    task: str
+
+
+class Prompts:
+    """The run's dataset in its order, epoch after epoch."""
+
+    def __init__(self, source: PromptSource) -> None:
+        self._source = source
+        self._drawn = 0
+
+    def next(self, count: int) -> list[Prompt]:
+        groups = self._source.next_groups(count)
+        first, self._drawn = self._drawn, self._drawn + count
+        return [Prompt(first + i, list(group["prompt_ids"]), str(group["task"])) for i, group in enumerate(groups)]
+
+
+class Group:
+    """Ranks that run one program together; the base of `Policy` and `Reference`."""
+
+    def __init__(self, ranks: Sequence[tuple[str, Any]], config: RunConfig) -> None:
+        self._ranks, self._config = ranks, config
+
+    def _all(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
+        """Call `method` on every rank with its own arguments."""
+        calls = [
+            (name, getattr(handle, method).remote(*own)) for (name, handle), own in zip(self._ranks, arguments, strict=True)
+        ]
+        return get_all(calls, phase=method, timeout_s=timeout_s)
+
+    def _shares(self, rows: Rows) -> list[np.ndarray]:
+        """Positions of `rows` by rank, balanced by tokens."""
+        costs = rows.lengths("prompt_ids") + rows.lengths("response_ids")
+        return [np.asarray(sorted(share), np.int64) for share in balance([int(cost) for cost in costs], len(self._ranks))]
+
+    def logprobs(self, rows: Rows) -> list[np.ndarray]:
+        """Log-probabilities of each row's response tokens under this model's weights, `[T_i]` float32."""
+        shares = self._shares(rows)
+        parts = self._all("logprobs", [(rows.select(share),) for share in shares], self._config.trainer.step_timeout_s)
+        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        for share, part in zip(shares, parts, strict=True):
+            for position, values in zip(share, part, strict=True):
+                results[int(position)] = values
+        return results
+
+
+class Policy(Group):
+    """The model that is trained, and the engines that sample from it."""
+
+    def __init__(self, fleet: Fleet, config: RunConfig, root: Path) -> None:
+        super().__init__(fleet.role("trainer"), config)
+        self._engines = fleet.role("rollout")
+        self._root = root
+        self._sampling = Sampling.of(config.rollout.sampling)
+        self.version = 0
+        """Version that the engines serve: the number of `publish` calls."""
+
+    def generate(self, prompts: Sequence[Prompt], n: int = 1, sampling: Sampling | None = None) -> Rows:
+        """`n` responses to each prompt: columns prompt_ids, task, response_ids, response_text, finish_reason,
+        behavior_logprobs, token_versions; `group_ids` are the prompts' indices."""
+        chosen = sampling or self._sampling
+        seeded = self._config.rollout.sampling.seeded and chosen.temperature > 0
+        samplings = [chosen.seeded(sample_seed(self._config.seed, prompt.index) if seeded else None) for prompt in prompts]
+        engines = len(self._engines)
+        calls = [
+            (name, handle.generate.remote([p.prompt_ids for p in prompts[i::engines]], n, samplings[i::engines]))
+            for i, (name, handle) in enumerate(self._engines)
+        ]
+        answers = get_all(calls, phase="generate", timeout_s=self._config.rollout.generate_timeout_s)
+        groups: list[list[Completion]] = [[]] * len(prompts)
+        for i, answer in enumerate(answers):
+            groups[i::engines] = answer
+        return _rows(prompts, groups)
+
+    def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
+        """One policy update on these rows. `loss` reads columns by the names of its parameters. Returns the batch's metrics."""
+        arguments = [(rows.select(share), loss) for share in self._shares(rows)]
+        reports = self._all("update", arguments, self._config.trainer.step_timeout_s)
+        return dict(reports[0].metrics)
+
+    def publish(self) -> int:
+        """Bring the trainer's weights to the engines; returns the new version once every engine serves it."""
+        version = self.version + 1
+        target = str(publication_directory(self._root, version))
+        timeout_s = self._config.rollout.update_timeout_s
+        publication = self._all("publish", [(target, version)] * len(self._ranks), timeout_s)[0]
+        updates = [(name, handle.update.remote(publication)) for name, handle in self._engines]
+        get_all(updates, phase=f"update engines to version {version}", timeout_s=5 * timeout_s)
+        reclaim(self._root, keep=PUBLICATIONS_KEPT)
+        self.version = version
+        return version
+
+    def export(self, directory: str | Path) -> None:
+        """Write the weights as a HF model."""
+        self._all("export", [(str(directory),)] * len(self._ranks), self._config.trainer.collective_timeout_s)
+
+
+class Reward:
+    """The run's reward, as a function of rows."""
+
+    def __init__(self, fleet: Fleet, config: RunConfig) -> None:
+        self._actor = fleet.role("reward")[0]
+        self._timeout_s = config.rollout.generate_timeout_s
+        self.last_errors: list[str] = []
+        """Why rewards of the last call failed."""
+
+    def __call__(self, rows: Rows) -> np.ndarray:
+        """`[len(rows)]` float32; NaN where the reward failed (see `last_errors`)."""
+        name, handle = self._actor
+        call = handle.score.remote(rows.strings("task"), rows.strings("response_text"))
+        scores = get_all([(name, call)], phase="reward", timeout_s=self._timeout_s)[0]
+        self.last_errors = [str(score) for score in scores if not isinstance(score, float)]
+        return np.array([score if isinstance(score, float) else np.nan for score in scores], np.float32)
+
+
+@dataclass
+class Session:
+    """What `penstock.session` gives: the handles, and where to write numbers."""
+
+    config: RunConfig
+    directory: Path
+    policy: Policy
+    prompts: Prompts
+    reward: Reward
+    reference: Group | None
+    """There if the dataflow has a log-probability stage."""
+    sinks: list[Sink]
+    started: float
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append one step to metrics.jsonl and the other sinks."""
+        line = {"step": step, "policy_version": self.policy.version, **metrics, "wall_s": time.monotonic() - self.started}
+        for sink in self.sinks:
+            sink.log(step, line)
+
+
+@contextlib.contextmanager
+def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session]:
+    """Start the actors of a run without its loop; end them on leaving, whatever happened.
+
+    Raises what `penstock.run` raises before it starts. `flow` (default: the configured algorithm's) says which actors there are.
+    """
+    validate(config)
+    flow = flow.check() if flow is not None else build_dataflow(config.algorithm)
+    if not flow.of_kind("rollout"):
+        raise ConfigError(f"algorithm={config.algorithm.name} samples nothing; a session needs a rollout stage.")
+    plan = plan_actors(flow, config)
+    check_run(config, flow, plan)
+    directory = RunDirectory.create(config)
+    sinks: list[Sink] = []
+    with connect(plan, config, directory.path.name) as namespace, weights_root(directory.path.name) as root:
+        model_path = starting_model(config, directory)
+        fleet = Fleet(plan, config, flow, model_path, namespace, with_store=False)
+        try:
+            fleet.create()
+            fleet.start()
+            sinks = make_sinks(config.tracking, directory)
+            references = fleet.role("reference")
+            yield Session(
+                config,
+                directory.path,
+                Policy(fleet, config, root),
+                Prompts(open_source(config, model_path, demonstrations=False)),
+                Reward(fleet, config),
+                Group(references, config) if references else None,
+                sinks,
+                time.monotonic(),
+            )
+        finally:
+            fleet.close()
+            for sink in sinks:
+                sink.close()
+            directory.close()
+
+
+def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Rows:
+    pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
+    columns = {
+        "prompt_ids": [prompt.prompt_ids for prompt, _ in pairs],
+        "task": [prompt.task for prompt, _ in pairs],
+        "response_ids": [completion.token_ids for _, completion in pairs],
+        "response_text": [completion.text for _, completion in pairs],
+        "finish_reason": [completion.finish_reason for _, completion in pairs],
+        "behavior_logprobs": [np.asarray(completion.logprobs, np.float32) for _, completion in pairs],
+        "token_versions": [np.asarray(completion.versions, np.int32) for _, completion in pairs],
+    }
+    return Rows.from_lists(columns, group_ids=[prompt.index for prompt, _ in pairs])

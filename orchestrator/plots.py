@@ -1,0 +1,159 @@
+"""Which curves a run has, and the PNGs of them. `report.py` draws the same charts into the page with `svg.py`.
+
+`charts` decides from the metrics alone what there is to show; a run of three steps, or one that was interrupted, has fewer.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#06b6d4")
+"""Told apart on light and dark ground."""
+
+Points = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Series:
+    label: str
+    points: Points
+    """(step, value), finite, by step."""
+    faint: bool = False
+    """The raw values behind a smoothed line."""
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    name: str
+    """File name of the PNG."""
+    title: str
+    unit: str
+    series: list[Series] = field(default_factory=list)
+    stacked: bool = False
+    log: bool = False
+    bound: float | None = None
+    """A dashed line: what must not be passed."""
+    bottom: float | None = None
+    top: float | None = None
+    percent: bool = False
+
+
+def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = None) -> list[Chart]:
+    """The charts for which there is at least one finite value."""
+    found = [
+        _reward(metrics),
+        Chart(
+            "accuracy", "Held-out accuracy, greedy", "", _lines(metrics, {"accuracy/heldout": "held-out"}, dots=True),
+            bottom=0, top=1, percent=True,
+        ),
+        Chart(
+            "staleness", "Staleness of trained tokens", "policy updates", _lines(metrics, {"staleness/max": "max", "staleness/mean": "mean"}),
+            bottom=0, bound=max_staleness,
+        ),
+        _time_by_phase(metrics),
+        Chart(
+            "mismatch", "Trainer against engine", "|Δ log p|",
+            _lines(metrics, {"mismatch/logprob_abs_max": "max", "mismatch/logprob_abs_mean": "mean"}), log=True,
+        ),
+        Chart(
+            "response_length", "Response length", "tokens",
+            _lines(metrics, {"response_length/mean": "mean", "response_length/max": "max"}), bottom=0,
+        ),
+        Chart("loss", "Loss", "", _lines(metrics, {"actor/loss": "loss", "actor/pg_loss": "policy gradient"})),
+        Chart("entropy", "Entropy and KL", "nats", _lines(metrics, {"actor/entropy": "entropy", "actor/kl": "KL to the reference"})),
+        Chart("throughput", "Throughput", "samples/s", _lines(metrics, {"perf/samples_per_s": "samples/s"}), bottom=0),
+        Chart("idle", "Idle share of the step", "", _lines(metrics, _named(metrics, "idle/")), bottom=0, top=1, percent=True),
+    ]  # fmt: skip
+    return [chart for chart in found if any(series.points for series in chart.series)]
+
+
+def points_of(metrics: Sequence[Mapping[str, Any]], name: str) -> Points:
+    """(step, value) where the value is a finite number. The last entry of a step counts."""
+    points = {}
+    for entry in metrics:
+        value, step = entry.get(name), entry.get("step")
+        if isinstance(value, int | float) and isinstance(step, int | float) and math.isfinite(value):
+            points[float(step)] = float(value)
+    return sorted(points.items())
+
+
+def smoothed(points: Points, weight: float = 0.8) -> Points:
+    """Exponential moving average, started at the first value and corrected for that."""
+    result, total, norm = [], 0.0, 0.0
+    for step, value in points:
+        total, norm = weight * total + (1 - weight) * value, weight * norm + (1 - weight)
+        result.append((step, total / norm))
+    return result
+
+
+def _reward(metrics: Sequence[Mapping[str, Any]]) -> Chart:
+    points = points_of(metrics, "reward/mean")
+    series = [Series("mean", points)]
+    if len(points) > 10:
+        series = [Series("each step", points, faint=True), Series("smoothed", smoothed(points))]
+    return Chart("reward", "Reward", "", series if points else [])
+
+
+def _time_by_phase(metrics: Sequence[Mapping[str, Any]]) -> Chart:
+    names = {name: label for name, label in _named(metrics, "timing_s/").items() if label not in ("step", "checkpoint")}
+    filled = [{**{name: 0.0 for name in names}, **entry} for entry in metrics if points_of([entry], "timing_s/step")]
+    return Chart("time_by_phase", "Time by phase", "s", _lines(filled, names), stacked=True, bottom=0)
+
+
+def _named(metrics: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, str]:
+    names = dict.fromkeys(name for entry in metrics for name in entry if name.startswith(prefix))
+    return {name: name.removeprefix(prefix) for name in names}
+
+
+def _lines(metrics: Sequence[Mapping[str, Any]], names: Mapping[str, str], dots: bool = False) -> list[Series]:
+    series = [Series(label, points_of(metrics, name), dots=dots) for name, label in names.items()]
+    return [one for one in series if one.points]
+
+
+def write_pngs(found: Sequence[Chart], directory: Path) -> list[Path]:
+    """One PNG a chart in `directory`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    directory.mkdir(parents=True, exist_ok=True)
+    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "font.size": 9}
+    files = []
+    with pyplot.rc_context(style):
+        for chart in found:
+            figure, axes = pyplot.subplots(figsize=(6, 3.2), dpi=130, layout="constrained")
+            _draw(axes, chart)
+            files.append(directory / f"{chart.name}.png")
+            figure.savefig(files[-1])
+            pyplot.close(figure)
+    return files
+
+
+def _draw(axes: Any, chart: Chart) -> None:
+    if chart.stacked:
+        steps = [step for step, _ in chart.series[0].points]
+        values = [[value for _, value in series.points] for series in chart.series]
+        axes.stackplot(steps, values, labels=[series.label for series in chart.series], colors=COLORS, alpha=0.85)
+    else:
+        solid = 0
+        for series in chart.series:
+            color = COLORS[solid % len(COLORS)]
+            marker = "o" if series.dots or len(series.points) == 1 else None
+            alpha, label = (0.3, None) if series.faint else (1.0, series.label)
+            axes.plot(*zip(*series.points, strict=True), color=color, alpha=alpha, label=label, marker=marker, markersize=4, linewidth=1.6)
+            solid += not series.faint
+    if chart.bound is not None:
+        axes.axhline(chart.bound, color="#ef4444", linestyle="--", linewidth=1, label=f"bound {chart.bound:g}")
+    if chart.log and all(value > 0 for series in chart.series for _, value in series.points):
+        axes.set_yscale("log")
+    if chart.bottom is not None or chart.top is not None:
+        axes.set_ylim(bottom=chart.bottom, top=chart.top)
+    if chart.percent:
+        axes.yaxis.set_major_formatter(lambda value, _: f"{value:.0%}")
+    axes.set(title=chart.title, xlabel="step", ylabel=chart.unit)
+    if len(chart.series) > 1 or chart.bound is not None:
+        axes.legend(frameon=False, fontsize=8)

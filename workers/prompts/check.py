@@ -1,0 +1,71 @@
+"""A look at the prompts before anything starts: `penstock validate`, and the first second of a run."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.errors import DataError
+from penstock.conf.run import RunConfig
+from penstock.workers.prompts.dataset import ProblemDataset, PromptDataset
+from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
+
+MAX_READ_ROWS = 50_000
+"""Rows read of a file. Problems of an environment are made, which takes longer: only `sample` of them are."""
+
+
+@dataclass(frozen=True)
+class PromptReport:
+    """What `check_prompts` found."""
+
+    rows: int
+    """Of the dataset."""
+    read: int
+    """Rows looked at: columns and types."""
+    tokenized: int
+    """The longest of these, tokenised."""
+    longest_prompt: int
+    """Tokens."""
+    longest_response: int
+    """Tokens of a demonstration with its end; 0 without."""
+    skipped: int
+    """Of those tokenised, left out by data.too_long=skip."""
+
+
+def check_prompts(
+    dataset: PromptDataset,
+    tokenizer: Any,
+    config: RunConfig,
+    *,
+    demonstrations: bool = False,
+    sample: int = 1000,
+) -> PromptReport:
+    """Look at a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
+
+    Raises `DataError` (a missing column, a line that is no JSON, a prompt too long) or `ModelError`.
+    """
+    limits = TokenLimits.of_run(config, demonstrations=demonstrations)
+    encoder = PromptEncoder(tokenizer, config.data, limits)
+    num_read = min(len(dataset), sample if isinstance(dataset, ProblemDataset) else MAX_READ_ROWS)
+    sizes = []
+    for index in range(num_read):
+        task = dataset.row(index)
+        sizes.append(len(task.prompt) + (len(task.response or "") if demonstrations else 0))
+    longest = sorted(range(num_read), key=lambda index: -sizes[index])[:sample]
+    prompts, responses, skipped = [], [], 0
+    for index in sorted(longest):
+        try:
+            task = dataset.row(index)
+            prompt, response = encoder.demonstration_ids(task) if demonstrations else (encoder.prompt_ids(task), [])
+        except PromptTooLong:
+            if config.data.too_long != "skip":
+                raise
+            skipped += 1
+            continue
+        prompts.append(len(prompt))
+        responses.append(len(response))
+    if skipped == len(dataset):
+        raise DataError(
+            f"data.too_long=skip leaves out all of the {skipped} rows: none has room ({limits.room_means}: {limits.room})."
+        )
+    return PromptReport(
+        len(dataset), num_read, len(longest), max(prompts, default=0), max(responses, default=0), skipped
+    )
