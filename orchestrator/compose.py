@@ -9,7 +9,7 @@ Called by the command line, by a warm start for its first run, and by tests. Hyd
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,9 +24,10 @@ from penstock.conf.algorithm import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.differences import differences_of
 from penstock.orchestrator.imports import load_file
 from penstock.orchestrator.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
-from penstock.orchestrator.recipes import Recipe, find_recipe
+from penstock.orchestrator.recipes import Recipe, find_recipe, packaged_recipes
 
 DEFAULT_ALGORITHM = "grpo"
 _LOG = logging.getLogger("penstock")
@@ -65,7 +66,7 @@ def to_yaml(config: RunConfig) -> str:
 
 def short_yaml(config: RunConfig) -> str:
     """Only what differs from the defaults."""
-    return OmegaConf.to_yaml(OmegaConf.create(_differences(config, RunConfig())))
+    return OmegaConf.to_yaml(OmegaConf.create(differences_of(asdict(config))))
 
 
 def recipe_name(config: RunConfig) -> str:
@@ -245,20 +246,3 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
         file, colon, function = (getattr(section, key) or "").rpartition(":")
         if colon and file.endswith(".py"):
             setattr(section, key, f"{absolute(file)}:{function}")
-
-
-def _differences(config: Any, default: Any) -> dict[str, Any]:
-    changed: dict[str, Any] = {}
-    for item in fields(config):
-        value = getattr(config, item.name)
-        usual = getattr(default, item.name, None)
-        if hasattr(value, "__dataclass_fields__"):
-            same_class = usual if type(usual) is type(value) else type(value)()
-            inner = _differences(value, same_class)
-            if isinstance(value, AlgorithmConfig):
-                inner = {"name": value.name, **inner}
-            if inner:
-                changed[item.name] = inner
-        elif value != usual:
-            changed[item.name] = value
-    return changed

@@ -8,9 +8,11 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from rich.console import Console
 
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.registry import build_dataflow
@@ -45,8 +47,9 @@ class RunResult:
         return self.directory / "model"
 
 
-def run(config: RunConfig, flow: Dataflow | None = None) -> RunResult:
-    """Train. `flow`: a dataflow of one's own; otherwise the one that `config.algorithm` names.
+def run(config: RunConfig, flow: Dataflow | None = None, *, sinks: Sequence[Sink] = (), quiet: bool = False) -> RunResult:
+    """Train. `flow`: a dataflow of one's own; otherwise the one that `config.algorithm` names. `sinks`: further places for the
+    numbers, closed at the end. `quiet`: print nothing.
 
     Raises `ConfigError`, `DataError`, `ModelError` or `ResourceError` before any actor starts, and other `PenstockError`s later.
     """
@@ -60,7 +63,8 @@ def run(config: RunConfig, flow: Dataflow | None = None) -> RunResult:
     try:
         with connect(_with_warm_start(plan, config), config, directory.path.name) as namespace:
             model_path = starting_model(config, directory)
-            outcome = _train(config, flow, plan, directory, model_path, namespace)
+            progress = Progress(config, directory.path.name, console=Console(quiet=True) if quiet else None)
+            outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks))
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except BaseException as error:
         kind = "interrupted" if isinstance(error, KeyboardInterrupt | asyncio.CancelledError) else "failed"
@@ -74,19 +78,25 @@ def run(config: RunConfig, flow: Dataflow | None = None) -> RunResult:
 
 
 def _train(
-    config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory, model_path: str, namespace: str
+    config: RunConfig,
+    flow: Dataflow,
+    plan: list[ActorPlan],
+    directory: RunDirectory,
+    model_path: str,
+    namespace: str,
+    progress: Progress,
+    sinks: list[Sink],
 ) -> Outcome:
-    progress = Progress(config, directory.path.name)
-    sinks: list[Sink] = []
+    """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
     fleet = Fleet(plan, config, flow, model_path, namespace)
-    with weights_root(directory.path.name) as weights_root:
+    with weights_root(directory.path.name) as root:
         try:
             progress.phase(_starting_text(plan, config))
             evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None
             fleet.create()
             fleet.start()
-            sinks = make_sinks(config.tracking, directory)
-            controller = Controller(fleet, config, flow, directory, progress, sinks, weights_root, evaluator)
+            sinks.extend(make_sinks(config.tracking, directory))
+            controller = Controller(fleet, config, flow, directory, progress, sinks, root, evaluator)
             return asyncio.run(controller.run())
         finally:
             progress.phase("stopping")

@@ -44,7 +44,7 @@ def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int
     model.generation_config.pad_token_id = PAD_ID
     model.generation_config.bos_token_id = BOS_ID
     model.save_pretrained(target)
-    _character_tokenizer(config.max_position_embeddings).save_pretrained(target)
+    character_tokenizer(config.max_position_embeddings).save_pretrained(target)
 
 
 def _check_sizes(config: FreshModelConfig) -> None:
@@ -79,7 +79,7 @@ def _qwen2_config(config: FreshModelConfig):  # type: ignore[no-untyped-def]
     )
 
 
-def _character_tokenizer(max_length: int):  # type: ignore[no-untyped-def]
+def character_tokenizer(max_length: int):  # type: ignore[no-untyped-def]
     """One token a character; text in equals text out, spaces included. Other bytes become the padding token.
 
     Qwen2's own class, since transformers loads that one for `model_type: qwen2` whatever the tokenizer's files say. Without

@@ -11,6 +11,7 @@ is the first one without a result. "together": the samples share one call, so it
 
 import asyncio
 import ctypes
+import faulthandler
 import json
 import pickle
 import signal
@@ -75,7 +76,8 @@ class Runner:
             self.loop.run_until_complete(self._concurrently(responses, tasks, report))
         else:
             for index, (response, task) in enumerate(zip(responses, tasks, strict=True)):
-                report(index, self._guarded(lambda r=response, t=task: as_score(self._one(r, t))))
+                value = self._guarded(lambda r=response, t=task: self._one(r, t))
+                report(index, value if isinstance(value, RewardError) else as_score(value))
 
     def _one(self, response: str, task: Task) -> Any:
         assert self.scorer.one is not None
@@ -88,8 +90,6 @@ class Runner:
         """What the call returns, or the `RewardError` of what it raised. A user's function may raise anything."""
         try:
             return call()
-        except TimeoutError as error:
-            return RewardError("timeout", str(error) or "TimeoutError")
         except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
             return RewardError.of(error)
 
@@ -108,6 +108,8 @@ class Runner:
     def _many(self, responses: list[str], tasks: list[Task]) -> list[Any] | RewardError:
         assert self.scorer.many is not None
         values = self._settled(self.scorer.many(responses, tasks))
+        if isinstance(values, RewardError):
+            return values
         if isinstance(values, str | bytes | dict) or not hasattr(values, "__len__") or not hasattr(values, "__iter__"):
             return RewardError(
                 "bad_value", f"returned {type(values).__name__} {values!r:.80}; one number for each sample is due."
@@ -118,25 +120,27 @@ class Runner:
 
     async def _concurrently(self, responses: list[str], tasks: list[Task], report: Report) -> None:
         async def score(index: int) -> None:
-            try:
-                assert self.scorer.one is not None
-                report(
-                    index,
-                    as_score(await asyncio.wait_for(self.scorer.one(responses[index], tasks[index]), self.timeout_s)),
-                )
-            except TimeoutError:
-                report(index, RewardError("timeout", f"no result within reward.timeout_s={self.timeout_s:g} s."))
-            except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
-                report(index, RewardError.of(error))
+            assert self.scorer.one is not None
+            value = await _awaited(self.scorer.one(responses[index], tasks[index]), self.timeout_s)
+            report(index, value if isinstance(value, RewardError) else as_score(value))
 
         await asyncio.gather(*(score(index) for index in range(len(responses))))
 
 
 async def _awaited(value: Awaitable[Any], timeout_s: float) -> Any:
+    """What a user's awaitable gives, or the `RewardError` of what it raised."""
+
+    async def guarded() -> Any:
+        # Inside the task: asyncio ends the whole loop when a SystemExit leaves one.
+        try:
+            return await value
+        except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001 - the reward is the user's
+            return RewardError.of(error)
+
     try:
-        return await asyncio.wait_for(value, timeout_s)
+        return await asyncio.wait_for(guarded(), timeout_s)
     except TimeoutError:
-        raise TimeoutError(f"no result within reward.timeout_s={timeout_s:g} s.") from None
+        return RewardError("timeout", f"no result within reward.timeout_s={timeout_s:g} s.")
 
 
 def die_with_parent() -> None:
@@ -173,6 +177,7 @@ def _loaded(spec: FunctionSpec, timeout_s: float, channel: Channel) -> Runner | 
 
 def main() -> None:
     die_with_parent()
+    faulthandler.enable()  # a segmentation fault says where, in the log
     connection = socket.socket(fileno=int(sys.argv[1]))
     # A reward's own subprocesses must not hold the pool's socket open.
     connection.set_inheritable(False)

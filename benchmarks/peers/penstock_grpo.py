@@ -1,0 +1,103 @@
+"""Penstock's GRPO on the end-to-end benchmark's workload, driven round by round: the same protocol as `trl_grpo.py`.
+
+The run is an ordinary one. Its only guest is a sink that, when a round's steps are logged, answers on standard output and blocks
+until the next request. While it blocks, an asynchronous run finishes what its credits allow and then idles; what it has thus
+made in advance is used up by the first steps of the next round, which are not measured (`SETTLE_STEPS`).
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.run import run
+
+WARMUP_STEPS = 3
+SETTLE_STEPS = 3
+"""More than `max_staleness` + 1 steps, so that the measured ones are in the steady state."""
+PHASES = ("rollout", "reward", "compute", "train", "publish")
+
+
+class EndOfBenchmark(PenstockError):
+    """Standard input has ended: the run is no longer needed."""
+
+
+class Gate:
+    """A sink that lets steps through on request."""
+
+    def __init__(self) -> None:
+        self._left = WARMUP_STEPS
+        self._last = 0.0
+        self._steps: list[dict[str, float]] | None = None
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        now = time.perf_counter()
+        if self._steps is not None and self._left <= self._measured:
+            tokens = metrics["response_length/mean"] * metrics["perf/samples_per_s"] * metrics["timing_s/step"]
+            seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
+            self._steps.append({"seconds": now - self._last, "tokens": tokens, **seconds})
+        self._last = now
+        self._left -= 1
+        if self._left == 0:
+            self._answer(metrics)
+            self._wait()
+            self._last = time.perf_counter()
+
+    def _answer(self, metrics: Mapping[str, Any]) -> None:
+        if self._steps is None:
+            print(json.dumps({"ready": True}), flush=True)
+            return
+        seconds = sum(step["seconds"] for step in self._steps)
+        answer = {
+            "seconds": seconds,
+            "samples": round(len(self._steps) * metrics["perf/samples_per_s"] * metrics["timing_s/step"]),
+            "tokens": round(sum(step["tokens"] for step in self._steps)),
+            "step_seconds": [step["seconds"] for step in self._steps],
+            "phases": {phase: [step[phase] for step in self._steps] for phase in PHASES},
+            "staleness_max": metrics.get("staleness/max"),
+            "mismatch": metrics.get("mismatch/logprob_abs_mean"),
+        }
+        print(json.dumps(answer), flush=True)
+
+    def _wait(self) -> None:
+        line = sys.stdin.readline()
+        if not line:
+            raise EndOfBenchmark("no more rounds")
+        self._measured = int(json.loads(line)["steps"])
+        self._left = self._measured + SETTLE_STEPS
+        self._steps = []
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--prompts", required=True)
+    parser.add_argument("--workload", choices=("fixed", "long_tailed"), default="fixed")
+    parser.add_argument("--max-new-tokens", type=int, default=64)
+    parser.add_argument("--max-staleness", type=int, default=0)
+    parser.add_argument("--output-dir", required=True)
+    parser.add_argument("overrides", nargs="*")
+    arguments = parser.parse_args()
+    words = [
+        f"model.path={arguments.model}", "data.source=jsonl", f"data.path={arguments.prompts}", "data.columns.prompt=prompt",
+        "data.columns.answer=null", "data.chat_template=false", "reward.function=digits", f"max_staleness={arguments.max_staleness}",
+        "trainer.max_steps=1000000", "trainer.groups_per_step=8", "algorithm.group_size=8", "trainer.optimizer.lr=1e-5",
+        f"rollout.sampling.max_tokens={arguments.max_new_tokens}", "rollout.sampling.seeded=false",
+        f"rollout.sampling.ignore_eos={str(arguments.workload == 'fixed').lower()}", f"output_dir={arguments.output_dir}",
+        "tracking.samples_every_steps=0", "tracking.export_model=false", "tracking.progress=false",
+    ]  # fmt: skip
+    try:
+        run(load_config([*words, *arguments.overrides]), sinks=[Gate()], quiet=True)
+    except EndOfBenchmark:
+        return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""A rollout engine on plain transformers: for machines without a vLLM build, and as the reference that is easy to reason about.
+
+`generate` computes one group by itself (one prefill, then n rows without padding), so its result depends on the prompt, the seed
+and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after group; the event loop
+stays free. `update` slips in between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the
+tokens before stays as it was. Called by `worker.py`; `generate_group` is the synchronous core, for straight-line programs.
+"""
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, WeightError, WorkerDied
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
+from penstock.workers.weights.reading import MappedWeights, open_publication
+
+
+@dataclass
+class _Response:
+    """One row of a group while it grows."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    text: str | None = None
+    finish_reason: str | None = None
+
+
+class HfEngine:
+    """Lifecycle: `start`, then `generate` and `update` in any order and concurrency, then `close`."""
+
+    def __init__(self, config: RolloutConfig, model_path: str, *, num_threads: int = 1, version: int = 0) -> None:
+        """`version`: of the weights in `model_path`."""
+        self._config = config
+        self._model_path = model_path
+        self._num_threads = num_threads
+        self._version = version
+        self._model: Any = None
+        self._tokenizer: Any = None
+        self._eos_ids: frozenset[int] = frozenset()
+        self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._compute: ThreadPoolExecutor | None = None
+        self._closing = threading.Event()
+
+    async def start(self) -> None:
+        """Load model and tokenizer. Raises `ModelError` if the directory has none."""
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
+        await asyncio.get_running_loop().run_in_executor(self._compute, self.load)
+
+    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        """Raises `DataError` for a prompt that leaves no room for a response, `WorkerDied` once closed."""
+        executor = self._executor()
+        call = asyncio.get_running_loop().run_in_executor
+        return await call(executor, self.generate_group, prompt_ids, num_samples, sampling)
+
+    async def update(self, publication: Publication) -> None:
+        """Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step takes longer than the deadline."""
+        executor = self._executor()
+        mapped = await asyncio.to_thread(self._checked, publication)
+        done: Future[None] = Future()
+        self._interrupts.append((lambda: self._load(mapped, publication.version), done))
+        executor.submit(self._run_interrupts)
+        try:
+            await asyncio.wait_for(asyncio.wrap_future(done), self._config.update_timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"weight update to version {publication.version}, phase load: the hf engine did not reach the end of a decode step "
+                f"within {self._config.update_timeout_s:g} s. Raise rollout.update_timeout_s."
+            ) from None
+
+    async def version(self) -> int:
+        return self._version
+
+    async def close(self) -> None:
+        """Groups in flight end with `WorkerDied`."""
+        self._closing.set()
+        if self._compute is not None:
+            self._compute.shutdown(wait=False, cancel_futures=True)
+            self._compute = None
+
+    def load(self) -> None:
+        """Load model and tokenizer into this process; `start` does it in the engine's own thread."""
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        torch.set_num_threads(self._num_threads)  # holds for the calling thread, so it is set in the one that computes
+        dtype = getattr(torch, self._config.dtype)
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(self._model_path)
+            self._model = AutoModelForCausalLM.from_pretrained(self._model_path, dtype=dtype).eval()
+        except (OSError, ValueError) as error:
+            raise ModelError(f"model.path={self._model_path}: the hf engine cannot load it: {error}") from None
+        if self._config.num_gpus_per_worker:
+            self._model.to("cuda")
+        generation = self._model.generation_config.eos_token_id
+        eos_ids = generation if isinstance(generation, list) else [generation]
+        self._eos_ids = frozenset(token for token in (*eos_ids, self._tokenizer.eos_token_id) if token is not None)
+
+    @torch.inference_mode()
+    def generate_group(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        """n responses to one prompt, in this thread. Needs `load` (or `start`) before."""
+        from transformers import DynamicCache
+
+        num_tokens = self._room(prompt_ids, sampling)
+        uniforms = None if sampling.temperature == 0 else draw_uniforms(num_samples, num_tokens, sampling.seed)
+        responses = [_Response() for _ in range(num_samples)]
+        active = list(range(num_samples))
+        cache = DynamicCache(config=self._model.config)
+        inputs = torch.tensor([list(prompt_ids)], device=self._model.device)
+        for position in range(num_tokens):
+            self._run_interrupts()
+            logits_BV = self._model(input_ids=inputs, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            if position == 0:
+                cache.batch_repeat_interleave(num_samples)
+                logits_BV = logits_BV.expand(num_samples, -1)
+            logprobs_BV = sampling_logprobs(logits_BV, sampling).cpu()
+            chosen_B = choose_tokens(logprobs_BV, None if uniforms is None else uniforms[active, position])
+            chosen_logprobs_B = logprobs_BV.gather(-1, chosen_B[:, None])[:, 0]
+            for row, token, logprob in zip(active, chosen_B.tolist(), chosen_logprobs_B.tolist(), strict=True):
+                self._extend(responses[row], token, logprob, sampling)
+            going_on = [index for index, row in enumerate(active) if responses[row].finish_reason is None]
+            if not going_on:
+                break
+            if len(going_on) < len(active):
+                cache.batch_select_indices(torch.tensor(going_on, device=self._model.device))
+                active = [active[index] for index in going_on]
+                chosen_B = chosen_B[going_on]
+            inputs = chosen_B[:, None].to(self._model.device)
+        return [self._completion(response) for response in responses]
+
+    def _room(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
+        room = self._config.max_model_len - len(prompt_ids)
+        if not prompt_ids or room < 1:
+            raise DataError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
+                f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
+            )
+        return min(sampling.max_tokens, room)
+
+    def _extend(self, response: _Response, token: int, logprob: float, sampling: Sampling) -> None:
+        response.token_ids.append(token)
+        response.logprobs.append(logprob)
+        response.versions.append(self._version)
+        if token in self._eos_ids and not sampling.ignore_eos:
+            response.finish_reason = "stop"
+        elif sampling.stop:
+            text = self._decode(response.token_ids)
+            starts = [text.index(stop) for stop in sampling.stop if stop in text]
+            if starts:
+                response.text, response.finish_reason = text[: min(starts)], "stop"
+
+    def _completion(self, response: _Response) -> Completion:
+        text = self._decode(response.token_ids) if response.text is None else response.text
+        return Completion(response.token_ids, response.logprobs, response.versions, text, response.finish_reason or "length")
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _executor(self) -> ThreadPoolExecutor:
+        if self._compute is None:
+            raise WorkerDied("the hf engine is not running: it was closed, or start() was not called.")
+        return self._compute
+
+    def _run_interrupts(self) -> None:
+        """What waits for the gap between two decode steps. Runs in the compute thread only."""
+        if self._closing.is_set():
+            raise WorkerDied("the hf engine was closed with this group in flight.")
+        while self._interrupts:
+            action, done = self._interrupts.popleft()
+            if not done.set_running_or_notify_cancel():
+                continue
+            try:
+                action()
+            except WeightError as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def _checked(self, publication: Publication) -> MappedWeights:
+        """The publication, checksums verified and tensors those of the model. Raises `WeightError`."""
+        mapped = MappedWeights(open_publication(publication))
+        mapped.verify()
+        places = mapped.manifest.layout.by_name
+        state = self._model.state_dict()
+        tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
+        missing = sorted(name for name in state if name not in places and name not in tied)
+        strange = sorted(name for name, place in places.items() if name not in state or state[name].shape != place.shape)
+        if missing or strange:
+            raise WeightError(
+                f"{mapped.manifest.file}: not the model that the engine serves ({self._model_path}): "
+                f"lacks {missing[:5] or 'nothing'}, has unknown or misshapen {strange[:5] or 'nothing'}."
+            )
+        return mapped
+
+    @torch.inference_mode()
+    def _load(self, mapped: MappedWeights, version: int) -> None:
+        state = self._model.state_dict()
+        for name, tensor in mapped.tensors():
+            state[name].copy_(tensor)
+        self._version = version

@@ -1,0 +1,96 @@
+"""A rollout engine without a model: deterministic tokens, and time from a model of it.
+
+Takes the place of a real engine in tests of the loops around it and in simulations with many workers: it costs one timer a group,
+imports neither torch nor vLLM, and keeps the contract of `RolloutEngine`, versions of tokens in flight included.
+"""
+
+import asyncio
+import hashlib
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from penstock.conf.errors import WorkerDied
+from penstock.workers.protocols import Completion, Publication, Sampling
+
+Length = Callable[[Sequence[int], int], int]
+"""`(prompt_ids, sample_index) -> response tokens`."""
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """How long things take. The default takes no time at all."""
+
+    latency_s: float = 0.0
+    """From the request to its first token."""
+    tokens_per_s: float = math.inf
+    """Of one sequence."""
+    update_s: float = 0.0
+    """A weight update; sequences in flight go on meanwhile, under the old weights."""
+
+
+class ScriptedEngine:
+    """Token j of sample i is a hash of prompt, seed + i and j (greedy: of prompt and j). Never greedy enough to be right.
+
+        engine = ScriptedEngine(TimeModel(tokens_per_s=100), length=lambda prompt, sample: 10 * (sample + 1))
+    """
+
+    def __init__(
+        self, time_model: TimeModel | None = None, *, length: Length | None = None, vocab_size: int = 96, version: int = 0
+    ) -> None:
+        """`length`: response tokens, capped by `max_tokens`; default: `max_tokens` always. Ids are below `vocab_size`."""
+        self._time = time_model or TimeModel()
+        self._length = length
+        self._vocab_size = vocab_size
+        self._versions = [version]
+        self._since = [-math.inf]
+        self._closed = False
+
+    async def start(self) -> None: ...
+
+    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        """Raises `WorkerDied` once closed."""
+        self._check_open()
+        started = asyncio.get_running_loop().time() + self._time.latency_s
+        lengths = [self._num_tokens(prompt_ids, index, sampling) for index in range(num_samples)]
+        await asyncio.sleep(self._time.latency_s + max(lengths) / self._time.tokens_per_s)
+        self._check_open()
+        return [self._complete(prompt_ids, index, lengths[index], sampling, started) for index in range(num_samples)]
+
+    async def update(self, publication: Publication) -> None:
+        self._check_open()
+        await asyncio.sleep(self._time.update_s)
+        self._versions.append(publication.version)
+        self._since.append(asyncio.get_running_loop().time())
+
+    async def version(self) -> int:
+        self._check_open()
+        return self._versions[-1]
+
+    async def close(self) -> None:
+        self._closed = True
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise WorkerDied("the scripted engine is closed; start another one.")
+
+    def _num_tokens(self, prompt_ids: Sequence[int], index: int, sampling: Sampling) -> int:
+        if self._length is None:
+            return sampling.max_tokens
+        return min(sampling.max_tokens, max(0, self._length(prompt_ids, index)))
+
+    def _complete(
+        self, prompt_ids: Sequence[int], index: int, num_tokens: int, sampling: Sampling, started: float
+    ) -> Completion:
+        seed = "greedy" if sampling.temperature == 0 else (sampling.seed or 0) + index
+        token_ids = self._tokens(f"{list(prompt_ids)}/{seed}", num_tokens)
+        step_s = 1 / self._time.tokens_per_s
+        versions = [self._versions[bisect_right(self._since, started + j * step_s) - 1] for j in range(num_tokens)]
+        logprob = 0.0 if sampling.temperature == 0 else -math.log(self._vocab_size)
+        reason = "length" if num_tokens == sampling.max_tokens else "stop"
+        return Completion(token_ids, [logprob] * num_tokens, versions, " ".join(map(str, token_ids)), reason)
+
+    def _tokens(self, key: str, num_tokens: int) -> list[int]:
+        stream = hashlib.shake_128(key.encode()).digest(4 * num_tokens)
+        return [int.from_bytes(stream[4 * j : 4 * j + 4], "little") % self._vocab_size for j in range(num_tokens)]

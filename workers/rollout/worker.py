@@ -1,0 +1,184 @@
+"""The pull loop of a rollout worker: prompts out of the store, samples back in, as many groups at a time as the engine decodes.
+
+    lease groups ─▶ engine.generate (one task a group) ─▶ write response_ids, behavior_logprobs, token_versions, …
+
+Run by the Ray shell `actor.py` and, in-process, by tests and simulations. The loop never waits for a group while another could
+start; the store's credits say how many there may be. An engine that dies ends the loop with `WorkerDied`; the controller restarts
+the worker and the store hands its leases to others.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired
+from penstock.store.client import Lease, StoreClient
+from penstock.store.rows import Rows
+from penstock.workers.protocols import Completion, RolloutEngine, Sampling
+
+STAGE = "rollout"
+RENEWALS_PER_TIMEOUT = 3
+"""A lease is renewed so many times before it would run out."""
+
+
+def sample_seed(run_seed: int, group_id: int) -> int:
+    """Seed of a group's first sample (sample i uses seed + i): a pure function, so a group re-rolled elsewhere is the same."""
+    digest = hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=6).digest()
+    return int.from_bytes(digest, "little")
+
+
+class RolloutWorker:
+    """Lifecycle: `run` once; it returns when the store is closed. `stats` at any time."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        store: StoreClient,
+        sampling: Sampling,
+        name: str,
+        seed: int | None,
+        *,
+        num_samples: int,
+        max_concurrent_samples: int,
+        generate_timeout_s: float = 1800.0,
+    ) -> None:
+        """`seed`: of the run, None for unseeded sampling. `num_samples`: samples in a group."""
+        self._engine = engine
+        self._store = store
+        self._sampling = sampling
+        self._name = name
+        self._seed = seed
+        self._num_samples = num_samples
+        self._max_groups = max(1, max_concurrent_samples // num_samples)
+        self._timeout_s = generate_timeout_s
+        self._groups: set[asyncio.Task[None]] = set()
+        self._leases: dict[int, Lease] = {}
+        self._clock = _BusyClock()
+        self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0}
+
+    async def run(self) -> None:
+        """Raises `WorkerDied` and `DeadlineExceeded` of the engine; groups in flight are then cancelled."""
+        renewals = asyncio.create_task(self._renew_leases())
+        asking: asyncio.Task[Lease | None] | None = None
+        try:
+            while True:
+                free = self._max_groups - len(self._groups)
+                if asking is None and free > 0:
+                    asking = asyncio.create_task(self._store.lease(STAGE, free, self._name))
+                waits = {renewals, *self._groups} | ({asking} if asking is not None else set())
+                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {asking}:
+                    self._groups.discard(task)
+                    task.result()
+                if asking is not None and asking in done:
+                    lease, asking = asking.result(), None
+                    if lease is None:
+                        return
+                    self._start(lease)
+        finally:
+            await _cancel({renewals, *self._groups} | ({asking} if asking is not None else set()))
+
+    def stats(self) -> dict[str, float]:
+        """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease was over."""
+        return {"busy_s": self._clock.seconds(), **self._counts}
+
+    def _start(self, lease: Lease) -> None:
+        self._leases[lease.id] = lease
+        groups = lease.rows.groups()
+        left = [len(groups)]
+        for group_id, positions in groups:
+            self._clock.enter()
+            task = asyncio.create_task(self._roll(lease, group_id, lease.rows.select(positions)))
+            task.add_done_callback(lambda _: self._ended(lease, left))
+            self._groups.add(task)
+
+    def _ended(self, lease: Lease, left: list[int]) -> None:
+        self._clock.leave()
+        left[0] -= 1
+        if not left[0]:
+            self._leases.pop(lease.id, None)
+
+    async def _roll(self, lease: Lease, group_id: int, rows: Rows) -> None:
+        """One group: generate, then write."""
+        try:
+            completions = await self._generate(group_id, rows.arrays("prompt_ids")[0].tolist(), len(rows))
+        except DataError as error:
+            await self._store.drop(lease, rows.row_ids, "invalid_prompt", str(error))
+            return
+        kept = [position for position, completion in enumerate(completions) if completion.token_ids]
+        empty = [position for position, completion in enumerate(completions) if not completion.token_ids]
+        try:
+            if empty:
+                await self._store.drop(lease, rows.row_ids[empty], "empty_response", f"group {group_id}: no token was sampled")
+            if kept:
+                await self._store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
+        except LeaseExpired:
+            self._counts["late_groups"] += 1
+            return
+        self._counts["groups"] += 1
+        self._counts["samples"] += len(kept)
+        self._counts["tokens"] += sum(len(completion.token_ids) for completion in completions)
+
+    async def _generate(self, group_id: int, prompt_ids: list[int], num_samples: int) -> list[Completion]:
+        seed = None if self._seed is None else sample_seed(self._seed, group_id)
+        generation = self._engine.generate(prompt_ids, num_samples, self._sampling.seeded(seed))
+        try:
+            return await asyncio.wait_for(generation, self._timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{self._name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) was not done after "
+                f"{self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower rollout.sampling.max_tokens."
+            ) from None
+
+    async def _renew_leases(self) -> None:
+        """Long groups outlive `store.lease_timeout_s`; a lease that is held by a living worker must not be given away."""
+        interval_s = (await self._store.spec()).lease_timeout_s / RENEWALS_PER_TIMEOUT
+        while True:
+            await asyncio.sleep(interval_s)
+            for lease in list(self._leases.values()):
+                try:
+                    await self._store.renew(lease)
+                except LeaseExpired:
+                    self._leases.pop(lease.id, None)
+
+
+def response_columns(completions: Sequence[Completion]) -> dict[str, list[object]]:
+    """The columns that the rollout stage writes, one entry a completion; token columns as `[T_i]` arrays."""
+    return {
+        "response_ids": [np.asarray(completion.token_ids, dtype=np.int32) for completion in completions],
+        "response_text": [completion.text for completion in completions],
+        "finish_reason": [completion.finish_reason for completion in completions],
+        "behavior_logprobs": [np.asarray(completion.logprobs, dtype=np.float32) for completion in completions],
+        "token_versions": [np.asarray(completion.versions, dtype=np.int32) for completion in completions],
+    }
+
+
+class _BusyClock:
+    """Seconds during which at least one of the overlapping intervals was open."""
+
+    def __init__(self) -> None:
+        self._open = 0
+        self._since = 0.0
+        self._total = 0.0
+
+    def enter(self) -> None:
+        if not self._open:
+            self._since = time.monotonic()
+        self._open += 1
+
+    def leave(self) -> None:
+        self._open -= 1
+        if not self._open:
+            self._total += time.monotonic() - self._since
+
+    def seconds(self) -> float:
+        return self._total + (time.monotonic() - self._since if self._open else 0.0)
+
+
+async def _cancel(tasks: "set[asyncio.Task[None] | asyncio.Task[Lease | None]]") -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
