@@ -36,7 +36,7 @@ from penstock.orchestrator.waiting import answer, answers, translate
 from penstock.store.client import StoreClient
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.worker import StepReport
-from penstock.workers.weights.publication import publication_directory, reclaim
+from penstock.workers.weights.publication import reclaim
 
 QUICK_S = 60.0
 """Deadline of calls that only read counters."""
@@ -150,8 +150,7 @@ class Controller:
     async def _publish(self, version: int) -> tuple[Publication, float]:
         """Every rank writes its shard of this version into shared memory."""
         start = time.time()
-        target = str(publication_directory(self.weights_root, version))
-        calls = [(name, handle.publish.remote(target, version)) for name, handle in self.trainers]
+        calls = [(name, handle.publish.remote(str(self.weights_root), version)) for name, handle in self.trainers]
         publications = await answers(calls, phase=f"publish version {version}", timeout_s=self.config.rollout.update_timeout_s)
         self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
         return publications[0], time.time() - start

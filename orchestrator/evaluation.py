@@ -27,7 +27,7 @@ class HeldOut:
     @classmethod
     def of(cls, config: RunConfig, model_path: str) -> "HeldOut":
         """Reads at most `evaluation.num_problems`. Raises `DataError` if the held-out set cannot be read."""
-        source = open_source(config, model_path, demonstrations=False, held_out=True)
+        source = open_source(config, model_path, held_out=True)
         groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
         return cls([list(group["prompt_ids"]) for group in groups], [str(group["task"]) for group in groups])
 

@@ -38,7 +38,7 @@ from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling
 from penstock.workers.rollout.worker import sample_seed
-from penstock.workers.weights.publication import publication_directory, reclaim
+from penstock.workers.weights.publication import reclaim
 
 PUBLICATIONS_KEPT = 2
 
@@ -131,9 +131,8 @@ class Policy(Group):
     def publish(self) -> int:
         """Bring the trainer's weights to the engines; returns the new version once every engine serves it."""
         version = self.version + 1
-        target = str(publication_directory(self._root, version))
         timeout_s = self._config.rollout.update_timeout_s
-        publication = self._all("publish", [(target, version)] * len(self._ranks), timeout_s)[0]
+        publication = self._all("publish", [(str(self._root), version)] * len(self._ranks), timeout_s)[0]
         updates = [(name, handle.update.remote(publication)) for name, handle in self._engines]
         get_all(updates, phase=f"update engines to version {version}", timeout_s=5 * timeout_s)
         reclaim(self._root, keep=PUBLICATIONS_KEPT)
@@ -210,7 +209,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
                 config,
                 directory.path,
                 Policy(fleet, config, root),
-                Prompts(open_source(config, model_path, demonstrations=False)),
+                Prompts(open_source(config, model_path)),
                 Reward(fleet, config),
                 Group(references, config) if references else None,
                 sinks,

@@ -11,50 +11,23 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from penstock.store.rows import Rows
+from penstock.workers.trainer.worker import StepReport, TrainedRows
 
 PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
 """What `timing_s/` and the report's plot of time know, besides `step`."""
 
 
-@dataclass(frozen=True)
-class StepArrays:
-    """What the metrics need of each trained row; small enough to send from every trainer rank."""
-
-    reward_N: NDArray[np.float64]
-    """NaN where the dataflow has no reward."""
-    response_tokens_N: NDArray[np.int64]
-    prompt_tokens_N: NDArray[np.int64]
-    clipped_N: NDArray[np.bool_]
-    """The response ended at `max_tokens`, not by itself."""
-    staleness_max_N: NDArray[np.int64]
-    """Of the row's oldest token, in policy updates; 0 where nothing was sampled."""
-    staleness_sum_N: NDArray[np.float64]
-    """Over the row's tokens."""
+class StepArrays(TrainedRows):
+    """What the metrics need of each trained row, over all trainer ranks."""
 
     def __len__(self) -> int:
         return len(self.response_tokens_N)
 
     @classmethod
-    def of(cls, rows: Rows, policy_version: int) -> "StepArrays":
-        """From the rows of the update that makes version `policy_version + 1`: a token of version u has staleness
-        `policy_version - u`."""
-        num_rows = len(rows)
-        tokens = np.asarray(rows.lengths("response_ids"), dtype=np.int64)
-        prompts = np.asarray(rows.lengths("prompt_ids"), dtype=np.int64) if "prompt_ids" in rows else np.zeros(num_rows, np.int64)
-        reward = np.asarray(rows.values("reward"), np.float64) if "reward" in rows else np.full(num_rows, np.nan)
-        clipped = np.zeros(num_rows, dtype=np.bool_)
-        if "finish_reason" in rows:
-            clipped = np.array([reason == "length" for reason in rows.strings("finish_reason")], dtype=np.bool_)
-        oldest, total = np.zeros(num_rows, np.int64), np.zeros(num_rows)
-        if "token_versions" in rows:
-            for index, versions in enumerate(rows.arrays("token_versions")):
-                if len(versions):
-                    staleness = policy_version - versions.astype(np.int64)
-                    oldest[index], total[index] = staleness.max(), staleness.sum()
-        return cls(reward, tokens, prompts, clipped, oldest, total)
+    def of_report(cls, report: StepReport) -> "StepArrays":
+        """One rank's rows."""
+        return cls(**vars(report.rows))
 
     @classmethod
     def concat(cls, parts: "Sequence[StepArrays]") -> "StepArrays":

@@ -8,7 +8,11 @@ cd "$(dirname "$0")/.."
 
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-fail() { printf '\nsetup: %s\n' "$*" >&2; exit 2; }
+fail() {
+  [ ! -f "${log:-}" ] || grep -v '^WARNING: Location' "$log" | tail -n 15 >&2
+  printf '\nsetup: %s\n' "$*" >&2
+  exit 2
+}
 
 find_python() {
   local candidate
@@ -23,12 +27,28 @@ make_venv() {
   "$python" -m venv --clear .venv || fail "$python cannot make a virtual environment. On Debian: apt install python3-venv"
 }
 
-pip_install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check --no-deps "$@"; }
+log=.venv/setup.log
+
+pip_install() { .venv/bin/python -m pip install --disable-pip-version-check --no-deps "$@" >>"$log" 2>&1; }
+
+watched() {  # runs a command; meanwhile a terminal shows how far it is
+  "$@" &
+  watched_process=$!
+  local begun=$SECONDS
+  trap 'kill "$watched_process" 2>/dev/null || true' EXIT  # a background process does not hear Ctrl-C
+  while [ -t 1 ] && kill -0 "$watched_process" 2>/dev/null; do
+    printf '\r  %d s, %d of %d packages fetched ' $((SECONDS - begun)) "$(grep -c '^Collecting' "$log" || true)" "$(grep -c '==' "$lock")"
+    sleep 1
+  done
+  [ ! -t 1 ] || printf '\r\033[K'
+  trap - EXIT
+  wait "$watched_process"
+}
 
 install_torch() {  # the CPU build is not on PyPI: where pip is configured with a place that has it, else from PyTorch's own index
   local pin; pin=$(grep '^torch==' "$lock")
   [ "$variant" = cpu ] || { pip_install "$pin"; return; }
-  pip_install "$pin" 2>/dev/null || pip_install --extra-index-url "$TORCH_CPU_INDEX" "$pin" ||
+  pip_install "$pin" || pip_install --extra-index-url "$TORCH_CPU_INDEX" "$pin" ||
     fail "$pin: not found where pip looks, nor at $TORCH_CPU_INDEX (no network?). Give pip a place that has it: PIP_FIND_LINKS=DIRECTORY make setup"
 }
 
@@ -48,11 +68,12 @@ if [ -f "$lock_stamp" ] && [ -f "$project_stamp" ]; then exit 0; fi
 start=$SECONDS
 .venv/bin/python -c '' 2>/dev/null || make_venv
 if [ ! -f "$lock_stamp" ]; then
-  echo "setup: $(grep -c '==' "$lock") pinned packages of $lock into .venv; takes two to three minutes and about 3 GB (GPU: 12 GB)"
+  echo "setup: $(grep -c '==' "$lock") pinned packages of $lock into .venv; takes two to three minutes and 3.2 GB (GPU: some minutes more)"
+  : >"$log"
   install_torch
-  pip_install -r "$lock" || fail "installing $lock failed, see above. The pins are for Linux x86-64 and Python 3.11; after mending, run it again: what is done is kept"
+  watched pip_install -r "$lock" || fail "installing $lock failed, the end of $log is above. The pins are for Linux x86-64 and Python 3.11; after mending, run it again: what is done is kept"
 fi
-pip_install --no-build-isolation --editable . || fail "installing the project itself failed, see above"
+pip_install --no-build-isolation --editable . || fail "installing the project itself failed, the end of $log is above"
 rm -f .venv/.locked-* .venv/.project-*
 touch "$lock_stamp" "$project_stamp"
 echo "setup: done in $((SECONDS - start)) s, $(du -sh .venv | cut -f1) in .venv"

@@ -1,7 +1,9 @@
-"""Where the values are: (row, column) -> (block, position). The data plane's index; it moves no data but small inline blocks.
+"""Where the values are: (row, column) -> (block, position). The data plane's index; it moves no data but small inline
+blocks.
 
-A block is what one write brought: an Arrow record batch, here or behind a Ray object reference (which this file treats as opaque).
-It is let go with the last of its cells. Called by `store/store.py`; `assemble` is called by `store/client.py` with what `gather`
+A block is what one write brought: an Arrow record batch, here or behind a Ray object reference (which this file
+treats as opaque). It is let go with the last of its cells. Called by `store/store.py`; `assemble` is called by
+`store/client.py` with what `gather`
 has sent, so that large columns are read from shared memory by their consumer and never pass through the store.
 """
 
@@ -32,6 +34,8 @@ class Block:
 
 
 Cell = tuple[Block, int]
+GroupCells = dict[str, Cell | list[Cell | None]]
+"""By column: one cell for all rows of the group, or one for each."""
 
 
 @dataclass
@@ -45,7 +49,9 @@ class Part:
 
 @dataclass
 class ColumnSet:
-    """Columns whose cells lie side by side. The parts one after the other, permuted by `order`, are the rows of the payload."""
+    """Columns whose cells lie side by side. The parts one after the other, permuted by `order`, are the rows of the
+    payload.
+    """
 
     names: list[str]
     parts: list[Part]
@@ -68,7 +74,7 @@ class Blocks:
     def __init__(self, columns: Sequence[Column], group_size: int) -> None:
         self._types = {column.name: arrow_type(column) for column in columns}
         self._size = group_size
-        self._cells: dict[int, dict[str, Cell | list[Cell | None]]] = {}
+        self._cells: dict[int, GroupCells] = {}
         self.num_blocks = 0
         self.bytes = 0
         """Of blocks with a living cell."""
@@ -79,7 +85,9 @@ class Blocks:
         self._count(block, len(names))
 
     def add_rows(self, row_ids: Sequence[int], positions: Sequence[int], block: Block, names: Sequence[str]) -> None:
-        """Row `row_ids[p]` of the block's columns is at `p`, for p in `positions`. Cells already there stay as they are."""
+        """Row `row_ids[p]` of the block's columns is at `p`, for p in `positions`. Cells already there stay as they
+        are.
+        """
         added = 0
         for position in positions:
             group_id, index = divmod(row_ids[position], self._size)
@@ -112,7 +120,9 @@ class Blocks:
         ids = np.asarray(row_ids, dtype=np.int64)
         payload = Payload(ids, ids // self._size)
         if not len(row_ids):
-            empty = pa.RecordBatch.from_arrays([pa.array([], type=self._types[name]) for name in names], names=list(names))
+            empty = pa.RecordBatch.from_arrays(
+                [pa.array([], type=self._types[name]) for name in names], names=list(names)
+            )
             payload.sets.append(ColumnSet(list(names), [Part(empty)], None))
             return payload
         side_by_side: dict[tuple[int, ...], tuple[list[str], list[Cell]]] = {}
@@ -124,6 +134,17 @@ class Blocks:
             payload.sets.append(_column_set(together, cells, payload.refs, known_refs))
         return payload
 
+    def columns_of(self, row_ids: Sequence[int]) -> list[str]:
+        """The columns that every one of the rows has, in the schema's order."""
+        if not row_ids:
+            return list(self._types)
+        cells = [self._cells[row // self._size] for row in row_ids]
+        return [
+            name
+            for name in self._types
+            if all(_has(group, name, row % self._size) for group, row in zip(cells, row_ids, strict=True))
+        ]
+
     def _cells_of(self, row_ids: Sequence[int], name: str) -> list[Cell]:
         found: list[Cell] = []
         for row in row_ids:
@@ -131,7 +152,9 @@ class Blocks:
             cells = self._cells.get(group_id, {}).get(name)
             cell = cells[index] if isinstance(cells, list) else cells
             if cell is None:
-                raise UnknownColumn(f"row {row} has no column {name!r}. Ask for columns that some stage has written for it.")
+                raise UnknownColumn(
+                    f"row {row} has no column {name!r}. Ask for columns that some stage has written for it."
+                )
             found.append(cell)
         return found
 
@@ -150,6 +173,11 @@ class Blocks:
             self.num_blocks -= 1
             self.bytes -= block.nbytes
             block.batch = block.ref = None
+
+
+def _has(group: GroupCells, name: str, index: int) -> bool:
+    cells = group.get(name)
+    return (cells[index] if isinstance(cells, list) else cells) is not None
 
 
 def _column_set(names: list[str], cells: list[Cell], refs: list[Any], known_refs: dict[int, int]) -> ColumnSet:
@@ -195,7 +223,9 @@ def _order(places: list[int]) -> np.ndarray | None:
 
 
 def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.RecordBatch]) -> Rows:
-    """Rows of a payload; `fetched`: the batches behind its `refs`. Contiguous rows of one block are read in place, without a copy."""
+    """Rows of a payload; `fetched`: the batches behind its `refs`. Contiguous rows of one block are read in place,
+    without a copy.
+    """
     columns: dict[str, pa.Array] = {}
     for together in payload.sets:
         batches = [_resolve(part, together.names, fetched) for part in together.parts]

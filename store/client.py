@@ -1,4 +1,5 @@
-"""How workers speak to the store, in-process or as a Ray actor: the same calls, few round trips, large values in shared memory.
+"""How workers speak to the store, in-process or as a Ray actor: the same calls, few round trips, large values in
+shared memory.
 
 A worker's loop, which is what every stage looks like:
 
@@ -48,6 +49,7 @@ class SharedLease(Lease):
 
 Values = dict[str, Any]
 """By column one value a row: a list or `[N]` array; for ragged columns a list of lists or of `[T_i]` arrays."""
+Outgoing = tuple[Write, "asyncio.Future[None]"]
 
 
 class StoreClient:
@@ -61,8 +63,8 @@ class StoreClient:
         self._link = link_to(handle)
         self._known: StoreSpec | None = None
         self._columns: dict[str, Column] = {}
-        self._outbox: list[tuple[Write, asyncio.Future[None]]] = []
-        self._flight: asyncio.Task[None] | None = None
+        self._outbox: list[Outgoing] = []
+        self._flight: asyncio.Task[list[StoreError | None]] | None = None
 
     async def put_groups(self, groups: Sequence[Values]) -> list[int]:
         """Admit groups, each with the source's columns given once; waits for credits until all are in. Their numbers.
@@ -78,7 +80,8 @@ class StoreClient:
         return list(await self._link.call("put", inline, refs, list(values), facts))
 
     async def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
-        """Up to `max_units` units (samples or groups, as the stage's unit is) of the oldest groups, at least one: waits for it.
+        """Up to `max_units` units (samples or groups, as the stage's unit is) of the oldest groups, at least one:
+        waits for it.
 
         None when the store is closed. `owner`: who it is, for `describe` and `abandon`.
         """
@@ -90,10 +93,13 @@ class StoreClient:
     ) -> SharedLease | None:
         """This rank's rows of a round that all ranks ask for by the same number; waits until it is formed.
 
-        The train stage gives exactly `groups_per_step` whole groups, whatever `max_units`. Rows are balanced over ranks by tokens and
-        ordered by row id. Asking again gives the same rows, less those finished since. None when the store is closed.
+        The train stage gives exactly `groups_per_step` whole groups, whatever `max_units`. Rows are balanced over
+        ranks by tokens and ordered by row id. Asking again gives the same rows, less those finished since. None when
+        the store is closed.
         """
-        granted = await self._link.call("lease_shared", stage, round, rank, num_ranks, max_units, owner or f"{stage} ranks")
+        granted = await self._link.call(
+            "lease_shared", stage, round, rank, num_ranks, max_units, owner or f"{stage} ranks"
+        )
         if granted is None:
             return None
         return SharedLease(granted.lease_id, stage, await self._rows(granted), round, rank, granted.version)
@@ -103,17 +109,17 @@ class StoreClient:
         await self._link.call("complete_shared", lease.id, lease.rank)
 
     async def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
-        """Results of some rows of a lease. A row is complete once it has all columns of the stage; the lease ends with its last row.
+        """Results of some rows of a lease. A row is complete once it has all columns of the stage; the lease ends
+        with its last row.
 
-        Writing a row again changes nothing. Calls made while one is under way are sent together. Raises `LeaseExpired` if the rows
-        went to another, and what `encode` raises for values that do not fit.
+        Writing a row again changes nothing. Calls made while one is under way are sent together. Raises
+        `LeaseExpired` if the rows went to another, and what `encode` raises for values that do not fit.
         """
         write = await self._prepare(lease, row_ids, columns)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._outbox.append((write, future))
         if self._flight is None:
-            self._flight = asyncio.ensure_future(self._send())
-            self._flight.add_done_callback(self._landed)
+            self._take_off()
         await future
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
@@ -121,7 +127,9 @@ class StoreClient:
         await self._link.call("drop", lease.id, lease.stage, _ids(row_ids), reason, detail)
 
     async def release(self, lease: Lease) -> None:
-        """Give the unfinished rows back. A train lease: its update was lost, and the same groups will form a batch again."""
+        """Give the unfinished rows back. A train lease: its update was lost, and the same groups will form a batch
+        again.
+        """
         await self._link.call("release", lease.id)
 
     async def renew(self, lease: Lease) -> None:
@@ -171,33 +179,33 @@ class StoreClient:
         spec, rows = await self.spec(), _ids(row_ids)
         for name in columns:
             if name not in self._columns:
-                raise UnknownColumn(f"stage {lease.stage!r} writes column {name!r}, which the dataflow lacks{suggest(name, self._columns)}")
+                raise UnknownColumn(
+                    f"stage {lease.stage!r} writes column {name!r}, which the dataflow "
+                    f"lacks{suggest(name, self._columns)}"
+                )
         batch, facts = encode(self._columns, columns, rows)
         inline, refs = await self._link.ship(batch, spec.inline_bytes)
         return Write(lease.id, lease.stage, rows, list(columns), facts, inline, refs)
 
-    async def _send(self) -> None:
-        """Send what has gathered, until nothing more has."""
-        while self._outbox:
-            sent, self._outbox = self._outbox, []
-            try:
-                results: list[StoreError | None] = await self._link.call("write", [write for write, _ in sent])
-            except BaseException:
-                self._outbox = sent + self._outbox  # `_landed` tells them all
-                raise
-            for (_, future), error in zip(sent, results, strict=True):
-                if not future.done():
-                    future.set_exception(error) if error else future.set_result(None)
+    def _take_off(self) -> None:
+        """Send all writes that have gathered, in one call."""
+        sent, self._outbox = self._outbox, []
+        self._flight = asyncio.ensure_future(self._link.call("write", [write for write, _ in sent]))
+        self._flight.add_done_callback(lambda flight: self._landed(sent, flight))
 
-    def _landed(self, flight: "asyncio.Task[None]") -> None:
-        """The sender has ended: in peace, or with the store's process, which every writer must hear."""
+    def _landed(self, sent: list[Outgoing], flight: "asyncio.Task[list[StoreError | None]]") -> None:
+        """The call has ended, perhaps with the store's process: every writer hears how."""
         self._flight = None
-        error = asyncio.CancelledError() if flight.cancelled() else flight.exception()
-        if error is None:
-            return
-        unsent, self._outbox = self._outbox, []
-        for _, future in unsent:
-            if not future.done():
+        if self._outbox:
+            self._take_off()
+        failure = asyncio.CancelledError() if flight.cancelled() else flight.exception()
+        results = [failure] * len(sent) if failure is not None else flight.result()
+        for (_, future), error in zip(sent, results, strict=True):
+            if future.done():
+                continue
+            if error is None:
+                future.set_result(None)
+            else:
                 future.set_exception(error)
 
 
@@ -254,7 +262,9 @@ def _by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, lis
     for number, group in enumerate(groups):
         for name in source:
             if name not in group:
-                raise MissingColumn(f"group {number} of {len(groups)} lacks column {name!r}. Give {', '.join(source)} for each.")
+                raise MissingColumn(
+                    f"group {number} of {len(groups)} lacks column {name!r}. Give {', '.join(source)} for each."
+                )
         for name in group:
             if name not in source:
                 raise UnknownColumn(f"group {number}: the source writes no column {name!r}{suggest(name, source)}")

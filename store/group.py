@@ -13,7 +13,9 @@ NO_VERSION = 2**62
 
 @dataclass(frozen=True)
 class Facts:
-    """What the ledger must know of the rows of a write; each list has one entry a row, or is None where no column tells."""
+    """What the ledger must know of the rows of a write; each list has one entry a row, or is None where no column
+    tells.
+    """
 
     row_bytes: list[int]
     oldest_version: list[int] | None = None

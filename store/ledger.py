@@ -4,19 +4,21 @@
                  │  ▲          │
           expire, release      └▶ drop
 
-`store/store.py` is its only caller in a run; property tests drive it through random histories. No Ray, no clock, no I/O. Every call
-either raises and changes nothing, or succeeds. Costs do not depend on how many rows are resident.
+`store/store.py` is its only caller in a run; property tests drive it through random histories. No Ray, no clock, no
+I/O. Every call either raises and changes nothing, or succeeds. Costs do not depend on how many rows are resident.
 
 What it promises:
 - a row is trained at most once, and every row ends trained or dropped with a counted reason;
 - no token of a trained row is more than `max_staleness` updates old (see `store/admission.py` for the proof);
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
-- results of a row enter once, whoever computed them, and a writer whose lease is over is told unless they are there already.
+- results of a row enter once, whoever computed them, and a writer whose lease is over is told unless they are there
+already.
 """
 
 from collections.abc import Iterable, Sequence
 
 from penstock.conf.errors import suggest
+from penstock.store.audit import audit
 from penstock.store.errors import (
     DuplicateRow,
     LeaseExpired,
@@ -38,13 +40,13 @@ from penstock.store.spec import StoreSpec
 class Ledger:
     """All control state of one store.
 
-        ledger = Ledger(spec)
-        group = ledger.admit(nbytes=100)            # None: no credit, wait
-        lease = ledger.lease("rollout", 1, "engine-0", now=0.0)
-        ledger.write(lease.id, "rollout", ledger.rows_of(lease), ["response_ids", ...], Facts(...), now=1.0)
-        batch = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
-        ledger.complete_shared(batch.lease_id, rank=0)
-        ledger.published(1)
+    ledger = Ledger(spec)
+    group = ledger.admit(nbytes=100)            # None: no credit, wait
+    lease = ledger.lease("rollout", 1, "engine-0", now=0.0)
+    ledger.write(lease.id, "rollout", ledger.rows_of(lease), ["response_ids", ...], Facts(...), now=1.0)
+    batch = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
+    ledger.complete_shared(batch.lease_id, rank=0)
+    ledger.published(1)
     """
 
     def __init__(self, spec: StoreSpec) -> None:
@@ -56,7 +58,9 @@ class Ledger:
     def admit(self, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0) -> int | None:
         """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`."""
         if nbytes > self.spec.max_bytes:
-            raise TooLarge(f"a group of {nbytes} bytes exceeds store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes.")
+            raise TooLarge(
+                f"a group of {nbytes} bytes exceeds store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes."
+            )
         residents = self.residents
         reason = residents.credits.refusal(nbytes, len(residents.waiting))
         if reason:
@@ -89,15 +93,18 @@ class Ledger:
     ) -> list[int]:
         """`columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
 
-        Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has ended. Renews the
-        lease. Raises `LeaseExpired` if it is over and some row is not done, `RowNotLeased`, `UnknownRow`, `UnknownColumn`,
+        Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has
+        ended. Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `RowNotLeased`,
+        `UnknownRow`, `UnknownColumn`,
         `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """
         producer = self.residents.stage(stage)
         written = self._columns(producer, columns)
         masks = self.residents.masks(list(rows))
         if sum(mask.bit_count() for mask in masks.values()) != len(rows):
-            raise DuplicateRow(f"stage {stage!r}: a row comes twice in one write of {len(rows)} rows. Write each row once.")
+            raise DuplicateRow(
+                f"stage {stage!r}: a row comes twice in one write of {len(rows)} rows. Write each row once."
+            )
         lease = self._held(lease_id, producer, masks)
         if lease is None:
             return []
@@ -133,7 +140,9 @@ class Ledger:
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
 
     def release(self, lease_id: int) -> None:
-        """Give the open rows back. Of a train lease: the update was lost with its trainer, and the batch is formed again."""
+        """Give the open rows back. Of a train lease: the update was lost with its trainer, and the batch is formed
+        again.
+        """
         lease = self.residents.leases.held.get(lease_id)
         if lease is None:
             return
@@ -146,7 +155,11 @@ class Ledger:
 
     def abandon(self, owner: str) -> int:
         """Give back every lease of an owner that is gone, the batch being trained excepted; how many they were."""
-        lost = [lease for lease in self.residents.leases.held.values() if lease.owner == owner and lease.deadline is not None]
+        lost = [
+            lease
+            for lease in self.residents.leases.held.values()
+            if lease.owner == owner and lease.deadline is not None
+        ]
         for lease in lost:
             self._give_back(lease, "abandoned")
         return len(lost)
@@ -164,9 +177,11 @@ class Ledger:
     def lease_shared(
         self, stage: str, number: int, num_ranks: int, max_units: int, owner: str, now: float
     ) -> Round | None:
-        """The round of that number, formed now if it can be; None if its units are not ready. Same answer for every rank.
+        """The round of that number, formed now if it can be; None if its units are not ready. Same answer for every
+        rank.
 
-        The train stage takes exactly `groups_per_step` groups and ignores `max_units`. Raises `LeaseExpired`, `StalenessViolation`.
+        The train stage takes exactly `groups_per_step` groups and ignores `max_units`. Raises `LeaseExpired`,
+        `StalenessViolation`.
         """
         consumer = self.residents.stage(stage)
         if num_ranks < 1 or (max_units < 1 and consumer.unit != "batch"):
@@ -179,14 +194,18 @@ class Ledger:
     def share(self, made: Round, rank: int) -> list[int]:
         """The rows of a round that `rank` still has to compute, ascending. Raises `StoreError` for an unknown rank."""
         if not 0 <= rank < len(made.parts):
-            raise StoreError(f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {made.stage!r}.")
+            raise StoreError(
+                f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {made.stage!r}."
+            )
         lease = self.residents.leases.held.get(made.lease_id)
         if lease is None:
             return []
         size = self.residents.size
-        shown = lease.open if not self.residents.stage(made.stage).sees_siblings else {
-            group: lease.granted[group] & self.residents.groups[group].live for group in lease.open
-        }
+        shown = (
+            lease.open
+            if not self.residents.stage(made.stage).sees_siblings
+            else {group: lease.granted[group] & self.residents.groups[group].live for group in lease.open}
+        )
         return [row for row in made.parts[rank] if shown.get(row // size, 0) >> row % size & 1]
 
     def complete_shared(self, lease_id: int, rank: int) -> None:
@@ -194,22 +213,36 @@ class Ledger:
         self.rounds.complete(lease_id, rank)
 
     def published(self, version: int) -> None:
-        """Version `version` of the policy serves everywhere: groups trained by the updates up to it return their credits."""
+        """Version `version` of the policy serves everywhere: groups trained by the updates up to it return their
+        credits.
+        """
         if version > self.rounds.formed:
             raise StoreError(
-                f"published({version}): only {self.rounds.formed} batches were formed, so the newest version can be {self.rounds.formed}. "
+                f"published({version}): only {self.rounds.formed} batches were formed, so the newest version can be "
+                f"{self.rounds.formed}. "
                 "Versions count updates, from 0."
             )
         self.residents.credits.publish(version)
+
+    def check_invariants(self) -> None:
+        """For tests: recompute everything that is kept by counting. Raises `BrokenInvariant`."""
+        audit(self.residents, self.rounds)
+
+    def check_columns(self, stage: str, columns: Iterable[str]) -> None:
+        """Raises `UnknownStage`, `UnknownColumn` unless the stage may write the columns."""
+        self._columns(self.residents.stage(stage), columns)
 
     def _columns(self, stage: Stage, columns: Iterable[str]) -> list[int]:
         index = self.residents.readiness.column_index
         for name in columns:
             if name not in index:
-                raise UnknownColumn(f"stage {stage.name!r} writes column {name!r}, which the dataflow lacks{suggest(name, index)}")
+                raise UnknownColumn(
+                    f"stage {stage.name!r} writes column {name!r}, which the dataflow lacks{suggest(name, index)}"
+                )
             if index[name] not in stage.writes:
                 raise UnknownColumn(
-                    f"stage {stage.name!r} may not write column {name!r}; it writes {', '.join(stage.spec.writes) or 'none'}. "
+                    f"stage {stage.name!r} may not write column {name!r}; it writes "
+                    f"{', '.join(stage.spec.writes) or 'none'}. "
                     "Declare the column in the stage's writes."
                 )
         return [index[name] for name in columns]
@@ -225,14 +258,17 @@ class Ledger:
             for group_id, mask in masks.items():
                 if foreign := mask & ~lease.granted.get(group_id, 0):
                     row = row_ids(group_id, foreign, size)[0]
-                    raise RowNotLeased(f"stage {stage.name!r}: lease {lease_id} does not hold row {row}. Write the rows that it has.")
+                    raise RowNotLeased(
+                        f"stage {stage.name!r}: lease {lease_id} does not hold row {row}. Write the rows that it has."
+                    )
             return lease
         for group_id, mask in masks.items():
             group = self.residents.groups.get(group_id)
             if group is not None and (undone := mask & group.live & ~group.done[stage.index]):
                 self.counters["refused/lease_expired"] += 1
                 raise LeaseExpired(
-                    f"stage {stage.name!r}, row {row_ids(group_id, undone, size)[0]}: lease {lease_id} is over, and the row goes to another. "
+                    f"stage {stage.name!r}, row {row_ids(group_id, undone, size)[0]}: lease {lease_id} is over, and "
+                    "the row goes to another. "
                     "Throw the result away; renew the lease or raise store.lease_timeout_s if the work takes that long."
                 )
         self.counters["ignored/late"] += sum(mask.bit_count() for mask in masks.values())
@@ -241,17 +277,25 @@ class Ledger:
     def _check_facts(self, rows: Sequence[int], written: list[int], facts: Facts) -> None:
         if (largest := max(facts.row_bytes, default=0)) > self.spec.max_bytes:
             row = rows[facts.row_bytes.index(largest)]
-            raise TooLarge(f"row {row} has {largest} bytes, more than store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes.")
+            raise TooLarge(
+                f"row {row} has {largest} bytes, more than store.max_bytes={self.spec.max_bytes}. Raise "
+                "store.max_bytes."
+            )
         decider = self.residents.readiness.column_index.get("response_ids")
         if facts.token_lengths is None or decider is None or decider in written:
             return
         size = self.residents.size
         for row, length in zip(rows, facts.token_lengths, strict=True):
             group = self.residents.groups.get(row // size)
-            if group is not None and group.have[decider] >> row % size & 1 and length != group.response_tokens[row % size]:
+            if (
+                group is not None
+                and group.have[decider] >> row % size & 1
+                and length != group.response_tokens[row % size]
+            ):
                 raise WrongLength(
                     f"column {facts.token_column!r}, row {row}: {length} entries, but the response has "
-                    f"{group.response_tokens[row % size]} tokens. Every token column has one entry for each response token."
+                    f"{group.response_tokens[row % size]} tokens. Every token column has one entry for each response "
+                    "token."
                 )
 
     def _note_facts(self, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts) -> list[int]:

@@ -8,8 +8,9 @@ def choose_groups(
 ) -> list[int] | None:
     """The `count` oldest complete groups that may be taken one after the other, or None if there are not so many.
 
-    Groups are numbered in the order of admission; those waiting lie in `[first, end)`. A group may be taken while its number is
-    less than `window` above that of the oldest one that still waits. So whichever group lags, at most `window - 1` later
+    Groups are numbered in the order of admission; those waiting lie in `[first, end)`. A group may be taken while its
+    number is less than `window` above that of the oldest one that still waits. So whichever group lags, at most
+    `window - 1` later
     ones overtake it: the window does not slide on while its oldest group stays. `window=1` is strict FIFO.
 
         complete = {1, 2, 3}; choose_groups(0, 4, 2, 3, ...)  # [1, 2]: group 0 lags and is overtaken by two

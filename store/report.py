@@ -1,4 +1,6 @@
-"""What the store says of itself: numbers for the metrics of a step, and a table for people. Reads the ledger, changes nothing."""
+"""What the store says of itself: numbers for the metrics of a step, and a table for people. Reads the ledger, changes
+nothing.
+"""
 
 from typing import Any
 
@@ -37,7 +39,9 @@ def _rows_with_response(ledger: Ledger, admitted: int) -> int:
 
 
 def describe(ledger: Ledger, now: float) -> Described:
-    """Rows by stage and state, the oldest group, and who holds what until when. Walks all groups: not for the hot path."""
+    """Rows by stage and state, the oldest group, and who holds what until when. Walks all groups: not for the hot
+    path.
+    """
     residents = ledger.residents
     names = [stage.name for stage in residents.readiness.stages]
     oldest = min(residents.waiting, default=None)
@@ -55,7 +59,11 @@ def describe(ledger: Ledger, now: float) -> Described:
             }
             for lease in residents.leases.held.values()
         ],
-        "credits": {"active": residents.credits.active, "max": residents.credits.max_active, "published": residents.credits.published},
+        "credits": {
+            "active": residents.credits.active,
+            "max": residents.credits.max_active,
+            "published": residents.credits.published,
+        },
     }
 
 
@@ -77,5 +85,8 @@ def rows_by_state(ledger: Ledger) -> dict[str, dict[str, int]]:
 def _lacking(ledger: Ledger, group_id: int) -> dict[str, int]:
     """Columns that live rows of a group lack, and how many rows lack them."""
     group = ledger.residents.groups[group_id]
-    lacking = {name: (group.live & ~group.have[index]).bit_count() for name, index in ledger.residents.readiness.column_index.items()}
+    lacking = {
+        name: (group.live & ~group.have[index]).bit_count()
+        for name, index in ledger.residents.readiness.column_index.items()
+    }
     return {name: count for name, count in lacking.items() if count}

@@ -1,7 +1,7 @@
 """The resident groups and the few moves that all events are made of: admit, hold, let go, drop, forget.
 
-`store/ledger.py` turns events into these moves; `store/rounds.py` forms batches with them. Each keeps groups, leases, credits and
-counters consistent with one another, and `store/audit.py` checks that they are.
+`store/ledger.py` turns events into these moves; `store/rounds.py` forms batches with them. Each keeps groups, leases,
+credits and counters consistent with one another, and `store/audit.py` checks that they are.
 """
 
 from collections import Counter
@@ -56,7 +56,8 @@ class Residents:
             if not 0 <= group < self.next_group:
                 row = next(row for row in row_ids if row // self.size == group)
                 raise UnknownRow(
-                    f"row {row}: no such row was ever admitted; rows so far are 0 to {self.next_group * self.size - 1}. "
+                    f"row {row}: no such row was ever admitted; rows so far are 0 to "
+                    f"{self.next_group * self.size - 1}. "
                     "Write the rows of the lease."
                 )
         return masks

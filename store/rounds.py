@@ -1,7 +1,8 @@
-"""Leases that all ranks of a data-parallel group share: the first rank to ask forms one, the others get their share of it.
+"""Leases that all ranks of a data-parallel group share: the first rank to ask forms one, the others get their share
+of it.
 
-The train stage's round is the batch of one policy update: exactly `groups_per_step` whole groups in order, each token fresh enough.
-Called by `store/ledger.py` only.
+The train stage's round is the batch of one policy update: exactly `groups_per_step` whole groups in order, each token
+fresh enough. Called by `store/ledger.py` only.
 """
 
 from dataclasses import dataclass, field
@@ -52,12 +53,16 @@ class Rounds:
         """Largest staleness of any row ever put into a batch, in updates."""
 
     def find(self, stage: Stage, number: int, num_ranks: int) -> Round | None:
-        """The round, if it was formed. Raises `LeaseExpired` if it is void or trained, `StoreError` if the ranks disagree."""
+        """The round, if it was formed. Raises `LeaseExpired` if it is void or trained, `StoreError` if the ranks
+        disagree.
+        """
         known = self._rounds.get(stage.name, {}).get(number)
         if known is None:
             newest = self._newest.get(stage.name)
             if newest is not None and number <= newest:
-                raise LeaseExpired(f"round {number} of stage {stage.name!r} is over; the newest is {newest}. Ask for {newest + 1}.")
+                raise LeaseExpired(
+                    f"round {number} of stage {stage.name!r} is over; the newest is {newest}. Ask for {newest + 1}."
+                )
             return None
         if known.void or (known.over and stage.unit == "batch"):
             how = "expired or was released" if known.void else "is trained already"
@@ -69,8 +74,12 @@ class Rounds:
             )
         return known
 
-    def form(self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float) -> Round | None:
-        """A new round if its units are ready. The train stage takes its batch and no deadline. Raises `StalenessViolation`."""
+    def form(
+        self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float
+    ) -> Round | None:
+        """A new round if its units are ready. The train stage takes its batch and no deadline. Raises
+        `StalenessViolation`.
+        """
         residents = self._residents
         if stage.unit == "batch":
             chosen = self._choose_batch(stage)
@@ -100,12 +109,19 @@ class Rounds:
         """`rank` has trained its share; after the last one the batch's rows end. A second time changes nothing."""
         made = self.by_lease.get(lease_id)
         if made is None or made.void:
-            raise LeaseExpired(f"lease {lease_id} is no round under way: it is long over, or was released. Ask for the next one.")
+            raise LeaseExpired(
+                f"lease {lease_id} is no round under way: it is long over, or was released. Ask for the next one."
+            )
         stage = self._residents.stage(made.stage)
         if stage.unit != "batch":
-            raise StoreError(f"stage {stage.name!r} is completed by writing its columns ({', '.join(stage.spec.writes)}), not by an ack.")
+            raise StoreError(
+                f"stage {stage.name!r} is completed by writing its columns ({', '.join(stage.spec.writes)}), not by "
+                "an ack."
+            )
         if not 0 <= rank < len(made.parts):
-            raise StoreError(f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {stage.name!r}.")
+            raise StoreError(
+                f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {stage.name!r}."
+            )
         if made.over:
             self._residents.counters["ignored/second_ack"] += 1
             return
@@ -120,11 +136,14 @@ class Rounds:
             made.void = True
 
     def take_back(self, made: Round) -> None:
-        """Undo the formation of the newest batch, whose update was lost with its trainer. Raises `StoreError` for older ones."""
+        """Undo the formation of the newest batch, whose update was lost with its trainer. Raises `StoreError` for
+        older ones.
+        """
         residents = self._residents
         if made.version != self.formed - 1:
             raise StoreError(
-                f"round {made.number} formed the batch of update {made.version}, but update {self.formed - 1} was formed since; "
+                f"round {made.number} formed the batch of update {made.version}, but update {self.formed - 1} was "
+                "formed since; "
                 "release the newest first."
             )
         lease = residents.leases.held[made.lease_id]
@@ -139,7 +158,9 @@ class Rounds:
         self._newest[made.stage] = made.number - 1
 
     def _choose_batch(self, stage: Stage) -> list[Group] | None:
-        """The next batch's groups. Groups with a token too old are evicted first, unless the spec is strict: then it raises."""
+        """The next batch's groups. Groups with a token too old are evicted first, unless the spec is strict: then it
+        raises.
+        """
         residents, spec = self._residents, self._residents.spec
         while stage.num_free >= spec.groups_per_step:
             while residents.head < residents.next_group and residents.head not in residents.waiting:
@@ -174,8 +195,10 @@ class Rounds:
         age = self.formed - group.oldest_version()
         if self._residents.spec.strict:
             raise StalenessViolation(
-                f"group {group.id} has a token of version {group.oldest_version()}, which the update that makes version "
-                f"{self.formed + 1} would train at staleness {age} > max_staleness={self._residents.spec.max_staleness}. Admission should "
+                f"group {group.id} has a token of version {group.oldest_version()}, which the update that makes "
+                "version "
+                f"{self.formed + 1} would train at staleness {age} > "
+                f"max_staleness={self._residents.spec.max_staleness}. Admission should "
                 "have made this impossible: were versions published before the engines had loaded them?"
             )
         self._residents.drop(group, group.live, "stale")
@@ -208,7 +231,8 @@ class Rounds:
         for group in groups:
             self.last_batch.extend(row_ids(group.id, group.live, residents.size))
             residents.counters["response_tokens_trained"] += sum(
-                group.response_tokens[row - group.id * residents.size] for row in row_ids(group.id, group.live, residents.size)
+                group.response_tokens[row - group.id * residents.size]
+                for row in row_ids(group.id, group.live, residents.size)
             )
             residents.end_trained(group)
         residents.credits.trained(made.version + 1, len(groups))

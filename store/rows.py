@@ -1,10 +1,12 @@
 """Rows as consumers see them: one entry a sample, columns by name, backed by Arrow without padding.
 
-What a lease hands out (`store/client.py`) and what engines, rewards and trainers compute on. Arrays that leave here are views of
-Arrow buffers, which may lie in shared memory and are read-only: copy before writing. Imports neither torch nor Ray.
+What a lease hands out (`store/client.py`) and what engines, rewards and trainers compute on. Arrays that leave here
+are views of Arrow buffers, which may lie in shared memory and are read-only: copy before writing. Imports neither
+torch nor Ray.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,16 +21,19 @@ from penstock.store.schema import arrow_type
 class Rows:
     """An immutable table of samples, ordered by group and then by index in the group.
 
-        rows = Rows.from_lists({"prompt_ids": [[5, 6], [5, 6]], "reward": [1.0, 0.0]}, group_ids=[0, 0])
-        rows.values("reward")         # array([1., 0.], dtype=float32)
-        rows.arrays("prompt_ids")[0]  # array([5, 6], dtype=int32)
+    rows = Rows.from_lists({"prompt_ids": [[5, 6], [5, 6]], "reward": [1.0, 0.0]}, group_ids=[0, 0])
+    rows.values("reward")         # array([1., 0.], dtype=float32)
+    rows.arrays("prompt_ids")[0]  # array([5, 6], dtype=int32)
     """
 
     def __init__(self, row_ids: np.ndarray, group_ids: np.ndarray, table: pa.Table) -> None:
-        """`row_ids`, `group_ids`: `[N]` int64. `table`: N rows, each column in at most one chunk. Raises `WrongLength`."""
+        """`row_ids`, `group_ids`: `[N]` int64. `table`: N rows, each column in at most one chunk. Raises
+        `WrongLength`.
+        """
         if not len(row_ids) == len(group_ids) == (table.num_rows if table.num_columns else len(row_ids)):
             raise WrongLength(
-                f"{len(row_ids)} row ids, {len(group_ids)} group ids and a table of {table.num_rows} rows do not fit together: "
+                f"{len(row_ids)} row ids, {len(group_ids)} group ids and a table of {table.num_rows} rows do not fit "
+                "together: "
                 "give one of each for every row."
             )
         self.row_ids = np.asarray(row_ids, dtype=np.int64)
@@ -57,7 +62,9 @@ class Rows:
         names = parts[0].names
         for part in parts:
             if set(part.names) != set(names):
-                raise UnknownColumn(f"Rows.concat: parts have columns {list(names)} and {list(part.names)}; select the same ones.")
+                raise UnknownColumn(
+                    f"Rows.concat: parts have columns {list(names)} and {list(part.names)}; select the same ones."
+                )
         table = pa.concat_tables([part._table.select(list(names)) for part in parts]).combine_chunks()
         return Rows(
             np.concatenate([part.row_ids for part in parts]), np.concatenate([part.group_ids for part in parts]), table
@@ -77,10 +84,14 @@ class Rows:
         return tuple(self._table.schema.names)
 
     def values(self, name: str) -> np.ndarray:
-        """A numeric sample column: `[N]`, in the column's dtype. Raises `UnknownColumn`, `StoreError` if it is no such column."""
+        """A numeric sample column: `[N]`, in the column's dtype. Raises `UnknownColumn`, `StoreError` if it is no
+        such column.
+        """
         array = self._column(name)
         if pa.types.is_list(array.type) or pa.types.is_string(array.type):
-            raise StoreError(f"column {name!r} is {array.type}, not one number a row: use .{_accessor(array.type)}({name!r}).")
+            raise StoreError(
+                f"column {name!r} is {array.type}, not one number a row: use .{_accessor(array.type)}({name!r})."
+            )
         return np.asarray(array.to_numpy(zero_copy_only=False))
 
     def strings(self, name: str) -> list[str]:
@@ -99,10 +110,12 @@ class Rows:
         """A ragged column: `[T_i]` for each row, views of one buffer."""
         values, offsets = self.ragged(name)
         bounds = offsets.tolist()
-        return [values[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        return [values[start:end] for start, end in pairwise(bounds)]
 
     def ragged(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """A ragged column as `values` `[sum T_i]` and `offsets` `[N + 1]` int64; row i is `values[offsets[i]:offsets[i + 1]]`."""
+        """A ragged column as `values` `[sum T_i]` and `offsets` `[N + 1]` int64; row i is
+        `values[offsets[i]:offsets[i + 1]]`.
+        """
         array = self._ragged_column(name)
         offsets = array.offsets.to_numpy(zero_copy_only=False).astype(np.int64)
         values = array.values.to_numpy(zero_copy_only=False)[offsets[0] : offsets[-1]]
@@ -117,7 +130,9 @@ class Rows:
         positions = np.asarray(indices, dtype=np.int64)
         if np.array_equal(positions, np.arange(len(self))):
             return self
-        return Rows(self.row_ids[positions], self.group_ids[positions], self._table.take(pa.array(positions)).combine_chunks())
+        return Rows(
+            self.row_ids[positions], self.group_ids[positions], self._table.take(pa.array(positions)).combine_chunks()
+        )
 
     def groups(self) -> list[tuple[int, np.ndarray]]:
         """`(group_id, positions of its rows)` in order of first appearance."""
@@ -132,7 +147,9 @@ class Rows:
 
     def _column(self, name: str) -> pa.Array:
         if name not in self._table.schema.names:
-            raise UnknownColumn(f"column {name!r} is not among those leased: {', '.join(self.names)}. Add it to the stage's reads.")
+            raise UnknownColumn(
+                f"column {name!r} is not among those leased: {', '.join(self.names)}. Add it to the stage's reads."
+            )
         column = self._table.column(name)
         if column.num_chunks == 1:
             return column.chunk(0)

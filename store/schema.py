@@ -1,7 +1,7 @@
 """From a worker's values to Arrow and the numbers that the ledger needs; refuses what the schema forbids.
 
-Called by `store/client.py` on the worker's side, before anything is sent. `encode` is all or nothing: it raises, or returns a
-batch that the store takes as it is.
+Called by `store/client.py` on the worker's side, before anything is sent. `encode` is all or nothing: it raises, or
+returns a batch that the store takes as it is.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,13 +32,16 @@ def arrow_type(column: Column) -> pa.DataType:
 def encode(columns: dict[str, Column], values: dict[str, Any], row_ids: Sequence[int]) -> tuple[pa.RecordBatch, Facts]:
     """One Arrow column for each of `values`, in the declared type.
 
-    `values`: by column name one value a row: a list, a `[N]` array, or for ragged columns a list of lists or `[T_i]` arrays.
-    `columns`: the declared columns, of which `values` is a subset. Raises `WrongType`, `WrongLength`, `NotFinite`.
+    `values`: by column name one value a row: a list, a `[N]` array, or for ragged columns a list of lists or `[T_i]`
+    arrays. `columns`: the declared columns, of which `values` is a subset. Raises `WrongType`, `WrongLength`,
+    `NotFinite`.
     """
     arrays: dict[str, pa.Array] = {}
     for name, given in values.items():
         if len(given) != len(row_ids):
-            raise WrongLength(f"column {name!r} has {len(given)} values for {len(row_ids)} rows. Give one value for every row.")
+            raise WrongLength(
+                f"column {name!r} has {len(given)} values for {len(row_ids)} rows. Give one value for every row."
+            )
         arrays[name] = _encode_column(columns[name], given, row_ids)
     _check_token_lengths(columns, arrays, row_ids)
     batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
@@ -46,12 +49,16 @@ def encode(columns: dict[str, Column], values: dict[str, Any], row_ids: Sequence
 
 
 def check_batch(columns: dict[str, Column], batch: pa.RecordBatch, num_rows: int) -> None:
-    """The store's own look at what a client has encoded: types and number of rows, not values. Raises as `encode` does."""
+    """The store's own look at what a client has encoded: types and number of rows, not values. Raises as `encode`
+    does.
+    """
     if batch.num_rows != num_rows:
         raise WrongLength(f"a batch of {batch.num_rows} rows came for {num_rows} row ids. Write through StoreClient.")
     for field in batch.schema:
         if field.type != arrow_type(columns[field.name]):
-            raise WrongType(f"column {field.name!r} came as {field.type}; the schema says {arrow_type(columns[field.name])}.")
+            raise WrongType(
+                f"column {field.name!r} came as {field.type}; the schema says {arrow_type(columns[field.name])}."
+            )
 
 
 def _encode_column(column: Column, given: Any, row_ids: Sequence[int]) -> pa.Array:
@@ -71,22 +78,35 @@ def _encode_column(column: Column, given: Any, row_ids: Sequence[int]) -> pa.Arr
 
 
 def _expected(column: Column) -> str:
-    one = {"sample": "one value", "token": "one value for each response token", "prompt": "one value for each prompt token"}
-    return f"{column.dtype}, {one[column.shape]} a row" if column.shape == "sample" else f"{column.dtype}, {one[column.shape]}"
+    one = {
+        "sample": "one value",
+        "token": "one value for each response token",
+        "prompt": "one value for each prompt token",
+    }
+    return (
+        f"{column.dtype}, {one[column.shape]} a row"
+        if column.shape == "sample"
+        else f"{column.dtype}, {one[column.shape]}"
+    )
 
 
 def _check_kinds(column: Column, given: Any, row_ids: Sequence[int]) -> None:
-    """Refuse what Arrow or numpy would silently convert: floats into integers, strings for lists, arrays of the wrong rank."""
+    """Refuse what Arrow or numpy would silently convert: floats into integers, strings for lists, arrays of the wrong
+    rank.
+    """
     ragged = column.shape != "sample"
     if isinstance(given, np.ndarray) and not ragged:
         _check_kind(column, given.dtype, "")
         if given.ndim != 1:
-            raise WrongType(f"column {column.name!r} came as an array of shape {given.shape}; it must be {_expected(column)}.")
+            raise WrongType(
+                f"column {column.name!r} came as an array of shape {given.shape}; it must be {_expected(column)}."
+            )
         return
     for row, value in zip(row_ids, given, strict=True):
         if ragged != (isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)):
             raise WrongType(
-                f"column {column.name!r}, row {row}: got {type(value).__name__} {_short(value)}; it must be {_expected(column)}."
+                f"column {column.name!r}, row {row}: got {type(value).__name__} {_short(value)}; it must be "
+                f"{_expected(column)}."
             )
         if isinstance(value, np.ndarray):
             _check_kind(column, value.dtype, f", row {row}")
@@ -114,7 +134,7 @@ def _from_arrays(column: Column, given: Any) -> pa.Array:
 
 
 def _first_misfit(column: Column, given: Any, row_ids: Sequence[int]) -> str:
-    """", row R (value)" of the first row that does not convert on its own."""
+    """ ", row R (value)" of the first row that does not convert on its own."""
     for row, value in zip(row_ids, given, strict=True):
         try:
             pa.array([value], type=arrow_type(column))
@@ -132,7 +152,8 @@ def _check_finite(column: Column, array: pa.Array, row_ids: Sequence[int]) -> No
     if pa.types.is_list(array.type):
         position = int(np.searchsorted(array.offsets.to_numpy(), position, side="right")) - 1
     raise NotFinite(
-        f"column {column.name!r}, row {row_ids[position]}: {values[bad[0]]} is not finite. Mend what computes it, or drop the row; "
+        f"column {column.name!r}, row {row_ids[position]}: {values[bad[0]]} is not finite. Mend what computes it, or "
+        "drop the row; "
         f'Column("{column.name}", "{column.dtype}", nan_ok=True) allows it.'
     )
 
@@ -149,7 +170,8 @@ def _check_token_lengths(columns: dict[str, Column], arrays: dict[str, pa.Array]
         bad = np.flatnonzero(lengths != expected)
         if len(bad):
             raise WrongLength(
-                f"column {name!r}, row {row_ids[bad[0]]}: {lengths[bad[0]]} entries, but {decider!r} has {expected[bad[0]]}. "
+                f"column {name!r}, row {row_ids[bad[0]]}: {lengths[bad[0]]} entries, but {decider!r} has "
+                f"{expected[bad[0]]}. "
                 "Every token column has one entry for each response token."
             )
 
@@ -173,7 +195,9 @@ def _row_bytes(array: pa.Array) -> "np.ndarray | int":
     if pa.types.is_list(array.type):
         return np.diff(array.offsets.to_numpy()).astype(np.int64) * (array.type.value_type.bit_width // 8 or 1) + 4
     if pa.types.is_string(array.type):
-        return np.diff(np.frombuffer(array.buffers()[1], dtype=np.int32)[array.offset : array.offset + len(array) + 1]) + 4
+        return (
+            np.diff(np.frombuffer(array.buffers()[1], dtype=np.int32)[array.offset : array.offset + len(array) + 1]) + 4
+        )
     return array.type.bit_width // 8 or 1
 
 

@@ -1,11 +1,12 @@
-"""The streaming store: the ledger's decisions and the blocks' data behind waiting calls. Runs in-process or as a Ray actor.
+"""The streaming store: the ledger's decisions and the blocks' data behind waiting calls. Runs in-process or as a Ray
+actor.
 
     producers ─ put ─▶ ┌───────┐ ─ lease ─▶ workers
                        │ Store │ ◀─ write, drop ─
     controller ─ published ─▶  └───────┘ ─ lease_shared ─▶ trainer ranks
 
-Spoken to through `store/client.py` only. Who waits is woken one after the other when its stage may have become ready, so nobody
-polls and first come is first served. All calls must come from one event loop.
+Spoken to through `store/client.py` only. Who waits is woken one after the other when its stage may have become ready,
+so nobody polls and first come is first served. All calls must come from one event loop.
 """
 
 import asyncio
@@ -22,7 +23,6 @@ from penstock.store.errors import MissingColumn, StoreClosed, StoreError, Unknow
 from penstock.store.group import Facts
 from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
-from penstock.store.rounds import Round
 from penstock.store.schema import check_batch
 from penstock.store.spec import StoreSpec
 
@@ -32,7 +32,9 @@ Queue = deque["asyncio.Future[None]"]
 
 @dataclass(frozen=True)
 class Write:
-    """One write on its way: the values are `batch`, or behind the one reference in `refs` (a list, so that Ray leaves it alone)."""
+    """One write on its way: the values are `batch`, or behind the one reference in `refs` (a list, so that Ray leaves
+    it alone).
+    """
 
     lease_id: int
     stage: str
@@ -57,9 +59,9 @@ class Granted:
 class Store:
     """Lifecycle: made with its spec, used until `close`, after which waiting calls return None or raise `StoreClosed`.
 
-        store = Store(spec)
-        client = StoreClient(store)
-        groups = await client.put_groups([{"prompt_ids": [1, 2, 3], "task": "{}"}])
+    store = Store(spec)
+    client = StoreClient(store)
+    groups = await client.put_groups([{"prompt_ids": [1, 2, 3], "task": "{}"}])
     """
 
     def __init__(self, spec: StoreSpec, clock: Callable[[], float] = time.monotonic) -> None:
@@ -83,7 +85,9 @@ class Store:
         return self._spec
 
     async def put(self, batch: pa.RecordBatch | None, refs: list[Any], names: list[str], facts: Facts) -> list[int]:
-        """One group for each row of the batch, admitted in order as credits allow; their numbers. Raises `StoreClosed`."""
+        """One group for each row of the batch, admitted in order as credits allow; their numbers. Raises
+        `StoreClosed`.
+        """
         self._check_source(names)
         num_groups = len(facts.row_bytes)
         if batch is not None:
@@ -92,19 +96,25 @@ class Store:
         admitted: list[int] = []
 
         def admit() -> list[int] | None:
+            before = len(admitted)
             while len(admitted) < num_groups:
                 number = len(admitted)
-                group = self.ledger.admit(facts.row_bytes[number], _at(facts.prompt_tokens, number), _at(facts.response_tokens, number))
+                group = self.ledger.admit(
+                    facts.row_bytes[number], _at(facts.prompt_tokens, number), _at(facts.response_tokens, number)
+                )
                 if group is None:
                     break
                 self._blocks.add_group(group, block, number, names)
                 admitted.append(group)
-            self._changed()
+            if len(admitted) > before:
+                self._changed()
             return admitted if len(admitted) == num_groups else None
 
         done = await self._wait(self._producers, admit)
         if done is None:
-            raise StoreClosed(f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted.")
+            raise StoreClosed(
+                f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted."
+            )
         return done
 
     async def lease(self, stage: str, max_units: int, owner: str) -> Granted | None:
@@ -117,13 +127,16 @@ class Store:
 
         return await self._wait(self._consumers[stage], take)
 
-    async def lease_shared(self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str) -> Granted | None:
+    async def lease_shared(
+        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
+    ) -> Granted | None:
         """This rank's share of a round. Waits until the round is formed. None when the store is closed."""
         self.ledger.residents.stage(stage)
 
         def take() -> Granted | None:
-            made: Round | None = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
-            self._changed()
+            made = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
+            if self.ledger.residents.freed:  # stale groups were evicted
+                self._changed()
             return made and self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
 
         return await self._wait(self._ranks[stage], take)
@@ -142,7 +155,9 @@ class Store:
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
         self.ledger.drop(lease_id, stage, row_ids, reason)
-        self._errors.append(f"{reason}: stage {stage}, {len(row_ids)} row(s) from {row_ids[:1]}: {detail}" if detail else reason)
+        self._errors.append(
+            f"{reason}: stage {stage}, {len(row_ids)} row(s) from {row_ids[:1]}: {detail}" if detail else reason
+        )
         self._changed()
 
     async def release(self, lease_id: int) -> None:
@@ -169,7 +184,7 @@ class Store:
     async def last_batch(self, names: list[str] | None) -> Granted:
         """The batch trained last. `names`: None for all columns that its rows have. Raises `UnknownColumn`."""
         rows = self.ledger.rounds.last_batch
-        chosen = tuple(self._columns) if names is None else tuple(names)
+        chosen = tuple(self._blocks.columns_of(rows) if names is None else names)
         for name in chosen:
             if name not in self._columns:
                 raise UnknownColumn(f"column {name!r} is not in the dataflow; it has {', '.join(self._columns)}.")
@@ -204,10 +219,8 @@ class Store:
                 _wake(queue.popleft())
 
     def _write(self, one: Write) -> None:
+        self.ledger.check_columns(one.stage, one.names)
         if one.batch is not None:
-            for name in one.names:
-                if name not in self._columns:
-                    self.ledger._columns(self.ledger.residents.stage(one.stage), one.names)
             check_batch(self._columns, one.batch, len(one.row_ids))
         kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
         if kept and one.names:
@@ -218,7 +231,7 @@ class Store:
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
     ) -> Granted:
         names = self._reads[stage] if names is None else names
-        self._changed()
+        self._schedule()
         return Granted(lease_id, stage, names, self._blocks.gather(rows, names), version)
 
     def _check_source(self, names: list[str]) -> None:
@@ -226,10 +239,14 @@ class Store:
             raise StoreClosed(f"the store is closed ({self._closed}) and takes no more groups.")
         for name in self._spec.source_columns:
             if name not in names:
-                raise MissingColumn(f"a group lacks source column {name!r}. Give {', '.join(self._spec.source_columns)} for each.")
+                raise MissingColumn(
+                    f"a group lacks source column {name!r}. Give {', '.join(self._spec.source_columns)} for each."
+                )
         for name in names:
             if name not in self._spec.source_columns:
-                raise UnknownColumn(f"the source writes no column {name!r}, only {', '.join(self._spec.source_columns)}.")
+                raise UnknownColumn(
+                    f"the source writes no column {name!r}, only {', '.join(self._spec.source_columns)}."
+                )
 
     async def _wait(self, queue: Queue, attempt: Callable[[], T | None]) -> T | None:
         """The first result of `attempt` that is not None, tried whenever it is this caller's turn; None once closed."""

@@ -10,10 +10,9 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
-import pyarrow as pa
 import torch
 
-from penstock.algorithms.columns import STANDARD_COLUMNS, Column
+from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Stage
 from penstock.conf.errors import DataflowError, LeaseExpired
 from penstock.store.rows import Rows
@@ -32,19 +31,22 @@ class Store(Protocol):
 class ComputeWorker:
     """Runs one compute stage until the store is closed.
 
-    worker = ComputeWorker(flow.stage("group_advantage"))
+    worker = ComputeWorker(flow.stage("group_advantage"), flow.columns)
     worker.apply(Rows.from_lists({"reward": [1.0, 0.0]}, group_ids=[0, 0]))   # {"advantage": [0.7, -0.7]}
     """
 
     def __init__(
         self,
         stage: Stage,
+        columns: dict[str, Column],
         store: Store | None = None,
-        name: str = "compute-0",
         *,
+        name: str = "compute-0",
         max_units: int = 64,
     ) -> None:
+        """`columns`: those of the dataflow, by name. `store`: None for `apply` alone."""
         self.stage = stage
+        self.columns = columns
         self.store = store
         self.name = name
         self.max_units = max_units
@@ -84,13 +86,13 @@ class ComputeWorker:
 
     def _input(self, rows: Rows, name: str) -> Any:
         """Sample columns as one `[N]` tensor, token and prompt columns as a list of `[T_i]`, strings as a list."""
-        kind = rows.table().schema.field(name).type
-        if pa.types.is_string(kind):
+        column = self.columns[name]
+        if column.dtype == "string":
             return rows.strings(name)
         # Copied: the store's buffers are shared and read-only, and a tensor can be written to.
-        if pa.types.is_list(kind):
-            return [torch.from_numpy(values.copy()) for values in rows.arrays(name)]
-        return torch.from_numpy(rows.values(name).copy())
+        if column.shape == "sample":
+            return torch.from_numpy(rows.values(name).copy())
+        return [torch.from_numpy(values.copy()) for values in rows.arrays(name)]
 
     def _call(self, keywords: dict[str, Any], num_rows: int) -> list[list[Any]]:
         assert self.stage.function is not None
@@ -125,7 +127,7 @@ class ComputeWorker:
             raise self._error(
                 f"returned {_described(value)} for {column.name!r}; a list of {num_rows} tensors [T_i] is due."
             )
-        known = next((keywords[name] for name in self.stage.reads if _shape(name) == column.shape), None)
+        known = next((keywords[name] for name in self.stage.reads if self.columns[name].shape == column.shape), None)
         arrays = []
         for index, item in enumerate(value):
             length = len(known[index]) if known is not None else None
@@ -156,10 +158,6 @@ class ComputeWorker:
     def _error(self, text: str) -> DataflowError:
         function = getattr(self.stage.function, "func", self.stage.function)
         return DataflowError(f"stage {self.stage.name!r}: {getattr(function, '__name__', 'its function')} {text}")
-
-
-def _shape(name: str) -> str | None:
-    return STANDARD_COLUMNS[name].shape if name in STANDARD_COLUMNS else None
 
 
 def _taken(values: Any, positions: list[int]) -> Any:

@@ -14,6 +14,8 @@ from penstock.conf.errors import DataError, suggest
 from penstock.workers.environments.reasoning_gym import Problems
 from penstock.workers.prompts.huggingface import open_huggingface
 from penstock.workers.prompts.jsonl import JsonLines
+from penstock.workers.prompts.teacher import TaughtDataset
+from penstock.workers.reward.registry import find_function
 
 DEFAULT_PROBLEMS = 100_000
 
@@ -120,6 +122,13 @@ def open_dataset(data: DataConfig, evaluation: EvaluationConfig, *, held_out: bo
 
     None: there is no held-out set and none is asked for. Raises `DataError` or `ConfigError` naming the key.
     """
+    dataset = _open(data, evaluation, held_out)
+    if dataset is None or held_out or data.teacher is None:
+        return dataset
+    return TaughtDataset(dataset, find_function(data.teacher, "data.teacher"))
+
+
+def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> PromptDataset | None:
     if not data.path:
         raise DataError(f"data.path=null: data.source={data.source} needs {_PATH_MEANS[data.source]}.")
     if data.source == "reasoning_gym":

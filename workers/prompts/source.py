@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
 from penstock.store.errors import StoreClosed
-from penstock.workers.prompts.dataset import PromptDataset, open_dataset
+from penstock.workers.prompts.dataset import PromptDataset, Task, open_dataset
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
 
@@ -110,7 +110,7 @@ class PromptSource:
             f"data.max_prompt_tokens={self.encoder.limits.max_prompt_tokens} or than the room of {self.encoder.limits.room}."
         )
 
-    def _group(self, task: Any) -> dict[str, Any]:
+    def _group(self, task: Task) -> dict[str, Any]:
         if self.demonstrations:
             prompt_ids, response_ids = self.encoder.demonstration_ids(task)
             return {"prompt_ids": prompt_ids, "task": task.to_json(), "response_ids": response_ids}

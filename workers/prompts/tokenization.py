@@ -52,8 +52,8 @@ class TokenLimits:
             response = f" and its response {num_response}" if num_response else ""
             raise PromptTooLong(
                 f"{where}: the prompt has {num_prompt} tokens{response}, but there is room for {self.room} "
-                f"({self.room_means}). Raise rollout.max_model_len if the model takes more, or set data.too_long=skip "
-                "to leave such rows out."
+                f"({self.room_means}). Shorten the row, raise rollout.max_model_len if the model takes more, or set "
+                "data.too_long=skip to leave such rows out."
             )
 
 

@@ -2,7 +2,7 @@
 
 Talks over one socket, so that whatever the reward prints goes to the log and never into the protocol:
 
-    pool ─▶ ("load", FunctionSpec, sys.path, timeout_s)      child ─▶ ("ready", order) or ("refused", text)
+    pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ("ready", order) or ("refused", text)
     pool ─▶ ("score", responses, task JSON strings)        child ─▶ (index, float | RewardError) for each, then ("done",)
 
 `order` tells the pool whom to blame when the process ends or hangs. "sequential": results come in the order of the samples, so it
@@ -24,7 +24,7 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.workers.reward.outcome import Result, RewardError, as_score
-from penstock.workers.reward.registry import FunctionSpec
+from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.signatures import Scorer, Task
 
 LENGTH = struct.Struct("<Q")
@@ -161,7 +161,7 @@ def serve(channel: Channel) -> None:
         channel.send(("done",))
 
 
-def _loaded(spec: FunctionSpec, timeout_s: float, channel: Channel) -> Runner | None:
+def _loaded(spec: RewardSpec, timeout_s: float, channel: Channel) -> Runner | None:
     try:
         runner = Runner(spec.resolve(), timeout_s)
         spec.warm()

@@ -70,6 +70,6 @@ def reasoning_gym(response: str, task: dict[str, Any], strict: bool = False) -> 
 
 
 @reward("digits")
-def digits(response: str) -> float:
+def digits(response: str, task: dict[str, Any] | None = None) -> float:
     """Share of the response's characters that are decimal digits; 0 for an empty response. Learnt within a few steps."""
     return sum(character in "0123456789" for character in response) / len(response) if response else 0.0

@@ -6,14 +6,14 @@ its own sample only: everything else in its batch is scored all the same.
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.reward import RewardConfig
 from penstock.workers.reward.outcome import Result, RewardError
 from penstock.workers.reward.process import RewardProcess
-from penstock.workers.reward.registry import FunctionSpec
+from penstock.workers.reward.registry import RewardSpec
 
 Item = tuple[int, str, str]
 """Position in the call, response, task as JSON."""
@@ -26,22 +26,17 @@ class RewardPool:
     Lifecycle: `start` loads the function in every process (or raises `ConfigError`); `score` and `stream` may be called
     concurrently from then on; `close` ends the processes. They also end when this one does.
 
-        async with RewardPool(RewardConfig(function="digits", num_processes=2)) as pool:
+        async with RewardPool(RewardSpec.of("digits"), num_processes=2) as pool:
             await pool.score(["42", "no"], ["{}", "{}"])      # [1.0, 0.0]
     """
 
     def __init__(
-        self,
-        config: RewardConfig,
-        function: FunctionSpec | str | Callable[..., Any] | None = None,
-        *,
-        start_timeout_s: float = 120.0,
+        self, spec: RewardSpec, *, num_processes: int = 1, timeout_s: float = 10.0, start_timeout_s: float = 120.0
     ) -> None:
-        """`function`: instead of the one that `config.function` names. Raises `ConfigError` if it cannot be sent to processes."""
-        spec = config.function if function is None else function
-        self.spec = spec if isinstance(spec, FunctionSpec) else FunctionSpec.of(spec, config.options)
-        self.num_processes = config.num_processes
-        self.timeout_s = config.timeout_s
+        """`timeout_s`: deadline of each sample. `start_timeout_s`: of loading the function in a process."""
+        self.spec = spec
+        self.num_processes = num_processes
+        self.timeout_s = timeout_s
         self.start_timeout_s = start_timeout_s
         self.replaced = 0
         """Processes that were killed or died, and were replaced."""
@@ -54,6 +49,12 @@ class RewardPool:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._largest_batch = 2**31
         self._busy_of_dead_s = 0.0
+
+    @classmethod
+    def of(cls, config: RewardConfig, spec: RewardSpec | None = None) -> "RewardPool":
+        """The pool that the configuration asks for. `spec`: instead of the function that it names."""
+        spec = spec or RewardSpec.of(config.function, config.options)
+        return cls(spec, num_processes=config.num_processes, timeout_s=config.timeout_s)
 
     async def __aenter__(self) -> "RewardPool":
         await self.start()

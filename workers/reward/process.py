@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, WorkerDied
 from penstock.workers.reward.outcome import Result
-from penstock.workers.reward.registry import FunctionSpec
+from penstock.workers.reward.registry import RewardSpec
 
 LENGTH = struct.Struct("<Q")
 GRACE_S = 0.25
@@ -42,7 +42,7 @@ class RewardProcess:
         self.busy_s = 0.0
 
     @classmethod
-    async def start(cls, spec: FunctionSpec, timeout_s: float, start_timeout_s: float) -> "RewardProcess":
+    async def start(cls, spec: RewardSpec, timeout_s: float, start_timeout_s: float) -> "RewardProcess":
         """Raises `ConfigError` if the function cannot be loaded, `DeadlineExceeded` if that takes too long."""
         ours, theirs = socket.socketpair()
         with theirs:

@@ -1,6 +1,6 @@
 """Where a reward function is found: by a registered name, in a file, or in a module; or it is given as a callable.
 
-`FunctionSpec` is what crosses process boundaries. It is made where the run is composed (`FunctionSpec.of(...).check()`);
+`RewardSpec` is what crosses process boundaries. It is made where the run is composed (`RewardSpec.of(...).check()`);
 each child process of the pool resolves it anew. Functions of files are imported there, callables travel by cloudpickle.
 """
 
@@ -59,15 +59,15 @@ def find_reward(spec: str) -> Callable[..., Any]:
 
 
 def find_function(spec: str, key: str) -> Callable[..., Any]:
-    """The function of `file.py:function` or `package.module:function`. Raises `ConfigError` naming `key`."""
+    """What `file.py:name` or `package.module:name` stands for. Raises `ConfigError` naming `key`, the configuration's key."""
     place, colon, attribute = spec.rpartition(":")
     if not colon:
-        raise ConfigError(f"{key}={spec}: a function is written `file.py:function` or `package.module:function`.")
+        raise ConfigError(f"{key}={spec}: write it as `file.py:function` or `package.module:function`.")
     module = import_file(place, key) if place.endswith(".py") else _import_module(spec, place, key)
     found: Any = module
     for part in attribute.split("."):
         if not hasattr(found, part):
-            names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             raise ConfigError(f"{key}={spec}: {place} has no {attribute!r}{suggest(attribute, names)}")
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
@@ -109,22 +109,30 @@ def _import_module(spec: str, place: str, key: str) -> ModuleType:
 
 
 @dataclass(frozen=True)
-class FunctionSpec:
+class RewardSpec:
     """A reward function and its options, in a form that any process can resolve."""
 
     function: str = ""
     pickled: bytes = b""
     """A callable by cloudpickle, instead of `function`."""
     options: dict[str, Any] = field(default_factory=dict)
+    imports: tuple[str, ...] = ()
+    """Files that register rewards, run before the function is looked up (`imports` of the run)."""
 
     @classmethod
-    def of(cls, function: str | Callable[..., Any], options: dict[str, Any] | None = None) -> "FunctionSpec":
+    def of(
+        cls,
+        function: str | Callable[..., Any],
+        options: dict[str, Any] | None = None,
+        imports: tuple[str, ...] = (),
+    ) -> "RewardSpec":
         """What `reward.function` names, or a callable.
 
         Made where the user's files are loaded and relative paths mean something: a path is made absolute here, and a
         function that a user's file has registered travels as code.
         """
         bound = dict(options or {})
+        files = tuple(str(Path(path).expanduser().resolve()) for path in imports)
         if not isinstance(function, str):
             return cls(pickled=_pickled(function), options=bound)
         if function in REWARDS and not REWARDS[function].function.__module__.startswith("penstock."):
@@ -132,12 +140,14 @@ class FunctionSpec:
         place, colon, attribute = function.rpartition(":")
         if colon and place.endswith(".py"):
             function = f"{Path(place).expanduser().resolve()}:{attribute}"
-        return cls(function, options=bound)
+        return cls(function, options=bound, imports=files)
 
     def resolve(self) -> Scorer:
         """Import what is named and adapt it. Raises `ConfigError`."""
         if self.pickled:
             return adapt(importlib.import_module("cloudpickle").loads(self.pickled), self.options)
+        for path in self.imports:
+            import_file(path, "imports")
         return adapt(find_reward(self.function), self.options)
 
     def warm(self) -> None:

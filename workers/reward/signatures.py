@@ -5,7 +5,7 @@
     def reward(data_source, solution_str, ground_truth, extra_info=None): ...   # verl: a float, or a dict with "score"
 
 Which one it is follows from the names of the parameters. `adapt` is called once per process, by `child.py`, and by
-`registry.FunctionSpec.check` before a run starts.
+`registry.RewardSpec.check` before a run starts.
 """
 
 import inspect

@@ -137,7 +137,7 @@ class HfEngine:
 
     def _room(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
         room = self._config.max_model_len - len(prompt_ids)
-        if not prompt_ids or room < 1:
+        if len(prompt_ids) == 0 or room < 1:
             raise DataError(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
                 f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."

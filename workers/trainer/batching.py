@@ -8,7 +8,7 @@ Legend: B rows of the micro-batch, L tokens of its longest prompt + response, T 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -48,6 +48,19 @@ class MicroBatch:
             return values_N.view(self.mask_BT.shape)
         flat = values_N.new_zeros(self.mask_BT.numel())
         return flat.scatter(0, self.slots_N, values_N).view(self.mask_BT.shape)
+
+    def pad(self, arrays: "Sequence[np.ndarray]") -> Tensor:
+        """One float32 `[T_i]` array for each row as `[B, T]`, 0 in padding, on the micro-batch's device."""
+        return self.scatter(torch.from_numpy(np.concatenate(arrays)).to(self.slots_N.device))
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        if self.slots_N.device == device:
+            return self
+        moved = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("rows", "columns")}
+        moved = {name: tensor.to(device, non_blocking=True) for name, tensor in moved.items()}
+        return MicroBatch(
+            rows=self.rows, columns={name: value.to(device) for name, value in self.columns.items()}, **moved
+        )
 
 
 def row_lengths(rows: Rows, max_length: int | None = None) -> np.ndarray:
@@ -136,15 +149,17 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> M
     return batch
 
 
-def dummy() -> MicroBatch:
+def dummy(device: torch.device | None = None) -> MicroBatch:
     """One prompt and one response token that count for nothing: keeps a rank without rows in step with the others' collectives."""
     zero = torch.zeros(1, dtype=torch.int64)
-    return MicroBatch(np.zeros(0, np.int64), torch.full((1, 2), PAD_ID), zero, zero + PAD_ID, zero, torch.zeros(1, 1, dtype=torch.bool))
+    ids_BL = torch.full((1, 2), PAD_ID)
+    batch = MicroBatch(np.zeros(0, np.int64), ids_BL, zero, zero + PAD_ID, zero, torch.zeros(1, 1, dtype=torch.bool))
+    return batch.to(device) if device else batch
 
 
-def pad_plan(cuts: list[MicroBatch], count: int) -> list[MicroBatch]:
+def pad_plan(batches: list[MicroBatch], count: int, device: torch.device | None = None) -> list[MicroBatch]:
     """The micro-batches, followed by dummies up to `count`, which is the largest number on any rank."""
-    return cuts + [dummy() for _ in range(count - len(cuts))]
+    return batches + [dummy(device) for _ in range(count - len(batches))]
 
 
 def split_rows(batch: MicroBatch, values_N: Tensor) -> list[np.ndarray]:

@@ -12,8 +12,7 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
 import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -26,26 +25,18 @@ from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer import batching, writing
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.loss_inputs import LossInputs
-from penstock.workers.trainer.mismatch import Mismatch
 from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm, max_length
 from penstock.workers.trainer.schedule import learning_rate
 from penstock.workers.trainer.sharding import ProcessGroup, ShardedPolicy
+from penstock.workers.trainer.tally import Tally, add_mismatch
 
 
-@dataclass
-class _Step:
+@dataclass(frozen=True)
+class Step:
     """What one optimizer step trains on: this rank's micro-batches (as many as on any rank) and the totals over all ranks."""
 
     batches: list[MicroBatch]
     totals: BatchTotals
-
-
-@dataclass
-class _Tally:
-    """Sums over the micro-batches of one optimizer step on this rank."""
-
-    metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    entropy: float = 0.0
 
 
 class FsdpTrainer:
@@ -85,7 +76,9 @@ class FsdpTrainer:
         self.engine_dtype = engine_dtype
         self.step = 0
         """Updates so far; the schedule's clock."""
-        self.group = ProcessGroup.join(rank, num_ranks, address, config.collective_timeout_s, config.num_gpus_per_rank > 0)
+        self.group = ProcessGroup.join(
+            rank, num_ranks, address, config.collective_timeout_s, config.num_gpus_per_rank > 0
+        )
         lm = load_causal_lm(
             model_path,
             dtype="float32" if trainable else config.dtype,
@@ -122,9 +115,8 @@ class FsdpTrainer:
         batches = self._microbatches(rows, np.arange(len(rows)), ())
         counts = self.group.gather(len(batches))
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
-        for batch in batching.pad_plan(batches, max(counts)):
-            device_batch = batch.to(self.group.device)
-            values_N, _ = self.model(device_batch.input_ids_BL, device_batch.positions_N, device_batch.targets_N)
+        for batch in batching.pad_plan(batches, max(counts), self.group.device):
+            values_N, _ = self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N)
             if not batch.is_dummy:
                 for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True):
                     results[position] = values
@@ -144,28 +136,128 @@ class FsdpTrainer:
         started = time.perf_counter()
         seconds: dict[str, float] = defaultdict(float)
         inputs = LossInputs.of(loss, rows.names)
-        columns = inputs.columns
-        if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
-            columns = (*columns, "behavior_logprobs")
-        steps = self._plan_steps(rows, columns)
-        rate = learning_rate(self.config.optimizer, self.step, self.config.max_steps)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        steps = self._plan_steps(rows, inputs.columns)
         old = self.logprobs(rows) if inputs.takes_old_logprobs and len(steps) > 1 else None
+        rate = learning_rate(self.config.optimizer, self.step, self.config.max_steps)
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = rate
         seconds["plan"] = time.perf_counter() - started
 
-        mismatch = Mismatch()
-        sums: dict[str, float] = defaultdict(float)
+        tally = Tally(len(steps))
+        norms, skipped = [], 0
         for number, step in enumerate(steps):
-            tally = self._accumulate(step, inputs, old, mismatch if number == 0 else None, seconds)
-            sums["entropy"] += tally.entropy
-            for name, value in tally.metrics.items():
-                sums[name] += value
-            norm, skipped = self._optimizer_step(seconds)
-            sums["grad_norm"] += norm / self.group.num_ranks
-            sums["skipped_nonfinite"] += skipped * len(steps) / self.group.num_ranks
+            self._accumulate(step, inputs, old, tally, number == 0, seconds)
+            norms.append(self._optimizer_step(seconds))
+            skipped += not math.isfinite(norms[-1])
         self.step += 1
-        metrics = self._reduced(sums, len(steps)) | mismatch.reduced(self.group) | {"actor/lr": rate}
-        lengths = rows.lengths("response_ids") if len(rows) else np.zeros(0, np.int64)
+        metrics = tally.reduced(self.group)
+        metrics |= {
+            "actor/lr": rate,
+            "actor/grad_norm": sum(norms) / len(norms),
+            "actor/skipped_nonfinite": float(skipped),
+        }
         seconds["update"] = time.perf_counter() - started
-        return UpdateReport(metrics, len(rows), int(lengths.sum()), dict(seconds))
+        num_tokens = int(rows.lengths("response_ids").sum()) if len(rows) else 0
+        return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
+
+    def publish(self, directory: str, version: int) -> Publication:
+        """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed. Collective."""
+        return writing.publish(self.policy, directory, version, self.engine_dtype)
+
+    def export(self, directory: str) -> None:
+        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype. Collective."""
+        writing.export(self.policy, directory, self.model_path, self.engine_dtype)
+
+    def close(self) -> None:
+        """Leave the process group, if this trainer made it."""
+        self.group.leave()
+
+    def _microbatches(self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...]) -> list[MicroBatch]:
+        lengths = batching.row_lengths(rows, self.max_length)[positions]
+        cuts = batching.plan(lengths, self.config.max_tokens_per_microbatch)
+        return [batching.collate(rows, positions[cut], columns).to(self.group.device) for cut in cuts]
+
+    def _plan_steps(self, rows: Rows, columns: tuple[str, ...]) -> list[Step]:
+        """Cut the rows; exchange counts, so that ranks agree on totals and on the number of micro-batches."""
+        if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
+            columns = (*columns, "behavior_logprobs")
+        count = self.config.num_minibatches
+        every_group = self.group.gather(np.unique(rows.group_ids)) if count > 1 else []
+        parts = batching.split_minibatches(rows.group_ids, np.concatenate(every_group) if every_group else [], count)
+        cuts = [self._microbatches(rows, part, columns) for part in parts]
+        sizes = [
+            (len(batches), sum((BatchTotals.of(batch.mask_BT) for batch in batches), BatchTotals(0, 0)))
+            for batches in cuts
+        ]
+        steps = []
+        for batches, others in zip(cuts, zip(*self.group.gather(sizes), strict=True), strict=True):
+            totals = sum((other for _, other in others), BatchTotals(0, 0))
+            padded = batching.pad_plan(batches, max(number for number, _ in others), self.group.device)
+            steps.append(Step(padded, totals))
+        return steps
+
+    def _accumulate(
+        self,
+        step: Step,
+        inputs: LossInputs,
+        old: list[np.ndarray] | None,
+        tally: Tally,
+        is_first: bool,
+        seconds: dict[str, float],
+    ) -> None:
+        """Forward and backward of each micro-batch: gradients add up in the parameters."""
+        for number, batch in enumerate(step.batches):
+            started = time.perf_counter()
+            self.policy.before_backward(is_last=number == len(step.batches) - 1)
+            entropy = "gradient" if inputs.takes_entropy else "value"
+            logprobs_N, entropy_N = self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N, entropy)
+            if batch.is_dummy:
+                loss = logprobs_N.sum() * 0.0
+            else:
+                loss = self._loss(step, batch, inputs, old, tally, is_first, logprobs_N, entropy_N)
+            seconds["forward"] += time.perf_counter() - started
+            started = time.perf_counter()
+            loss.backward()
+            seconds["backward"] += time.perf_counter() - started
+
+    def _loss(
+        self,
+        step: Step,
+        batch: MicroBatch,
+        inputs: LossInputs,
+        old: list[np.ndarray] | None,
+        tally: Tally,
+        is_first: bool,
+        logprobs_N: Tensor,
+        entropy_N: Tensor,
+    ) -> Tensor:
+        logprobs_BT = batch.scatter(logprobs_N)
+        old_BT = logprobs_BT.detach()
+        if old is not None:
+            old_BT = batch.pad([old[position] for position in batch.rows])
+        entropy_BT = batch.scatter(entropy_N) if inputs.takes_entropy else None
+        loss, metrics = inputs.call(batch, step.totals, logprobs_BT, entropy_BT, old_BT)
+        for name, value in metrics.items():
+            tally.add(f"actor/{name}", value)
+        num_tokens = max(1.0, step.totals.num_tokens)
+        tally.add("actor/entropy", entropy_N.sum() / num_tokens)
+        if is_first and "behavior_logprobs" in batch.columns:
+            add_mismatch(tally, logprobs_BT, batch.columns["behavior_logprobs"], batch.mask_BT, num_tokens)
+        return loss
+
+    @torch.no_grad()
+    def _optimizer_step(self, seconds: dict[str, float]) -> float:
+        """Clip and step; the norm before clipping. Not finite: nothing is changed."""
+        assert self.optimizer is not None
+        started = time.perf_counter()
+        norm = self.policy.grad_norm()
+        limit, value = self.config.optimizer.clip_norm, float(norm)
+        if math.isfinite(value):
+            if limit:
+                scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+                for gradient in self.policy.local_gradients():
+                    gradient.mul_(scale)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds["optimizer"] += time.perf_counter() - started
+        return value

@@ -49,7 +49,12 @@ class LossInputs:
         return cls(loss, tuple(columns), "entropy" in provided, "old_logprobs" in provided, tuple(provided))
 
     def call(
-        self, batch: MicroBatch, totals: BatchTotals, logprobs_BT: Tensor, entropy_BT: Tensor | None, old_logprobs_BT: Tensor
+        self,
+        batch: MicroBatch,
+        totals: BatchTotals,
+        logprobs_BT: Tensor,
+        entropy_BT: Tensor | None,
+        old_logprobs_BT: Tensor,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """This micro-batch's contribution to the loss, `[]` with gradient, and to each metric."""
         available = {

@@ -23,8 +23,8 @@ LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mu
 class PolicyModel(nn.Module):
     """Wraps a HF causal language model (`.lm`); its parameters are the model's own.
 
-        model = PolicyModel(load_causal_lm(path), temperature=1.0)
-        logprobs_N, entropy_N = model(batch.input_ids_BL, batch.positions_N, batch.targets_N)
+    model = PolicyModel(load_causal_lm(path), temperature=1.0)
+    logprobs_N, entropy_N = model(batch.input_ids_BL, batch.positions_N, batch.targets_N)
     """
 
     def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048) -> None:
@@ -73,7 +73,8 @@ class PolicyModel(nn.Module):
         if self.temperature != 1.0:
             logits_NV = logits_NV.float() / self.temperature
         all_logprobs_NV = torch.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
-        logprobs_N = all_logprobs_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1)
+        # A clone and no view: in-place operations on a view would bypass FSDP's backward hook on what forward returns.
+        logprobs_N = all_logprobs_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1).clone()
         if entropy == "none":
             return logprobs_N, None
         # After the log-probabilities, so that recomputation in backward stops before it where it has no gradient.
@@ -81,7 +82,9 @@ class PolicyModel(nn.Module):
             return logprobs_N, -(all_logprobs_NV.exp() * all_logprobs_NV).sum(dim=-1)
 
 
-def load_causal_lm(path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False) -> Any:
+def load_causal_lm(
+    path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
+) -> Any:
     """A HF model from a directory or hub id, on the CPU, dropout switched off, ready to be trained.
 
     `dtype`: of the parameters. `attention`: transformers' name. `checkpoint_layers`: recompute every layer in backward. Dropout is off

@@ -50,9 +50,7 @@ class ProcessGroup:
         if num_ranks > 1 and address is None:
             raise ConfigError(f"trainer.num_ranks={num_ranks} needs the address where the ranks meet; none was given.")
         place = {"init_method": f"tcp://{address}"} if address else {"store": dist.HashStore()}
-        dist.init_process_group(
-            backend, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s), **place
-        )
+        dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s), **place)
         return cls(rank, num_ranks, device, owned=True)
 
     def mesh(self) -> DeviceMesh:
@@ -110,13 +108,13 @@ class ShardedPolicy:
         for unit in self.units:
             unit.reshard()
 
-    def local_parameters(self) -> list[Tensor]:
+    def local_gradients(self) -> list[Tensor]:
         """This rank's shards, in the model's order."""
-        return [local(parameter) for parameter in self.model.parameters()]
+        return [local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
 
     def grad_norm(self) -> Tensor:
         """Norm of the whole gradient, `[]`, the same on every rank. Collective."""
-        norm = nn.utils.get_total_norm([local(p.grad) for p in self.model.parameters() if p.grad is not None])
+        norm = nn.utils.get_total_norm(self.local_gradients())
         if self.group.num_ranks == 1:
             return norm
         square = norm.square()
@@ -129,7 +127,12 @@ class ShardedPolicy:
         lm = self.model.lm
         for name, parameter in lm.named_parameters():
             shard = local(parameter)
-            yield name, tuple(parameter.shape), first_row(parameter.shape[0], self.group.rank, self.group.num_ranks), shard
+            yield (
+                name,
+                tuple(parameter.shape),
+                first_row(parameter.shape[0], self.group.rank, self.group.num_ranks),
+                shard,
+            )
         persistent = lm.state_dict().keys()
         for name, buffer in lm.named_buffers():
             if name in persistent:

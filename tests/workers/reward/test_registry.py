@@ -5,7 +5,7 @@ import pickle
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.reward.registry import REWARDS, FunctionSpec, find_reward, reward
+from penstock.workers.reward.registry import REWARDS, RewardSpec, find_reward, reward
 
 
 def test_registered_name_is_found():
@@ -67,14 +67,14 @@ def test_a_file_that_cannot_be_imported_says_why(tmp_path, text, error):
 def test_relative_paths_mean_the_directory_where_the_spec_was_made(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text("def score(response, task):\n    return 5.0\n")
     monkeypatch.chdir(tmp_path)
-    spec = FunctionSpec.of("mine.py:score")
+    spec = RewardSpec.of("mine.py:score")
     monkeypatch.chdir("/")
     assert pickle.loads(pickle.dumps(spec)).resolve().one("x", {}) == 5.0
 
 
 def test_callables_travel_by_value():
     captured = 6.0
-    spec = pickle.loads(pickle.dumps(FunctionSpec.of(lambda response, task: captured)))
+    spec = pickle.loads(pickle.dumps(RewardSpec.of(lambda response, task: captured)))
     assert spec.resolve().one("x", {}) == 6.0
 
 
@@ -85,11 +85,20 @@ def test_registered_functions_of_the_user_travel_by_value(monkeypatch):
     def score(response, task):
         return 7.0
 
-    spec = FunctionSpec.of("mine_for_a_test")
+    spec = RewardSpec.of("mine_for_a_test")
     assert spec.pickled
     assert spec.resolve().one("x", {}) == 7.0
 
 
+def test_imported_files_register_their_rewards_in_every_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("penstock.workers.reward.registry.REWARDS", dict(REWARDS))
+    text = "from penstock.workers.reward.registry import reward\n@reward('of_a_file')\ndef score(response, task):\n    return 8.0\n"
+    (tmp_path / "mine.py").write_text(text)
+    spec = RewardSpec.of("of_a_file", imports=(f"{tmp_path}/mine.py",))
+    assert not spec.pickled
+    assert spec.resolve().one("x", {}) == 8.0
+
+
 def test_check_refuses_a_wrong_signature_before_anything_starts():
     with pytest.raises(ConfigError, match="fits no known signature"):
-        FunctionSpec.of(lambda text: 0.0).check()
+        RewardSpec.of(lambda text: 0.0).check()

@@ -1,0 +1,155 @@
+"""The command line: `penstock run|validate|report|recipes`.
+
+Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and data. Heavy
+imports wait until a command needs them, so that a misspelt key is answered at once.
+"""
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from importlib.metadata import version
+from typing import Any
+
+from penstock.conf.errors import ConfigError, PenstockError
+
+INTERRUPTED = 130
+OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value"
+EPILOG = """\
+examples:
+  penstock run recipe=arithmetic                      a tiny model learns sums, on two CPU cores
+  penstock run recipe=arithmetic max_staleness=1      the same, generation one step ahead of training
+  penstock run recipe=gsm8k data.path=train.jsonl     one's own problems
+  penstock validate recipe=gsm8k model=tiny           every key, the dataflow, the checks; starts nothing
+
+PENSTOCK_TRACEBACK=1 shows where an error comes from. RAY_ADDRESS names a cluster to run on.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry of the `penstock` script. Returns the exit code."""
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
+    command: Callable[[argparse.Namespace], int] = arguments.command
+    try:
+        return command(arguments)
+    except PenstockError as error:
+        return _report_error(error)
+    except KeyboardInterrupt:
+        _stderr("[yellow]interrupted[/]")
+        return INTERRUPTED
+    except BrokenPipeError:  # `penstock validate | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Post-train language models with reinforcement learning on a Ray cluster.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.set_defaults(command=None)
+    parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
+    commands = parser.add_subparsers(title="commands", metavar="")
+    for name, function, text in (("run", _run, "train"), ("validate", _validate, "show and check a run without starting it")):
+        command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+        command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
+        command.set_defaults(command=function)
+    report = commands.add_parser("report", help="rebuild report.html and the plots of a run")
+    report.add_argument("run", help="the run's directory, e.g. runs/arithmetic-20260101-120000")
+    report.set_defaults(command=_report)
+    recipes = commands.add_parser("recipes", help="list the recipes that come with Penstock")
+    recipes.set_defaults(command=_recipes)
+    return parser
+
+
+def _load(overrides: Sequence[str]) -> Any:
+    from penstock.orchestrator.compose import load_config
+    from penstock.orchestrator.recipes import packaged_recipes
+
+    if not overrides:
+        raise ConfigError(
+            f"nothing said about what to run. Name a recipe, like recipe=arithmetic. There are: {', '.join(packaged_recipes())}; "
+            "or a directory with a recipe.yaml of your own, recipe=DIRECTORY."
+        )
+    return load_config(overrides)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    config = _load(arguments.overrides)
+    from penstock.orchestrator.closing import print_summary  # late: the configuration is in order, so it may take seconds
+    from penstock.orchestrator.run import run
+
+    # `ray job stop` and schedulers send SIGTERM: the way out is that of Ctrl-C.
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    result = run(config)
+    print_summary(result.directory, config)
+    return 0
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    config = _load(arguments.overrides)
+    from rich.console import Console
+
+    from penstock.orchestrator.validate import validate_run
+
+    return validate_run(config, Console())
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from penstock.orchestrator.report import write_report
+
+    print(write_report(arguments.run))
+    return 0
+
+
+def _recipes(_: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.table import Table
+
+    from penstock.orchestrator.recipes import find_recipe, packaged_recipes
+
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    for name in packaged_recipes():
+        table.add_row(f"[bold]{name}[/]", find_recipe(name).description)
+    Console().print(table)
+    return 0
+
+
+def _report_error(error: PenstockError) -> int:
+    if os.environ.get("PENSTOCK_TRACEBACK") == "1":
+        raise error
+    # An error that crossed Ray carries the remote traceback in its text and the error itself as `cause`.
+    cause = getattr(error, "cause", None)
+    _stderr(f"[bold red]{_kind(error)}[/]", str(cause if isinstance(cause, PenstockError) else error))
+    return error.exit_code
+
+
+def _kind(error: PenstockError) -> str:
+    """`ConfigError` as `configuration`: what is to be mended."""
+    from penstock.conf import errors
+
+    for base in type(error).__mro__:
+        known = {errors.ConfigError: "configuration", errors.DataError: "data", errors.ModelError: "model", errors.ResourceError: "resources"}
+        if base in known:
+            return known[base]
+    return "error"
+
+
+def _stderr(markup: str, text: str = "") -> None:
+    from rich.console import Console
+
+    console = Console(stderr=True, highlight=False)
+    console.print(markup + (": " if text else ""), end="" if text else "\n", soft_wrap=True)
+    if text:
+        console.print(text, markup=False, soft_wrap=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Recompute from scratch what the ledger keeps by counting, and compare. Called by tests after every event, never in a run."""
+
+from penstock.store.errors import BrokenInvariant
+from penstock.store.group import Group
+from penstock.store.readiness import free_rows, num_units
+from penstock.store.residents import Residents
+from penstock.store.rounds import Rounds
+
+
+def audit(residents: Residents, rounds: Rounds) -> None:
+    """Raise `BrokenInvariant` with what contradicts what."""
+    for group in residents.groups.values():
+        _check_group(residents, group)
+    _check_readiness(residents)
+    _check_leases(residents)
+    _check_credits(residents, rounds)
+    _check_rows(residents, rounds)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise BrokenInvariant(f"{message}. This is a bug in Penstock.")
+
+
+def _check_group(residents: Residents, group: Group) -> None:
+    for stage in residents.readiness.stages:
+        where = f"group {group.id}, stage {stage.name!r}"
+        leased, done, free = group.leased[stage.index], group.done[stage.index], group.free[stage.index]
+        _require(free == free_rows(group, stage), f"{where}: free rows {free:b} should be {free_rows(group, stage):b}")
+        _require(not leased & done, f"{where}: rows {leased & done:b} are leased and done")
+        _require(not leased & ~group.live, f"{where}: rows {leased & ~group.live:b} are leased and have ended")
+        for column in stage.writes:
+            _require(not done & ~group.have[column], f"{where}: done without column {column}")
+        queued = bool(group.queued >> stage.index & 1)
+        _require(queued == (group.id in stage.queue), f"{where}: queued={queued}, but the queue says otherwise")
+        _require(queued or not free or stage.unit == "batch", f"{where}: free and not queued")
+
+
+def _check_readiness(residents: Residents) -> None:
+    for stage in residents.readiness.stages:
+        units = sum(num_units(stage, group.free[stage.index]) for group in residents.groups.values())
+        _require(stage.num_free == units, f"stage {stage.name!r}: counts {stage.num_free} free units, has {units}")
+        _require(len(set(stage.queue)) == len(stage.queue), f"stage {stage.name!r}: a group is queued twice")
+
+
+def _check_leases(residents: Residents) -> None:
+    held: dict[tuple[int, int], int] = {}
+    for lease in residents.leases.held.values():
+        _require(bool(lease.open), f"lease {lease.id} has no open rows and should have ended")
+        for group_id, mask in lease.open.items():
+            _require(group_id in residents.groups, f"lease {lease.id} holds rows of group {group_id}, which is gone")
+            group, key = residents.groups[group_id], (lease.stage, group_id)
+            _require(not mask & ~lease.granted[group_id], f"lease {lease.id} holds rows it was not granted")
+            _require(not held.get(key, 0) & mask, f"group {group_id}: lease {lease.id} holds rows of another lease")
+            _require(lease.id in (group.holders or ()), f"group {group_id} does not know its lease {lease.id}")
+            held[key] = held.get(key, 0) | mask
+    for group in residents.groups.values():
+        for stage in residents.readiness.stages:
+            leased, by_leases = group.leased[stage.index], held.get((stage.index, group.id), 0)
+            _require(leased == by_leases, f"group {group.id}: rows {leased:b} are leased, leases hold {by_leases:b}")
+        for lease_id in group.holders or ():
+            _require(group.id in residents.leases.held[lease_id].open, f"group {group.id}: ghost lease {lease_id}")
+    deadlines = [lease.deadline for lease in residents.leases.held.values() if lease.deadline is not None]
+    _require(residents.leases.next_deadline() == min(deadlines, default=None), "the next deadline is not the earliest")
+
+
+def _check_credits(residents: Residents, rounds: Rounds) -> None:
+    credits = residents.credits
+    unfinished = sum(group.live != 0 for group in residents.groups.values())
+    active = unfinished + sum(credits.due.values())
+    _require(credits.active == active, f"{credits.active} groups are counted active, {active} are")
+    _require(credits.active <= credits.max_active, f"{credits.active} groups are active, {credits.max_active} may be")
+    _require(all(version > credits.published for version in credits.due), "credits are due for published versions")
+    nbytes = sum(group.nbytes for group in residents.groups.values())
+    _require(credits.bytes == nbytes, f"{credits.bytes} bytes are counted, {nbytes} are resident")
+    _require(credits.published <= rounds.formed, "a version was published whose batch was never formed")
+
+
+def _check_rows(residents: Residents, rounds: Rounds) -> None:
+    live = sum(group.live.bit_count() for group in residents.groups.values())
+    _require(residents.num_rows == live, f"{residents.num_rows} rows are counted alive, {live} are")
+    counters = residents.counters
+    dropped = sum(count for name, count in counters.items() if name.startswith("dropped/"))
+    admitted = residents.next_group * residents.size
+    ended = counters["rows_trained"] + dropped
+    _require(admitted == live + ended, f"{admitted} rows were admitted, {live} live and {ended} have ended")
+    waiting = {group.id for group in residents.groups.values() if group.live and group.trained_in is None}
+    _require(residents.waiting == waiting, f"groups {residents.waiting} are said to wait, {waiting} do")
+    _require(residents.head <= min(waiting, default=residents.next_group), "a group before the head waits")
+    last = {row // residents.size for row in rounds.last_batch}
+    ended_groups = {group.id for group in residents.groups.values() if not group.live}
+    _require(last == ended_groups, f"ended groups {ended_groups} are resident, the last batch has {last}")

@@ -1,0 +1,47 @@
+"""The proof for `max_staleness=0`: the whole machine and a straight line end with the same bits."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from penstock.conf.model import FreshModelConfig
+from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.run import run
+from penstock.workers.models.fresh import build_fresh_model
+from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+import reference_loop
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_five_steps_of_the_real_run_equal_the_straight_line_bit_for_bit(tmp_path):
+    build_fresh_model(tmp_path / "model", FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128), seed=3)
+    lines = [json.dumps({"question": f"{i} and {i * i} are numbers"}) for i in range(64)]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(lines))
+    config = load_config(
+        [
+            f"model.path={tmp_path}/model", f"data.path={tmp_path}/prompts.jsonl", "data.columns.answer=null",
+            "rollout.engine=hf", "rollout.sampling.max_tokens=12", "rollout.num_threads=1", "trainer.num_threads=1",
+            "reward.function=digits", "trainer.max_steps=5", "trainer.groups_per_step=4", "algorithm.group_size=4",
+            "trainer.optimizer.lr=1e-3", "max_staleness=0", f"output_dir={tmp_path}/runs", "name=exact",
+        ]
+    )  # fmt: skip
+    threads = torch.get_num_threads()
+    try:
+        expected = reference_loop.train(config, str(tmp_path / "model"))
+    finally:
+        torch.set_num_threads(threads)
+    result = run(config, quiet=True)
+    found = load_file(result.model / "model.safetensors")
+    start = load_file(tmp_path / "model" / "model.safetensors")
+    assert sorted(found) == sorted(expected)
+    assert any(not torch.equal(found[name], start[name]) for name in found), "nothing was trained"
+    different = [name for name in found if not torch.equal(found[name], expected[name])]
+    assert not different
+    metrics = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["staleness/max"] for line in metrics] == [0.0] * 5
+    assert all(line["mismatch/logprob_abs_mean"] < 1e-5 for line in metrics)

@@ -1,0 +1,93 @@
+"""A small GRPO-shaped store, and a driver that plays its workers one event at a time."""
+
+from dataclasses import replace
+from typing import Any
+
+from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
+from penstock.store.group import Facts
+from penstock.store.leases import HeldLease
+from penstock.store.ledger import Ledger
+from penstock.store.spec import StageSpec, StoreSpec
+
+STAGES = (
+    StageSpec("rollout", "group", ("prompt_ids",), ROLLOUT_COLUMNS),
+    StageSpec("reward", "sample", ("task", "response_text"), ("reward",)),
+    StageSpec("reference", "sample", ("prompt_ids", "response_ids"), ("reference_logprobs",)),
+    StageSpec("group_advantage", "group", ("reward",), ("advantage",)),
+    StageSpec(
+        "train",
+        "batch",
+        ("prompt_ids", "response_ids", "behavior_logprobs", "token_versions", "reward", "advantage", "reference_logprobs"),
+        (),
+    ),
+)
+
+
+def make_spec(**changes: Any) -> StoreSpec:
+    spec = StoreSpec(
+        columns=tuple(STANDARD_COLUMNS.values()),
+        source_columns=PROMPT_COLUMNS,
+        stages=STAGES,
+        group_size=2,
+        groups_per_step=2,
+        max_active_groups=4,
+        max_staleness=1,
+        lease_timeout_s=10.0,
+    )
+    return replace(spec, **changes)
+
+
+def facts_for(stage: str, num_rows: int, version: int = 0, tokens: int = 3, nbytes: int = 8) -> Facts:
+    if stage == "rollout":
+        return Facts([nbytes] * num_rows, [version] * num_rows, [tokens] * num_rows, None, "response_ids", [tokens] * num_rows)
+    return Facts([nbytes] * num_rows)
+
+
+class Driver:
+    """Plays the workers of a ledger; checks its invariants after each event."""
+
+    def __init__(self, spec: StoreSpec) -> None:
+        self.ledger = Ledger(spec)
+        self.writes = {stage.name: stage.writes for stage in spec.stages}
+
+    def admit(self, count: int = 1) -> list[int | None]:
+        return [self.ledger.admit(nbytes=16, prompt_tokens=2) for _ in range(count)]
+
+    def lease(self, stage: str, max_units: int = 1, now: float = 0.0, owner: str = "worker") -> HeldLease | None:
+        lease = self.ledger.lease(stage, max_units, owner, now)
+        self.ledger.check_invariants()
+        return lease
+
+    def write(self, lease: HeldLease, stage: str, rows: list[int], version: int = 0, now: float = 0.0) -> list[int]:
+        kept = self.ledger.write(lease.id, stage, rows, self.writes[stage], facts_for(stage, len(rows), version), now)
+        self.ledger.check_invariants()
+        return kept
+
+    def compute(self, stage: str, max_units: int = 100, version: int = 0, now: float = 0.0) -> list[int]:
+        """Lease and finish what is free in a stage; the rows."""
+        lease = self.lease(stage, max_units, now)
+        if lease is None:
+            return []
+        rows = self.ledger.rows_of(lease)
+        self.write(lease, stage, rows, version, now)
+        return rows
+
+    def compute_all(self, version: int = 0) -> None:
+        """Everything that is free, up to the train stage."""
+        for stage in ("rollout", "reward", "reference", "group_advantage"):
+            while self.compute(stage, version=version):
+                pass
+
+    def train(self, number: int, publish: bool = True) -> list[int] | None:
+        """One update by one rank; the rows trained."""
+        made = self.ledger.lease_shared("train", number, 1, 1, "trainer", 0.0)
+        self.ledger.check_invariants()
+        if made is None:
+            return None
+        rows = self.ledger.share(made, 0)
+        self.ledger.complete_shared(made.lease_id, 0)
+        self.ledger.check_invariants()
+        if publish:
+            self.ledger.published(made.version + 1)
+            self.ledger.check_invariants()
+        return rows

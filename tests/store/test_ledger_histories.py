@@ -1,0 +1,222 @@
+"""Random histories: workers that lag, die, repeat themselves, drop rows and answer late; engines and ranks in any order.
+
+After every event all of the ledger's state is recomputed and compared, and a model that only remembers what was told to it
+checks the promises: trained exactly once, staleness bounded without a single eviction, order kept, nobody waits for ever.
+"""
+
+import math
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.store.errors import LeaseExpired
+from penstock.store.leases import HeldLease
+from tests.store.driver import Driver, facts_for, make_spec
+
+WORKED = ("rollout", "reward", "reference", "group_advantage")
+
+
+class Histories(RuleBasedStateMachine):
+    """One ledger, `num_ranks` trainer ranks, and any number of workers."""
+
+    @initialize(
+        group_size=st.integers(1, 3),
+        groups_per_step=st.integers(1, 3),
+        window=st.integers(1, 4),
+        slack=st.integers(0, 2),
+        num_ranks=st.integers(1, 3),
+        max_bytes=st.sampled_from([60, 10**9]),
+    )
+    def start(
+        self, group_size: int, groups_per_step: int, window: int, slack: int, num_ranks: int, max_bytes: int
+    ) -> None:
+        behind = math.ceil((window - 1) / groups_per_step)
+        self.spec = make_spec(
+            group_size=group_size,
+            groups_per_step=groups_per_step,
+            window=window,
+            max_staleness=behind + slack,
+            max_active_groups=(slack + 1) * groups_per_step,
+            max_bytes=max_bytes,
+        )
+        self.num_ranks = num_ranks
+        self.driver = Driver(self.spec)
+        self.ledger = self.driver.ledger
+        self.now = 0.0
+        self.leases: list[tuple[HeldLease, str, list[int]]] = []
+        """Every lease ever given, ended or not: their owners may come back at any time."""
+        self.sampled: dict[int, int] = {}
+        """Oldest version of each row whose response was accepted."""
+        self.trained: list[int] = []
+        self.trained_groups: list[int] = []
+        self.round = 0
+        self.served = 0
+
+    @rule(count=st.integers(1, 4))
+    def admit(self, count: int) -> None:
+        self.driver.admit(count)
+
+    @rule(stage=st.sampled_from(WORKED), max_units=st.integers(1, 4), owner=st.sampled_from("ab"))
+    def lease(self, stage: str, max_units: int, owner: str) -> None:
+        lease = self.ledger.lease(stage, max_units, owner, self.now)
+        if lease is not None:
+            self.leases.append((lease, stage, self.ledger.rows_of(lease)))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), all_columns=st.booleans())
+    def write(self, data: st.DataObject, all_columns: bool) -> None:
+        """By anybody who ever had a lease, of any of its rows, whether already written or not."""
+        lease, stage, rows = data.draw(st.sampled_from(self.leases[-8:]))
+        some = data.draw(st.lists(st.sampled_from(rows), unique=True, min_size=1))
+        columns = self.driver.writes[stage]
+        if not all_columns:
+            columns = tuple(data.draw(st.lists(st.sampled_from(columns), unique=True, min_size=1)))
+        version = data.draw(st.integers(min(self._oldest_served(some), self.served), self.served))
+        facts = facts_for(stage if all_columns else "", len(some), version)
+        if not all_columns and "token_versions" in columns:
+            facts = facts_for("rollout", len(some), version)
+        try:
+            kept = self.ledger.write(lease.id, stage, some, columns, facts, self.now)
+        except LeaseExpired:
+            assert lease.id not in self.ledger.residents.leases.held
+            return
+        if "token_versions" in columns:
+            self.sampled.update((some[position], version) for position in kept)
+
+    def _oldest_served(self, rows: list[int]) -> int:
+        """A token is of the version served when its group was admitted, or newer."""
+        return max(self.admitted_under[row // self.spec.group_size] for row in rows)
+
+    @property
+    def admitted_under(self) -> dict[int, int]:
+        return self._admitted_under
+
+    @invariant()
+    def note_admissions(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        if not hasattr(self, "_admitted_under"):
+            self._admitted_under: dict[int, int] = {}
+        for group in range(len(self._admitted_under), self.ledger.residents.next_group):
+            self._admitted_under[group] = self.served
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), reason=st.sampled_from(["reward_timeout", "too_long"]))
+    def drop(self, data: st.DataObject, reason: str) -> None:
+        lease, stage, rows = data.draw(st.sampled_from(self.leases[-8:]))
+        try:
+            self.ledger.drop(lease.id, stage, [data.draw(st.sampled_from(rows))], reason)
+        except LeaseExpired:
+            assert lease.id not in self.ledger.residents.leases.held
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease, _, _ = data.draw(st.sampled_from(self.leases[-8:]))
+        self.ledger.release(lease.id)
+
+    @rule(owner=st.sampled_from("ab"))
+    def die(self, owner: str) -> None:
+        self.ledger.abandon(owner)
+
+    @rule(seconds=st.sampled_from([1.0, 11.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.ledger.expire(self.now)
+
+    @rule()
+    def work_everything_off(self) -> None:
+        self.driver_version()
+
+    def driver_version(self) -> None:
+        """Live workers finish whatever is free, under the version served now."""
+        for stage in WORKED:
+            while (lease := self.ledger.lease(stage, 100, "c", self.now)) is not None:
+                rows = self.ledger.rows_of(lease)
+                columns = self.driver.writes[stage]
+                kept = self.ledger.write(
+                    lease.id, stage, rows, columns, facts_for(stage, len(rows), self.served), self.now
+                )
+                if stage == "rollout":
+                    self.sampled.update((rows[position], self.served) for position in kept)
+
+    @rule(shuffled=st.randoms(use_true_random=False))
+    def train(self, shuffled) -> None:
+        """All ranks, in any order; strict, so a staleness violation raises and fails the test."""
+        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        if made is None:
+            return
+        batch = sorted(row for part in made.parts for row in part)
+        groups = sorted({row // self.spec.group_size for row in batch})
+        assert len(groups) == self.spec.groups_per_step
+        for row in batch:
+            assert made.version - self.sampled[row] <= self.spec.max_staleness
+        ranks = list(range(self.num_ranks))
+        shuffled.shuffle(ranks)
+        for rank in ranks:
+            assert self.ledger.share(made, rank) == made.parts[rank]
+            self.ledger.complete_shared(made.lease_id, rank)
+        self.trained += batch
+        self.trained_groups += groups
+        self.round += 1
+
+    @rule()
+    def lose_an_update(self) -> None:
+        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        if made is not None:
+            self.ledger.complete_shared(made.lease_id, 0) if self.num_ranks > 1 else None
+            self.ledger.release(made.lease_id)
+
+    @precondition(lambda self: self.served < self.round)
+    @rule()
+    def publish(self) -> None:
+        self.served += 1
+        self.ledger.published(self.served)
+
+    @invariant()
+    def the_ledger_agrees_with_itself(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.check_invariants()
+
+    @invariant()
+    def rows_are_trained_once_and_groups_in_order(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        assert len(set(self.trained)) == len(self.trained) == self.ledger.counters["rows_trained"]
+        assert self.ledger.counters["dropped/stale"] == 0
+        for position, group in enumerate(self.trained_groups):
+            overtaken_by = [later for later in self.trained_groups[:position] if later > group]
+            assert len(overtaken_by) <= self.spec.window - 1
+
+    def teardown(self) -> None:
+        """Whatever has happened: once dead leases expire and workers work, training goes on, and every row ends."""
+        if not hasattr(self, "ledger"):
+            return
+        self.now += 1000.0
+        self.ledger.expire(self.now)
+        for _ in range(3):
+            before = self.round
+            while self.ledger.admit(nbytes=16, prompt_tokens=2) is not None:
+                pass
+            self.note_admissions()
+            self.driver_version()
+            self.train_in_order()
+            assert self.round > before, "everything is ready, and no batch forms"
+            while self.served < self.round:
+                self.publish()
+            self.ledger.check_invariants()
+
+    def train_in_order(self) -> None:
+        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        if made is None:
+            return
+        for rank in range(self.num_ranks):
+            self.ledger.complete_shared(made.lease_id, rank)
+        self.round += 1
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(
+    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+)

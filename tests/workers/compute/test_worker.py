@@ -1,0 +1,155 @@
+"""Compute stages: functions get whole units as tensors, and what they return is checked before it is written."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.algorithms.columns import STANDARD_COLUMNS, Column
+from penstock.algorithms.dataflow import Dataflow
+from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.errors import DataflowError
+from penstock.conf.run import RunConfig
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.client import StoreClient
+from penstock.store.rows import Rows
+from penstock.store.spec import StoreSpec
+from penstock.store.store import Store
+from penstock.workers.compute.worker import ComputeWorker
+
+ROWS = {
+    "reward": [1.0, 0.0, 3.0, 5.0],
+    "response_ids": [[1, 2], [3], [4, 5, 6], [7]],
+    "behavior_logprobs": [[-1.0, -2.0], [-3.0], [-4.0, -5.0, -6.0], [-7.0]],
+    "response_text": ["a", "b", "c", "d"],
+}
+
+
+def apply(function, *, reads=("reward",), writes=("advantage",), per="group", group_ids=(0, 0, 1, 1)):
+    flow = Dataflow().compute(function, reads=list(reads), writes=list(writes), per=per)
+    columns = {**STANDARD_COLUMNS, **flow.columns}
+    return ComputeWorker(flow.stages[0], columns).apply(Rows.from_lists(ROWS, group_ids=list(group_ids)))
+
+
+def centred(reward):
+    assert reward.dtype == torch.float32
+    return reward - reward.mean()
+
+
+def test_a_group_comes_as_one_tensor():
+    assert apply(centred) == {"advantage": [0.5, -0.5, -1.0, 1.0]}
+
+
+def test_groups_may_be_of_unequal_size():
+    assert apply(centred, group_ids=(0, 0, 0, 1))["advantage"] == pytest.approx([-1 / 3, -4 / 3, 5 / 3, 0.0])
+
+
+def test_per_sample_the_unit_is_one_row():
+    assert apply(lambda reward: reward * len(reward), per="sample") == {"advantage": [1.0, 0.0, 3.0, 5.0]}
+
+
+def test_token_columns_come_as_lists_and_go_as_lists():
+    def scaled(reward, behavior_logprobs):
+        return [r * x for r, x in zip(reward, behavior_logprobs, strict=True)]
+
+    result = apply(scaled, reads=("reward", "behavior_logprobs"), writes=("reference_logprobs",))["reference_logprobs"]
+    assert [values.tolist() for values in result] == [[-1.0, -2.0], [0.0], [-12.0, -15.0, -18.0], [-35.0]]
+    assert all(values.dtype == np.float32 for values in result)
+
+
+def test_strings_come_as_strings_and_several_columns_go_as_a_tuple():
+    def both(reward, response_text):
+        return [text.upper() for text in response_text], reward.int()
+
+    writes = (Column("shout", "string"), Column("whole", "int32"))
+    assert apply(both, reads=("reward", "response_text"), writes=writes) == {
+        "shout": ["A", "B", "C", "D"],
+        "whole": [1, 0, 3, 5],
+    }
+
+
+def short(reward):
+    return reward[:1]
+
+
+def scalar(reward):
+    return reward.mean()
+
+
+def pair(reward):
+    return reward, reward
+
+
+def nothing(reward):
+    return None
+
+
+def infinite(reward):
+    return reward / 0
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            short,
+            r"stage 'short': short returned a tensor of shape \[1\] for 'advantage'; a tensor of shape \[2\] is due",
+        ),
+        (scalar, r"returned a tensor of shape \[\] for 'advantage'"),
+        (pair, r"returned a tuple of 2; 1 value\(s\) in a tuple \(advantage\) are due"),
+        (nothing, "returned NoneType None for 'advantage'"),
+        (infinite, r"not finite.*nan_ok"),
+    ],
+)
+def test_a_wrong_result_names_the_function_what_was_due_and_what_came(function, message):
+    with pytest.raises(DataflowError, match=message):
+        apply(function)
+
+
+def test_token_results_must_have_as_many_tokens_as_the_row():
+    def shorter(behavior_logprobs):
+        return [values[:1] for values in behavior_logprobs]
+
+    with pytest.raises(
+        DataflowError, match=r"returned a tensor of shape \[1\] for 'reference_logprobs'; for row 0 .* \[2\]"
+    ):
+        apply(shorter, reads=("behavior_logprobs",), writes=("reference_logprobs",))
+
+
+def test_floats_do_not_pass_for_integers():
+    with pytest.raises(DataflowError, match="float32 for 'count', which is int64"):
+        apply(centred, writes=(Column("count", "int64"),))
+
+
+def test_nan_passes_where_the_column_allows_it():
+    assert apply(infinite, writes=(Column("ratio", "float32", nan_ok=True),))["ratio"][0] == float("inf")
+
+
+def loss(logprobs, mask, totals, advantage):
+    raise NotImplementedError
+
+
+def test_run_serves_the_store_until_it_closes():
+    async def run():
+        flow = Dataflow().rollout(samples_per_prompt=2).reward()
+        flow.compute(centred, reads=["reward"], writes=["advantage"]).train(loss=loss).check()
+        config = RunConfig(algorithm=GrpoConfig(group_size=2), trainer=TrainerConfig(groups_per_step=2))
+        store = Store(StoreSpec.of(flow, config, strict=True))
+        client, worker = StoreClient(store), ComputeWorker(flow.stage("centred"), flow.columns, StoreClient(store))
+        running = asyncio.create_task(worker.run())
+        await client.put_groups([{"prompt_ids": [1], "task": "{}"}] * 2)
+        rolled = await client.lease("rollout", 2, "rollout-0")
+        values = {"response_ids": [[1]] * 4, "response_text": ["x"] * 4, "finish_reason": ["stop"] * 4}
+        values |= {"behavior_logprobs": [[-1.0]] * 4, "token_versions": [[0]] * 4}
+        await client.write(rolled, rolled.rows.row_ids, values)
+        judged = await client.lease("reward", 4, "reward-0")
+        await client.write(judged, judged.rows.row_ids, {"reward": [1.0, 0.0, 3.0, 5.0]})
+        lease = await client.lease_shared("train", 0, 0, 1)
+        await client.close("done")
+        await asyncio.wait_for(running, 2)
+        return lease.rows.values("advantage").tolist(), worker.stats()
+
+    advantages, stats = asyncio.run(run())
+    assert advantages == [0.5, -0.5, -1.0, 1.0]
+    assert stats["units"] == 2

@@ -1,0 +1,236 @@
+"""From rows to groups: tokens, lengths, cursors; and the source against a real store."""
+
+import asyncio
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.errors import DataError, ModelError
+from penstock.conf.rollout import RolloutConfig, SamplingConfig
+from penstock.conf.run import RunConfig
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.client import StoreClient
+from penstock.store.spec import StoreSpec
+from penstock.store.store import Store
+from penstock.workers.prompts.check import check_prompts
+from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.order import PromptCursor
+from penstock.workers.prompts.source import PromptSource
+from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
+
+BOS, EOS = 1, 2
+
+
+class Characters:
+    """A tokenizer: one token a character, its code; a BOS before bare text."""
+
+    eos_token_id: int | None = EOS
+
+    def __init__(self, chat_template=None):
+        self.chat_template = chat_template
+
+    def __call__(self, text, add_special_tokens=True):
+        ids = [ord(character) for character in text]
+        return {"input_ids": [BOS, *ids] if add_special_tokens and text else ids}
+
+    def apply_chat_template(self, messages, tokenize, add_generation_prompt):
+        assert not tokenize
+        assert add_generation_prompt
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<assistant>"
+
+
+def text_of(ids):
+    return "".join(chr(token) for token in ids if token not in (BOS, EOS))
+
+
+def make_config(path, **data):
+    return RunConfig(
+        algorithm=GrpoConfig(group_size=2),
+        data=DataConfig(path=str(path), **{"max_prompt_tokens": 50, **data}),
+        rollout=RolloutConfig(max_model_len=80, sampling=SamplingConfig(max_tokens=20)),
+        trainer=TrainerConfig(groups_per_step=3),
+    )
+
+
+def make_source(path, *, tokenizer=None, demonstrations=False, cursor=None, first_group=0, once=False, **data):
+    config = make_config(path, **data)
+    dataset = open_dataset(config.data, EvaluationConfig())
+    limits = TokenLimits.of_run(config, demonstrations=demonstrations)
+    encoder = PromptEncoder(tokenizer or Characters(), config.data, limits)
+    return PromptSource(
+        dataset, encoder, config.data, cursor=cursor, first_group=first_group, demonstrations=demonstrations, once=once
+    )
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"question": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in range(7)))
+    return path
+
+
+def test_a_group_has_prompt_ids_and_the_task_as_json(rows):
+    (group,) = make_source(rows, shuffle=False).next_groups(1)
+    assert group["prompt_ids"] == [BOS, *map(ord, "0+0")]
+    assert json.loads(group["task"])["answer"] == "0"
+    assert "response_ids" not in group
+
+
+def test_the_chat_template_is_applied_with_the_system_prompt_and_no_second_bos(rows):
+    (group,) = make_source(rows, tokenizer=Characters("a template"), shuffle=False, system_prompt="Add.").next_groups(1)
+    assert group["prompt_ids"][0] != BOS
+    assert text_of(group["prompt_ids"]) == "<system>Add.<user>0+0<assistant>"
+
+
+def test_without_a_chat_template_the_text_is_bare(rows):
+    for options in ({"tokenizer": Characters("a template"), "chat_template": False}, {"tokenizer": Characters()}):
+        (group,) = make_source(rows, shuffle=False, **options).next_groups(1)
+        assert text_of(group["prompt_ids"]) == "0+0"
+
+
+def test_demonstrations_end_with_the_end_of_sequence_token(rows):
+    (group,) = make_source(rows, demonstrations=True, shuffle=False).next_groups(1)
+    assert group["response_ids"] == [ord("0"), EOS]
+
+
+def test_demonstrations_need_an_end_of_sequence_token(rows):
+    tokenizer = Characters()
+    tokenizer.eos_token_id = None
+    with pytest.raises(ModelError, match="eos_token"):
+        make_source(rows, tokenizer=tokenizer, demonstrations=True).next_groups(1)
+
+
+def write_long(path, length, count=1):
+    lines = [{"question": "1+1", "answer": "2"}] * 3 + [{"question": "x" * length, "answer": "y" * length}] * count
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_prompt_too_long_is_named_with_its_row_its_length_and_both_limits(tmp_path):
+    source = make_source(write_long(tmp_path / "a.jsonl", 55), shuffle=False)
+    with pytest.raises(
+        PromptTooLong, match=r"a\.jsonl line 4: .*56 tokens.*data\.max_prompt_tokens=50.*room for 60.*max_model_len"
+    ):
+        source.next_groups(4)
+
+
+def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path):
+    source = make_source(write_long(tmp_path / "a.jsonl", 70), shuffle=False, max_prompt_tokens=500)
+    with pytest.raises(
+        PromptTooLong, match=r"71 tokens.*room for 60.*rollout\.sampling\.max_tokens.*Raise rollout\.max_model_len"
+    ):
+        source.next_groups(4)
+
+
+def test_a_demonstration_must_fit_with_its_prompt(tmp_path):
+    source = make_source(write_long(tmp_path / "a.jsonl", 45), shuffle=False, demonstrations=True)
+    with pytest.raises(PromptTooLong, match=r"46 tokens and its response 46.*room for 80"):
+        source.next_groups(4)
+
+
+def test_long_prompts_are_skipped_and_counted_if_asked(tmp_path):
+    source = make_source(write_long(tmp_path / "a.jsonl", 55), too_long="skip")
+    groups = source.next_groups(9)
+    assert {text_of(group["prompt_ids"]) for group in groups} == {"1+1"}
+    assert source.stats()["dropped/prompt_too_long"] == source.skipped >= 2
+
+
+def test_skipping_everything_is_an_error_and_no_endless_loop(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"question": "x" * 55, "answer": "y"}) + "\n")
+    with pytest.raises(DataError, match="left out every one of the 1 rows"):
+        make_source(path, too_long="skip").next_groups(1)
+
+
+def test_an_empty_prompt_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"question": "", "answer": "1"}\n')
+    with pytest.raises(DataError, match="line 1: the prompt '' has no tokens"):
+        make_source(path).next_groups(1)
+
+
+def test_the_order_goes_on_over_epochs_and_resumes_after_any_group(rows):
+    whole = make_source(rows).next_groups(30)
+    source = make_source(rows)
+    source.next_groups(30)
+    for taken in (0, 1, 7, 12):
+        resumed = make_source(rows, cursor=source.cursor_after(taken), first_group=taken)
+        assert resumed.next_groups(30 - taken) == whole[taken:]
+        assert resumed.cursor_after(30) == source.cursor_after(30) == PromptCursor(4, 2)
+    with pytest.raises(DataError, match="after 31 groups is unknown"):
+        source.cursor_after(31)
+
+
+def test_cursors_count_skipped_rows(tmp_path):
+    path = write_long(tmp_path / "a.jsonl", 55, count=4)
+    whole = make_source(path, too_long="skip").next_groups(10)
+    source = make_source(path, too_long="skip")
+    source.next_groups(10)
+    resumed = make_source(path, too_long="skip", cursor=source.cursor_after(4), first_group=4)
+    assert resumed.next_groups(6) == whole[4:]
+
+
+def test_held_out_rows_come_once_in_order(rows):
+    source = make_source(rows, once=True)
+    groups = source.next_groups(100)
+    assert [text_of(group["prompt_ids"]) for group in groups] == [f"{n}+{n}" for n in range(7)]
+    assert len(source) == 7
+    assert source.next_groups(1) == []
+
+
+def loss(logprobs, mask, totals):
+    raise NotImplementedError
+
+
+def test_run_keeps_the_store_supplied_as_credits_allow_until_it_closes(rows):
+    async def run():
+        flow = Dataflow().rollout(samples_per_prompt=2).train(loss=loss).check()
+        store = Store(StoreSpec.of(flow, make_config(rows), strict=True))
+        client, source = StoreClient(store), make_source(rows)
+        running = asyncio.create_task(source.run(StoreClient(store), batch=2))
+        lease = await client.lease("rollout", 100, "rollout-0")
+        await asyncio.sleep(0.05)
+        more = await client.lease("rollout", 100, "rollout-0") if len(lease.rows) < 6 else None
+        admitted = len(lease.rows) + (len(more.rows) if more else 0)
+        drawn = source.stats()["groups"]
+        await asyncio.sleep(0.05)
+        still = source.stats()["groups"]
+        await client.close("done")
+        await asyncio.wait_for(running, 2)
+        return admitted, drawn, still
+
+    admitted, drawn, still = asyncio.run(run())
+    assert admitted == 3 * 2  # max_staleness=0: the groups of one step, each with its samples
+    assert drawn == still <= 3 + 2  # at most one batch waits at the door
+
+
+def test_check_counts_and_finds_the_longest_prompt(tmp_path):
+    path = write_long(tmp_path / "a.jsonl", 35)
+    config = make_config(path)
+    report = check_prompts(open_dataset(config.data, EvaluationConfig()), Characters(), config, sample=2)
+    assert (report.rows, report.read, report.tokenized, report.longest_prompt) == (4, 4, 2, 36)
+    report = check_prompts(open_dataset(config.data, EvaluationConfig()), Characters(), config, demonstrations=True)
+    assert report.longest_response == 36
+
+
+def test_check_finds_a_long_prompt_and_a_bad_line_wherever_they_are(tmp_path):
+    path = write_long(tmp_path / "a.jsonl", 55)
+    config = make_config(path)
+    with pytest.raises(PromptTooLong, match="line 4"):
+        check_prompts(open_dataset(config.data, EvaluationConfig()), Characters(), config, sample=1)
+    skipping = make_config(path, too_long="skip")
+    assert check_prompts(open_dataset(skipping.data, EvaluationConfig()), Characters(), skipping).skipped == 1
+    with path.open("a") as file:
+        file.write("{\n")
+    with pytest.raises(DataError, match="line 5: not valid JSON"):
+        check_prompts(open_dataset(skipping.data, EvaluationConfig()), Characters(), skipping, sample=1)
+
+
+def test_a_row_without_a_demonstration_is_named():
+    encoder = PromptEncoder(Characters(), DataConfig(), TokenLimits(50, 60))
+    with pytest.raises(DataError, match=r"row 3: no demonstration.*data\.columns\.response"):
+        encoder.demonstration_ids(SimpleNamespace(prompt="q", response=None, where="row 3"))

@@ -1,0 +1,81 @@
+"""The rewards that come with Penstock."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.conf.errors import DataError
+from penstock.workers.environments.reasoning_gym import Problems
+from penstock.workers.reward.functions import digits, math_verify, reasoning_gym
+
+GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("She has 10 + 8 = 18 clips.\n#### 18", "Add them.\n#### 18", 1.0),
+        ("The answer is 18.", "#### 18", 1.0),
+        ("The answer is \\boxed{18}", "#### 18", 1.0),
+        ("so $\\frac{36}{2}$", "#### 18", 1.0),
+        ("#### 1,800", "#### 1800", 1.0),
+        ("#### $1800.", "#### 1,800", 1.0),
+        ("it is 17", "#### 18", 0.0),
+        ("#### 18\n#### 17", "#### 18", 0.0),
+        ("I do not know", "#### 18", 0.0),
+        ("", "#### 18", 0.0),
+        ("18\n#### ", "#### 18", 0.0),
+        ("$x = 3$", "$3$", 1.0),
+        ("0.5", "\\frac{1}{2}", 1.0),
+        ("-4", "-4", 1.0),
+        ("7", 7, 1.0),
+    ],
+)
+def test_math_verify_compares_final_answers(response, answer, reward):
+    assert math_verify(response, answer) == reward
+
+
+def test_math_verify_says_when_the_reference_answer_cannot_be_read():
+    with pytest.raises(ValueError, match="reference answer ''"):
+        math_verify("18", "#### ")
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason=f"GSM8K is not at {GSM8K}")
+def test_every_gsm8k_solution_is_right_about_itself_and_wrong_with_another_number():
+    rows = [json.loads(line) for line in GSM8K.open()][:300]
+    for row in rows:
+        assert math_verify(row["answer"], row["answer"]) == 1.0
+        final = row["answer"].split("####")[1].strip().replace(",", "")
+        assert math_verify(f"The answer is {final}.", row["answer"]) == 1.0
+        assert math_verify(f"The answer is {float(final) + 1:g}.", row["answer"]) == 0.0
+
+
+def test_reasoning_gym_scores_with_the_problems_own_verifier():
+    problems = Problems("chain_sum", {"max_terms": 2, "max_digits": 1}, seed=0, size=5)
+    entry = problems.entry(0)
+    task = json.loads(json.dumps({"prompt": entry["question"], **problems.extra(entry)}))
+    assert reasoning_gym(f"  {entry['answer']}\n", task) == 1.0
+    assert reasoning_gym("12345678", task) < 1.0
+    assert reasoning_gym("", task) == 0.0
+
+
+def test_strict_gives_no_partial_credit():
+    problems = Problems("chain_sum", {"max_terms": 2}, seed=0, size=5)
+    entry = problems.entry(0)
+    task = problems.extra(entry)
+    wordy = f"it is {entry['answer']}"
+    assert 0.0 < reasoning_gym(wordy, task) < 1.0
+    assert reasoning_gym(wordy, task, strict=True) == 0.0
+    assert reasoning_gym(entry["answer"], task, strict=True) == 1.0
+
+
+def test_reasoning_gym_refuses_rows_of_other_sources():
+    with pytest.raises(DataError, match=r"data\.source=reasoning_gym"):
+        reasoning_gym("4", {"prompt": "2+2", "answer": "4"})
+
+
+def test_digits_is_the_share_of_digits():
+    assert digits("a1b2") == 0.5
+    assert digits("") == 0.0
+    assert digits("²³") == 0.0

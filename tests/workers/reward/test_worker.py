@@ -1,0 +1,175 @@
+"""The reward worker against a real store: rewards are written, failures dropped and counted, too many end the run."""
+
+import asyncio
+import json
+
+import pytest
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.errors import RewardFailure
+from penstock.conf.reward import RewardConfig
+from penstock.conf.run import RunConfig
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.client import StoreClient
+from penstock.store.spec import StoreSpec
+from penstock.store.store import Store
+from penstock.workers.reward.outcome import RewardError
+from penstock.workers.reward.pool import RewardPool
+from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.worker import ErrorShare, RewardWorker
+
+GROUP = 4
+
+
+def loss(logprobs, mask, totals, reward):
+    raise NotImplementedError
+
+
+def length_reward(response, answer):
+    if response == "raise":
+        raise RuntimeError("no judge")
+    if response == "hang":
+        import time
+
+        time.sleep(600)
+    return float(len(response))
+
+
+def make_store(groups_per_step=2):
+    flow = Dataflow().rollout(samples_per_prompt=GROUP).reward().train(loss=loss).check()
+    config = RunConfig(algorithm=GrpoConfig(group_size=GROUP), trainer=TrainerConfig(groups_per_step=groups_per_step))
+    return Store(StoreSpec.of(flow, config, strict=True))
+
+
+async def roll(client, groups):
+    """Put groups and play the rollout: `groups` has the texts of each."""
+    task = json.dumps({"prompt": "p", "answer": "a"})
+    await client.put_groups([{"prompt_ids": [1, 2], "task": task} for _ in groups])
+    lease = await client.lease("rollout", len(groups), "rollout-0")
+    texts = [text for group in groups for text in group]
+    tokens = [[1] * max(1, len(text)) for text in texts]
+    await client.write(
+        lease,
+        lease.rows.row_ids,
+        {
+            "response_ids": tokens,
+            "response_text": texts,
+            "finish_reason": ["stop"] * len(texts),
+            "behavior_logprobs": [[-1.0] * len(t) for t in tokens],
+            "token_versions": [[0] * len(t) for t in tokens],
+        },
+    )
+
+
+def worker_for(store, **config):
+    settings = RewardConfig(**{"timeout_s": 0.5, **config})
+    return RewardWorker(RewardPool.of(settings, RewardSpec.of(length_reward)), StoreClient(store), settings)
+
+
+def test_rewards_are_written_and_failed_samples_dropped_with_their_reason():
+    async def run():
+        store = make_store()
+        client, worker = StoreClient(store), worker_for(store, max_error_share=0.9)
+        await worker.start()
+        running = asyncio.create_task(worker.run())
+        await roll(client, [["a", "bb", "raise", "dddd"], ["a", "hang", "ccc", "d"]])
+        lease = await client.lease_shared("train", 0, 0, 1)
+        stats, store_stats, errors = worker.stats(), await client.stats(), await client.errors()
+        await client.close("done")
+        await asyncio.wait_for(running, 5)
+        await worker.close()
+        return lease.rows.values("reward").tolist(), stats, store_stats, errors, worker.last_error
+
+    rewards, stats, store_stats, errors, last_error = asyncio.run(run())
+    assert rewards == [1.0, 2.0, 4.0, 1.0, 3.0, 1.0]
+    assert (stats["rewarded"], stats["failed"]) == (6, 2)
+    assert stats["busy_s"] > 0.5
+    assert store_stats["dropped/reward_error"] == 2
+    assert any("RuntimeError: no judge" in error for error in errors)
+    assert any("reward.timeout_s=0.5" in error for error in errors)
+    assert last_error.startswith("timeout")
+
+
+def test_a_run_whose_rewards_all_fail_ends_with_the_last_error():
+    async def run():
+        store = make_store(groups_per_step=8)
+        client, worker = StoreClient(store), worker_for(store)
+        await worker.start()
+        running = asyncio.create_task(worker.run())
+        await roll(client, [["raise"] * GROUP] * 8)
+        try:
+            await asyncio.wait_for(running, 10)
+        finally:
+            await worker.close()
+
+    with pytest.raises(RewardFailure, match=r"RuntimeError: no judge.*reward\.max_error_share"):
+        asyncio.run(run())
+
+
+def test_a_group_whose_rewards_all_fail_gives_its_place_to_another():
+    async def run():
+        store = make_store(groups_per_step=2)
+        client, worker = StoreClient(store), worker_for(store, max_error_share=1.0)
+        await worker.start()
+        running = asyncio.create_task(worker.run())
+        await roll(client, [["raise"] * GROUP, ["a"] * GROUP])
+        await asyncio.wait_for(roll(client, [["bb"] * GROUP]), 5)  # waits for the credit of the dropped group
+        lease = await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 5)
+        await client.close("done")
+        await running
+        await worker.close()
+        return lease.rows.values("reward").tolist()
+
+    assert asyncio.run(run()) == [1.0] * GROUP + [2.0] * GROUP
+
+
+def test_evaluation_scores_go_past_the_store_and_the_counts():
+    async def run():
+        settings = RewardConfig()
+        worker = RewardWorker(RewardPool.of(settings, RewardSpec.of(length_reward)), None, settings)
+        await worker.start()
+        await worker.run()  # without a store there is nothing to wait for
+        scores = await worker.score([{"answer": 1}, '{"answer": 2}', "{}"], ["abc", "raise", "a"])
+        await worker.close()
+        return scores, worker.stats()
+
+    scores, stats = asyncio.run(run())
+    assert (scores[0], scores[2]) == (3.0, 1.0)
+    assert isinstance(scores[1], RewardError)
+    assert (stats["rewarded"], stats["failed"]) == (0, 0)
+
+
+def counted(results, max_share=0.2, window=100):
+    share = ErrorShare(max_share, window)
+    for result in results:
+        share.add(result)
+    share.check()
+
+
+BAD = RewardError("raised", "no judge")
+
+
+def test_errors_up_to_the_share_are_borne():
+    counted(([BAD] + [1.0] * 4) * 50)
+
+
+def test_errors_above_the_share_of_the_window_end_the_run():
+    with pytest.raises(RewardFailure, match=r"21 of the last 100 rewards failed.*0\.2 of 100.*raised: no judge"):
+        counted([1.0] * 200 + [BAD] * 21)
+
+
+def test_a_few_early_errors_do_not_end_a_run():
+    counted([BAD] * 15 + [1.0])
+
+
+def test_nothing_but_errors_ends_a_run_after_twenty():
+    counted([BAD] * 19, max_share=0.9)
+    with pytest.raises(RewardFailure):
+        counted([BAD] * 20, max_share=0.9)
+
+
+def test_a_share_of_one_bears_everything_and_a_share_of_zero_nothing():
+    counted([BAD] * 500, max_share=1.0)
+    with pytest.raises(RewardFailure):
+        counted([1.0, BAD], max_share=0.0)

@@ -1,0 +1,90 @@
+"""A two-layer model of 20 thousand parameters, rows for it, and trainers that clean up after themselves."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.conf.model import FreshModelConfig
+from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+from penstock.store.rows import Rows
+from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.trainer.fsdp import FsdpTrainer
+
+FRESH = FreshModelConfig(
+    num_layers=2, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1, max_position_embeddings=64
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Sums in one order: a test may ask for equal bits."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    build_fresh_model(path, FRESH, seed=3)
+    return str(path)
+
+
+@pytest.fixture
+def make_rows() -> Callable[..., Rows]:
+    return random_rows
+
+
+def random_rows(num_rows: int = 12, *, seed: int = 0, group_size: int = 2, same_length: bool = False) -> Rows:
+    """Rows as a lease of GRPO's train stage has them, of prompts of 1-9 and responses of 1-20 tokens."""
+    random = np.random.default_rng(seed)
+    responses = [
+        random.integers(3, 90, 12 if same_length else random.integers(1, 21)).tolist() for _ in range(num_rows)
+    ]
+    return Rows.from_lists(
+        {
+            "prompt_ids": [
+                random.integers(3, 90, 7 if same_length else random.integers(1, 10)).tolist() for _ in range(num_rows)
+            ],
+            "response_ids": responses,
+            "behavior_logprobs": [(-4.5 + 0.1 * random.normal(size=len(ids))).tolist() for ids in responses],
+            "advantage": random.normal(size=num_rows).tolist(),
+        },
+        group_ids=[index // group_size for index in range(num_rows)],
+    )
+
+
+@pytest.fixture
+def make_trainer(model_path: str) -> Iterator[Callable[..., FsdpTrainer]]:
+    """`make_trainer(lr=…, max_tokens_per_microbatch=…, trainable=…)`: options of the optimizer, the config or the trainer."""
+    made: list[FsdpTrainer] = []
+
+    def make(path: str = model_path, **options: Any) -> FsdpTrainer:
+        optimizer = {name: options.pop(name) for name in list(options) if name in OptimizerConfig.__dataclass_fields__}
+        config = {name: options.pop(name) for name in list(options) if name in TrainerConfig.__dataclass_fields__}
+        made.append(FsdpTrainer(TrainerConfig(**config, optimizer=OptimizerConfig(**optimizer)), path, **options))
+        return made[-1]
+
+    yield make
+    for trainer in reversed(made):
+        trainer.close()
+
+
+@pytest.fixture
+def weights_of() -> Callable[[FsdpTrainer], dict[str, torch.Tensor]]:
+    return copy_of_weights
+
+
+def copy_of_weights(trainer: FsdpTrainer) -> dict[str, torch.Tensor]:
+    """Of a trainer that is the only rank."""
+    return {name: shard.detach().clone() for name, _, _, shard in trainer.policy.shards()}
+
+
+@pytest.fixture
+def workspace(tmp_path: Path) -> Path:
+    return tmp_path

@@ -1,0 +1,122 @@
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.conf.errors import DataError
+from penstock.store.rows import Rows
+from penstock.workers.trainer import batching
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=30)
+
+
+@given(LENGTHS, st.integers(1, 200))
+def test_every_row_is_in_exactly_one_microbatch(lengths: list[int], budget: int) -> None:
+    cuts = batching.plan(np.array(lengths, dtype=np.int64), budget)
+    assert sorted(np.concatenate(cuts).tolist() if cuts else []) == list(range(len(lengths)))
+
+
+@given(LENGTHS, st.integers(1, 200))
+def test_padded_tokens_keep_the_budget_unless_one_row_alone_exceeds_it(lengths: list[int], budget: int) -> None:
+    for cut in batching.plan(np.array(lengths, dtype=np.int64), budget):
+        longest = max(lengths[position] for position in cut)
+        assert len(cut) * longest <= budget or len(cut) == 1
+
+
+@given(LENGTHS, st.integers(1, 200))
+def test_a_plan_costs_no_more_than_one_microbatch_a_row_or_filling_up_greedily(lengths: list[int], budget: int) -> None:
+    def cost(cuts: list[list[int]]) -> int:
+        return sum(len(cut) * max(cut) + batching.MICROBATCH_COST_TOKENS for cut in cuts)
+
+    greedy: list[list[int]] = []
+    for length in sorted(lengths, reverse=True):
+        if greedy and (len(greedy[-1]) + 1) * greedy[-1][0] <= budget:
+            greedy[-1].append(length)
+        else:
+            greedy.append([length])
+    planned = [
+        [lengths[position] for position in cut] for cut in batching.plan(np.array(lengths, dtype=np.int64), budget)
+    ]
+    assert cost(planned) <= min(cost(greedy), cost([[length] for length in lengths]))
+
+
+def test_rows_of_one_length_that_fit_stay_together_in_row_order() -> None:
+    (cut,) = batching.plan(np.full(64, 76), 8192)
+    assert cut.tolist() == list(range(64))
+
+
+def test_long_rows_are_kept_apart_from_short_ones_when_padding_costs_more_than_a_microbatch() -> None:
+    lengths = np.array([10] * 30 + [500, 490])
+    assert [sorted(cut.tolist()) for cut in batching.plan(lengths, 100_000)] == [[30, 31], list(range(30))]
+
+
+def test_collate_places_targets_one_after_the_positions_that_predict_them() -> None:
+    rows = Rows.from_lists({"prompt_ids": [[5, 6], [7]], "response_ids": [[8], [9, 10, 11]], "advantage": [1.0, -1.0]})
+    batch = batching.collate(rows, np.array([0, 1]), ["advantage"])
+    assert batch.input_ids_BL.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
+    assert batch.positions_N.tolist() == [1, 4, 5, 6]
+    assert batch.targets_N.tolist() == [8, 9, 10, 11]
+    assert batch.mask_BT.tolist() == [[True, False, False], [True, True, True]]
+    assert batch.scatter(torch.tensor([1.0, 2, 3, 4])).tolist() == [[1, 0, 0], [2, 3, 4]]
+    assert batch.columns["advantage"].tolist() == [1.0, -1.0]
+
+
+def test_collate_follows_the_positions_given() -> None:
+    rows = Rows.from_lists(
+        {"prompt_ids": [[5], [6]], "response_ids": [[7], [8]], "behavior_logprobs": [[-1.0], [-2.0]]}
+    )
+    batch = batching.collate(rows, np.array([1, 0]), ["behavior_logprobs"])
+    assert batch.input_ids_BL.tolist() == [[6, 8], [5, 7]]
+    assert batch.columns["behavior_logprobs"].tolist() == [[-2.0], [-1.0]]
+
+
+def test_an_empty_response_has_no_tokens_and_no_error() -> None:
+    rows = Rows.from_lists({"prompt_ids": [[5, 6]], "response_ids": [[]]})
+    batch = batching.collate(rows, np.array([0]))
+    assert batch.positions_N.numel() == 0
+    assert batch.mask_BT.tolist() == [[False]]
+    assert [part.tolist() for part in batching.split_rows(batch, torch.zeros(0))] == [[]]
+
+
+def test_a_column_of_another_length_than_the_response_is_refused_by_name() -> None:
+    rows = Rows.from_lists({"prompt_ids": [[5]], "response_ids": [[7, 8]], "behavior_logprobs": [[-1.0]]})
+    with pytest.raises(DataError, match=r"behavior_logprobs.*1 values for 2"):
+        batching.collate(rows, np.array([0]), ["behavior_logprobs"])
+
+
+def test_rows_too_long_for_the_model_are_refused_with_the_key_to_change() -> None:
+    rows = Rows.from_lists({"prompt_ids": [[5] * 3, [5] * 9], "response_ids": [[7], [7] * 8]})
+    with pytest.raises(DataError, match=r"row 1 has 9 prompt and 8 response tokens.*16 positions.*max_tokens"):
+        batching.row_lengths(rows, 16)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="empty prompt"):
+        batching.row_lengths(Rows.from_lists({"prompt_ids": [[]], "response_ids": [[7]]}))
+
+
+@given(st.lists(st.integers(0, 9), max_size=20), st.integers(1, 6))
+def test_minibatches_hold_whole_groups_and_each_row_once(group_ids: list[int], count: int) -> None:
+    ids = np.array(group_ids, dtype=np.int64)
+    parts = batching.split_minibatches(ids, range(10), count)
+    assert sorted(np.concatenate(parts).tolist()) == list(range(len(ids)))
+    homes = [set(ids[part].tolist()) for part in parts]
+    assert sum(len(home) for home in homes) == len(set().union(*homes))
+
+
+@given(st.integers(0, 6), st.integers(0, 6), st.integers(2, 4))
+def test_ranks_agree_on_the_number_of_minibatches(num_first: int, num_second: int, count: int) -> None:
+    first, second = np.arange(num_first), np.arange(10, 10 + num_second)
+    everyone = np.concatenate([first, second])
+    assert len(batching.split_minibatches(first, everyone, count)) == len(
+        batching.split_minibatches(second, everyone, count)
+    )
+
+
+def test_batches_are_padded_with_dummies_that_have_no_rows(make_rows: Callable[..., Rows]) -> None:
+    batches = batching.pad_plan([batching.collate(make_rows(2), np.array([0, 1]))], 3)
+    assert [batch.is_dummy for batch in batches] == [False, True, True]
+    assert not batches[1].mask_BT.any()

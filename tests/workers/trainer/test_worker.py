@@ -1,0 +1,115 @@
+import asyncio
+import json
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.losses import ppo_clip_loss
+from penstock.conf.run import RunConfig
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.client import StoreClient, SyncStoreClient
+from penstock.store.rows import Rows
+from penstock.store.spec import StoreSpec
+from penstock.store.store import Store
+from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainedRows, TrainerWorker
+
+Make = Callable[..., FsdpTrainer]
+
+
+def advantage_of(reward: Any) -> Any:
+    return reward - reward.mean()
+
+
+def flow() -> Dataflow:
+    graph = Dataflow().rollout("policy", samples_per_prompt=2).reward()
+    graph.logprobs("reference")
+    graph.compute(advantage_of, reads=["reward"], writes=["advantage"])
+    return graph.train("policy", loss=partial(ppo_clip_loss, kl_coef=0.1)).check()
+
+
+def make_store() -> Store:
+    config = RunConfig(max_staleness=1, trainer=TrainerConfig(groups_per_step=2))
+    return Store(StoreSpec.of(flow(), config, strict=True))
+
+
+async def fill(client: StoreClient) -> None:
+    """Two groups of two, as rollout, reward and advantage leave them; the last group was cut short by its length."""
+    await client.put_groups([{"prompt_ids": [5, 6, group + 7], "task": json.dumps({})} for group in range(2)])
+    lease = await client.lease("rollout", 2, "rollout")
+    assert lease
+    ids = lease.rows.row_ids
+    columns = {
+        "response_ids": [[10 + row] * (row + 1) for row in range(4)],
+        "response_text": ["x"] * 4,
+        "finish_reason": ["stop", "stop", "length", "length"],
+        "behavior_logprobs": [[-4.0] * (row + 1) for row in range(4)],
+        "token_versions": [[0] * (row + 1) for row in range(4)],
+    }
+    await client.write(lease, ids, columns)
+    for stage, column, values in (
+        ("reward", "reward", [0.0, 1.0, 1.0, 2.0]),
+        ("advantage_of", "advantage", [-0.5, 0.5, -0.5, 0.5]),
+    ):
+        lease = await client.lease(stage, 4, stage)
+        assert lease
+        await client.write(lease, lease.rows.row_ids, {column: values})
+
+
+def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make) -> None:
+    policy, reference = make_trainer(lr=1e-2), make_trainer(trainable=False)
+
+    async def run() -> tuple[StepReport | None, StepReport | None, dict[str, float], Rows]:
+        store = make_store()
+        client = StoreClient(store)
+        await fill(client)
+        helper = ReferenceWorker(reference, SyncStoreClient(store), "reference", "reference_logprobs", 0, 1)
+        trainer = TrainerWorker(policy, SyncStoreClient(store), 0, 1, flow().stage("train").function)
+        serving = asyncio.create_task(asyncio.to_thread(helper.run))
+        report = await asyncio.to_thread(trainer.step, 0)
+        waiting = asyncio.create_task(asyncio.to_thread(trainer.step, 1))
+        await asyncio.sleep(0.05)
+        batch = await client.last_batch(["reference_logprobs", "response_ids"])
+        await client.close("done")
+        await serving
+        return report, await waiting, helper.stats(), batch
+
+    report, after_close, stats, batch = asyncio.run(run())
+    assert after_close is None
+    assert report is not None
+    assert (report.round, report.version, stats["rows"]) == (0, 0, 4)
+    assert report.metrics["actor/kl"] == pytest.approx(0.0, abs=1e-5)
+    assert report.rows.reward_N.tolist() == [0.0, 1.0, 1.0, 2.0]
+    assert report.rows.response_tokens_N.tolist() == [1, 2, 3, 4]
+    assert report.rows.prompt_tokens_N.tolist() == [3] * 4
+    assert report.rows.clipped_N.tolist() == [False, False, True, True]
+    assert report.wait_s >= 0 < report.train_s
+    assert [len(values) for values in batch.arrays("reference_logprobs")] == [1, 2, 3, 4]
+    assert pickle.loads(pickle.dumps(report)).metrics == report.metrics
+
+
+def test_staleness_is_counted_from_the_version_before_the_update() -> None:
+    rows = Rows.from_lists(
+        {"prompt_ids": [[1], [1]], "response_ids": [[1, 2, 3], [4]], "token_versions": [[2, 3, 4], [4]]}
+    )
+    trained = TrainedRows.of(rows, version=5)
+    assert trained.staleness_max_N.tolist() == [3, 1]
+    assert trained.staleness_sum_N.tolist() == [6.0, 1.0]
+
+
+def test_rows_without_reward_or_versions_are_no_error() -> None:
+    trained = TrainedRows.of(Rows.from_lists({"prompt_ids": [[1]], "response_ids": [[1, 2]]}), version=5)
+    assert np.isnan(trained.reward_N).all()
+    assert trained.staleness_max_N.tolist() == [0]
+    assert trained.clipped_N.tolist() == [False]
+
+
+def test_a_rank_without_rows_reports_none() -> None:
+    empty = Rows.from_lists({"prompt_ids": [[1]], "response_ids": [[1]], "reward": [1.0]}).select([])
+    trained = TrainedRows.of(empty, version=1)
+    assert [len(value) for value in vars(trained).values()] == [0] * 6

@@ -1,0 +1,66 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from penstock.algorithms.losses import sft_loss
+from penstock.store.rows import Rows
+from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.weights.publication import open_publication
+
+Make = Callable[..., FsdpTrainer]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_publication_is_the_state_dict_in_the_engines_dtype_without_tied_weights(
+    make_trainer: Make, model_path: str, tmp_path: Path, dtype: str
+) -> None:
+    publication = make_trainer(engine_dtype=dtype).publish(str(tmp_path), 3)
+    assert publication.version == 3
+    assert publication.directory == str(tmp_path / "v00000003")
+    open_publication(publication)
+    published = load_file(tmp_path / "v00000003" / "model.safetensors")
+    original = load_file(Path(model_path) / "model.safetensors")
+    assert published.keys() == original.keys()
+    for name, tensor in original.items():
+        assert torch.equal(published[name], tensor.to(getattr(torch, dtype))), name
+
+
+def test_what_is_published_after_an_update_is_what_was_trained(
+    make_trainer: Make, make_rows: Callable[..., Rows], tmp_path: Path
+) -> None:
+    trainer = make_trainer(lr=1e-2)
+    trainer.publish(str(tmp_path), 0)
+    trainer.update(make_rows(4), sft_loss)
+    trainer.publish(str(tmp_path), 1)
+    first, second = (load_file(tmp_path / f"v0000000{version}" / "model.safetensors") for version in (0, 1))
+    assert all(not torch.equal(first[name], second[name]) for name in first)
+
+
+def test_an_exported_model_loads_with_equal_logits_and_its_tokenizer(
+    make_trainer: Make, make_rows: Callable[..., Rows], weights_of: Callable[..., Any], model_path: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(lr=1e-2)
+    trainer.update(make_rows(4), sft_loss)
+    trainer.export(str(tmp_path / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = AutoModelForCausalLM.from_pretrained(model_path)
+    expected.load_state_dict(weights_of(trainer), strict=False)
+    ids = torch.randint(3, 90, (3, 11))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids).logits, expected(ids).logits)
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode(loaded.config.eos_token_id) == "<eos>"
+    assert not (tmp_path / "model" / ".export").exists()
+
+
+def test_an_export_in_bfloat16_says_so_and_can_be_trained_on(
+    make_trainer: Make, make_rows: Callable[..., Rows], tmp_path: Path
+) -> None:
+    make_trainer(engine_dtype="bfloat16").export(str(tmp_path))
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert make_trainer(path=str(tmp_path)).update(make_rows(4), sft_loss).num_samples == 4

@@ -1,0 +1,246 @@
+"""A publication is complete and right, or it does not exist."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from penstock.conf.errors import WeightError
+from penstock.workers.protocols import Publication
+from penstock.workers.weights import publication as module
+from penstock.workers.weights.layout import compute_layout
+from penstock.workers.weights.publication import (
+    PublicationWriter,
+    newest_publication,
+    open_publication,
+    publication_directory,
+    reclaim,
+    seal,
+    write_publication,
+)
+from penstock.workers.weights.reading import MappedWeights
+
+TENSORS = {
+    "model.embed_tokens.weight": torch.arange(7 * 4, dtype=torch.float32).reshape(7, 4),
+    "model.layers.0.bias": torch.tensor([1.5, -2.0, 3.25]),
+    "model.norm.scale": torch.tensor(0.5),
+    "model.none": torch.empty(0, 3),
+}
+
+
+def layout_of(dtype: str = "float32"):
+    return compute_layout((name, tuple(tensor.shape), dtype) for name, tensor in TENSORS.items())
+
+
+def weights_file(publication: Publication) -> Path:
+    return Path(publication.directory) / "model.safetensors"
+
+
+def flip_byte(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 0x01
+    path.write_bytes(data)
+
+
+def test_the_library_reads_back_what_was_published(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 3, TENSORS.items())
+    loaded = safetensors.torch.load_file(weights_file(publication))
+    assert set(loaded) == set(TENSORS)
+    for name, tensor in TENSORS.items():
+        torch.testing.assert_close(loaded[name], tensor, rtol=0, atol=0)
+
+
+def test_the_file_is_what_the_library_would_have_written(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 3, TENSORS.items())
+    assert weights_file(publication).read_bytes() == safetensors.torch.save(TENSORS, metadata={"format": "pt"})
+    assert publication.num_bytes == weights_file(publication).stat().st_size
+
+
+def test_mapped_tensors_equal_those_written(tmp_path: Path) -> None:
+    mapped = MappedWeights(open_publication(write_publication(tmp_path, 1, TENSORS.items())))
+    mapped.verify()
+    for name, tensor in mapped.tensors():
+        torch.testing.assert_close(tensor, TENSORS[name], rtol=0, atol=0)
+
+
+def test_tensors_are_cast_to_the_dtype_of_the_layout(tmp_path: Path) -> None:
+    mapped = MappedWeights(open_publication(write_publication(tmp_path, 1, TENSORS.items(), dtype="bfloat16")))
+    assert torch.equal(mapped.tensor("model.layers.0.bias"), TENSORS["model.layers.0.bias"].bfloat16())
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
+def test_ranks_writing_their_rows_make_the_same_file_as_one(tmp_path: Path, num_ranks: int) -> None:
+    layout = layout_of()
+    writers = [PublicationWriter(tmp_path, 2, layout, rank, num_ranks) for rank in range(num_ranks)]
+    for name, tensor in TENSORS.items():
+        if not tensor.shape:
+            writers[0].write_rows(name, 0, tensor)
+            continue
+        rows = -(-tensor.shape[0] // num_ranks)
+        for rank, writer in enumerate(writers):
+            writer.write_rows(name, min(rank * rows, tensor.shape[0]), tensor[rank * rows : (rank + 1) * rows])
+    for writer in reversed(writers):
+        writer.finish()
+    publication = seal(tmp_path, 2, layout, num_ranks)
+    alone = write_publication(tmp_path / "alone", 2, TENSORS.items())
+    assert weights_file(publication).read_bytes() == weights_file(alone).read_bytes()
+    MappedWeights(open_publication(publication)).verify()
+    assert sorted(os.listdir(publication.directory)) == ["manifest.json", "model.safetensors"]
+
+
+def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CHUNK_BYTES", 33)
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    MappedWeights(open_publication(publication)).verify()
+    assert weights_file(publication).read_bytes() == safetensors.torch.save(TENSORS, metadata={"format": "pt"})
+
+
+def test_a_half_written_publication_cannot_be_opened(tmp_path: Path) -> None:
+    writer = PublicationWriter(tmp_path, 4, layout_of())
+    writer.write_rows("model.layers.0.bias", 0, TENSORS["model.layers.0.bias"])
+    writer.finish()
+    with pytest.raises(WeightError, match="never completed"):
+        open_publication(Publication(str(publication_directory(tmp_path, 4)), 4))
+    assert newest_publication(tmp_path) is None
+
+
+def test_sealing_names_the_tensor_whose_rows_are_missing(tmp_path: Path) -> None:
+    writer = PublicationWriter(tmp_path, 4, layout_of())
+    for name, tensor in TENSORS.items():
+        writer.write_rows(name, 0, tensor[:5] if name == "model.embed_tokens.weight" else tensor)
+    writer.finish()
+    with pytest.raises(WeightError, match=r"'model.embed_tokens.weight' has 7 rows, 5 were written"):
+        seal(tmp_path, 4, layout_of())
+
+
+def test_sealing_refuses_rows_that_two_ranks_wrote(tmp_path: Path) -> None:
+    layout = layout_of()
+    for rank in range(2):
+        writer = PublicationWriter(tmp_path, 4, layout, rank, 2)
+        for name, tensor in TENSORS.items():
+            writer.write_rows(name, 0, tensor)
+        writer.finish()
+    with pytest.raises(WeightError, match="written by exactly one rank"):
+        seal(tmp_path, 4, layout, 2)
+
+
+def test_sealing_names_the_rank_that_did_not_finish(tmp_path: Path) -> None:
+    PublicationWriter(tmp_path, 4, layout_of(), 0, 2).finish()
+    with pytest.raises(WeightError, match="rank 1 of 2 did not finish"):
+        seal(tmp_path, 4, layout_of(), 2)
+
+
+def test_publishing_a_version_again_replaces_it(tmp_path: Path) -> None:
+    write_publication(tmp_path, 1, TENSORS.items())
+    writer = PublicationWriter(tmp_path, 1, layout_of())
+    with pytest.raises(WeightError):
+        open_publication(Publication(str(writer.path), 1))
+    writer.finish()
+    again = write_publication(tmp_path, 1, [(name, tensor + 1) for name, tensor in TENSORS.items()])
+    mapped = MappedWeights(open_publication(again))
+    mapped.verify()
+    assert torch.equal(mapped.tensor("model.layers.0.bias"), TENSORS["model.layers.0.bias"] + 1)
+
+
+def test_a_flipped_bit_is_found_and_its_tensor_named(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    flip_byte(weights_file(publication), layout_of().place("model.layers.0.bias").offset + 5)
+    mapped = MappedWeights(open_publication(publication))
+    with pytest.raises(WeightError, match=r"model\.safetensors: tensor 'model\.layers\.0\.bias', rows 0 to 2"):
+        mapped.verify()
+
+
+def test_every_single_bit_of_the_file_matters(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    path = weights_file(publication)
+    intact = path.read_bytes()
+    for position in range(0, len(intact), 7):
+        flip_byte(path, position)
+        with pytest.raises(WeightError):
+            MappedWeights(open_publication(publication)).verify()
+        path.write_bytes(intact)
+    MappedWeights(open_publication(publication)).verify()
+
+
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    os.truncate(weights_file(publication), publication.num_bytes - 1)
+    with pytest.raises(WeightError, match="truncated"):
+        open_publication(publication)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    weights_file(publication).unlink()
+    with pytest.raises(WeightError, match=r"model\.safetensors: missing"):
+        open_publication(publication)
+
+
+def test_another_version_than_asked_for_is_refused(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    with pytest.raises(WeightError, match="holds version 1, but version 2"):
+        open_publication(Publication(publication.directory, 2))
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"version": 1}', "[1]"])
+def test_an_unreadable_manifest_is_refused(tmp_path: Path, text: str) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    (Path(publication.directory) / "manifest.json").write_text(text)
+    with pytest.raises(WeightError, match="unreadable manifest"):
+        open_publication(publication)
+
+
+def test_a_shard_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    writer = PublicationWriter(tmp_path, 1, layout_of())
+    for first_row, shape in ((0, (7, 5)), (1, (7, 4)), (-1, (2, 4)), (0, (8, 4))):
+        with pytest.raises(WeightError, match="do not fit"):
+            writer.write_rows("model.embed_tokens.weight", first_row, torch.zeros(shape))
+
+
+def test_too_small_a_file_system_is_reported_before_writing(tmp_path: Path) -> None:
+    huge = compute_layout([("w", (10**15,), "float32")])
+    with pytest.raises(WeightError, match=r"4,000,000,000,000,\d+ bytes are needed, [\d,]+ of [\d,]+ are free") as failure:
+        PublicationWriter(tmp_path, 1, huge)
+    assert str(tmp_path) in str(failure.value)
+
+
+def test_a_file_system_that_fills_up_while_writing_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = PublicationWriter(tmp_path, 1, layout_of())
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(WeightError, match="no room for a publication"):
+        writer.write_rows("model.layers.0.bias", 0, TENSORS["model.layers.0.bias"])
+
+
+def test_reclaiming_keeps_the_newest(tmp_path: Path) -> None:
+    for version in (1, 2, 3, 12):
+        write_publication(tmp_path, version, TENSORS.items())
+    reclaim(tmp_path, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["v00000003", "v00000012"]
+    newest = newest_publication(tmp_path)
+    assert newest is not None
+    assert newest.version == 12
+    MappedWeights(open_publication(newest)).verify()
+
+
+def test_a_mapping_outlives_its_publication(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 1, TENSORS.items())
+    mapped = MappedWeights(open_publication(publication))
+    reclaim(tmp_path, keep=0)
+    mapped.verify()
+    assert torch.equal(mapped.tensor("model.layers.0.bias"), TENSORS["model.layers.0.bias"])
+
+
+def test_the_manifest_says_who_wrote_what(tmp_path: Path) -> None:
+    publication = write_publication(tmp_path, 9, TENSORS.items())
+    fields = json.loads((Path(publication.directory) / "manifest.json").read_text())
+    assert fields["version"] == 9
+    assert fields["tensors"]["model.layers.0.bias"] == {"dtype": "float32", "shape": [3]}
+    assert {entry[0] for entry in fields["ranges"]} == set(TENSORS) - {"model.none"}

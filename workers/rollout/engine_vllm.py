@@ -1,0 +1,246 @@
+"""The rollout engine on vLLM's `AsyncLLM`, for GPUs and for vLLM's CPU build.
+
+    generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution, final output only
+    update   ─▶ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline, in-flight sequences kept
+
+Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights had read the
+whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled under which version.
+The engine process and its workers are children of this process. Called by `worker.py`; vLLM is imported in `start`.
+"""
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from penstock.conf.errors import DataError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.rollout.vllm_setup import engine_arguments, vllm_environment
+from penstock.workers.weights.reading import MappedWeights, open_publication
+
+T = TypeVar("T")
+
+WARMUP_SAMPLES = 8
+WARMUP_TOKENS = 4
+
+
+class VllmEngine:
+    """Lifecycle: `start` once; then `generate` and `update` in any order and concurrency; `close`.
+
+    An update either ends with the new version asserted, or leaves the old weights serving (failures up to `start`), or marks the
+    engine broken (later failures): then every call raises `WorkerDied` and its owner starts another. It never serves weights that it
+    does not know.
+    """
+
+    def __init__(self, config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0) -> None:
+        """`version`: of the weights in `model_path`. `num_threads`: CPU threads of the forward pass (CPU build)."""
+        self._config = config
+        self._model_path = model_path
+        self._num_threads = num_threads
+        self._version = version
+        self._llm: Any = None
+        self._tokenizer: Any = None
+        self._request_ids = itertools.count()
+        self._in_flight = 0
+        self._admission = asyncio.Event()
+        self._admission.set()
+        self._updating = asyncio.Lock()
+        self._broken: str | None = None
+
+    async def start(self) -> None:
+        """Start the engine process and warm it up. Raises `ResourceError` when it does not come up, `DeadlineExceeded`."""
+        await self._in_time("start", self._create(), self._config.start_timeout_s, "rollout.start_timeout_s")
+        await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, "rollout.start_timeout_s")
+
+    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        """Raises `DataError` for a prompt that leaves no room for a response, `WorkerDied` when the engine is gone."""
+        self._check_alive()
+        if not 0 < len(prompt_ids) < self._config.max_model_len:
+            raise DataError(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
+                f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
+            )
+        await self._admission.wait()
+        self._check_alive()
+        self._in_flight += 1
+        try:
+            output = await self._request(list(prompt_ids), num_samples, sampling)
+        finally:
+            self._in_flight -= 1
+        return [self._completion(sample, detokenized=bool(sampling.stop)) for sample in output.outputs]
+
+    async def update(self, publication: Publication) -> None:
+        """Raises `WeightError`, `DeadlineExceeded` (naming the phase), `WorkerDied`."""
+        self._check_alive()
+        async with self._updating:
+            await self._phase(publication, "verify", asyncio.to_thread(_verify, publication))
+            self._admission.clear()
+            try:
+                await self._exchange(publication)
+            finally:
+                self._admission.set()
+
+    async def version(self) -> int:
+        """As the engine process says."""
+        self._check_alive()
+        return int(await self._llm.get_weight_version())
+
+    async def close(self) -> None:
+        llm, self._llm = self._llm, None
+        self._broken = self._broken or "it was closed"
+        if llm is not None:
+            await asyncio.to_thread(llm.shutdown)
+
+    # Start
+
+    async def _create(self) -> None:
+        self._llm = await asyncio.to_thread(self._build)
+        self._tokenizer = self._llm.get_tokenizer()
+        await self._llm.update_weight_version(str(self._version))
+
+    def _build(self) -> Any:
+        with vllm_environment(self._config, self._model_path, self._num_threads):
+            from vllm import AsyncEngineArgs
+            from vllm.v1.engine.async_llm import AsyncLLM
+
+            arguments = engine_arguments(self._config, self._model_path)
+            try:
+                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+            except (RuntimeError, ValueError, OSError) as error:
+                raise ResourceError(
+                    f"the vLLM engine for {self._model_path} did not start: {error}. Its own log lines are above; a smaller "
+                    "rollout.kv_cache_gib or rollout.max_model_len needs less memory."
+                ) from None
+
+    async def _warm_up(self) -> None:
+        """The first request with log-probabilities compiles a kernel for seconds, and so does the first seeded one."""
+        room = self._config.max_model_len - 1
+        for seed in (None, 0):
+            sampling = Sampling(max_tokens=min(WARMUP_TOKENS, room), ignore_eos=True, seed=seed)
+            await self.generate([0], WARMUP_SAMPLES, sampling)
+
+    # Generation
+
+    async def _request(self, prompt_ids: list[int], num_samples: int, sampling: Sampling) -> Any:
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        parameters = _sampling_params(num_samples, sampling)
+        request_id = str(next(self._request_ids))
+        output = None
+        try:
+            async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, parameters, request_id=request_id):
+                pass
+        except (EngineDeadError, EngineGenerateError) as error:
+            raise self._died(error) from None
+        if output is None or any(sample is None or sample.finish_reason not in ("stop", "length") for sample in output.outputs):
+            raise self._died("it ended a request without finishing it")
+        return output
+
+    def _completion(self, sample: Any, detokenized: bool) -> Completion:
+        token_ids = list(sample.token_ids)
+        flat = sample.logprobs
+        logprobs = [flat.logprobs[start] for start in flat.start_indices]
+        versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
+        text = sample.text if detokenized else self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return Completion(token_ids, logprobs, versions, text, sample.finish_reason)
+
+    # Update
+
+    async def _exchange(self, publication: Publication) -> None:
+        """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        info = {"directory": publication.directory, "version": publication.version}
+        paused = self._in_flight > 0
+        if paused:
+            await self._pause(publication)
+        try:
+            if not paused:  # nobody to preempt: dropping the cached prefixes of the old weights is all there is to a pause
+                await self._phase(publication, "pause", self._llm.reset_prefix_cache())
+            await self._phase(publication, "start", self._llm.start_weight_update())
+        except PenstockError:
+            if paused:
+                await self._resume(publication)
+            raise
+        try:
+            await self._phase(publication, "load", self._llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
+            await self._phase(publication, "finish", self._llm.finish_weight_update(weight_version=str(publication.version)))
+            served = await self._phase(publication, "version", self._llm.get_weight_version())
+            if served != str(publication.version):
+                raise WeightError(f"weight update to version {publication.version}: the engine says it serves {served!r}.")
+        except PenstockError as error:
+            self._broken = str(error)
+            raise
+        if paused:
+            await self._resume(publication)
+        self._version = publication.version
+
+    async def _pause(self, publication: Publication) -> None:
+        try:
+            await self._phase(publication, "pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+        except PenstockError:
+            await self._resume(publication)
+            raise
+
+    async def _resume(self, publication: Publication) -> None:
+        try:
+            await self._phase(publication, "resume", self._llm.resume_generation())
+        except PenstockError as error:
+            self._broken = str(error)
+            raise
+
+    async def _phase(self, publication: Publication, name: str, call: Awaitable[T]) -> T:
+        phase = f"weight update to version {publication.version}, phase {name}"
+        return await self._in_time(phase, call, self._config.update_timeout_s, "rollout.update_timeout_s")
+
+    # Failures
+
+    async def _in_time(self, what: str, call: Awaitable[T], timeout_s: float, key: str) -> T:
+        """The call's result. Raises `DeadlineExceeded` naming `what`; the engine's own failures as `WeightError`, `WorkerDied`."""
+        try:
+            return await asyncio.wait_for(call, timeout_s)
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"{what}: the vLLM engine for {self._model_path} did not answer within {timeout_s:g} s. Raise {key}, or see its log."
+            ) from None
+        except PenstockError:
+            raise
+        except Exception as error:  # noqa: BLE001 - vLLM reports any failure of its processes as a bare Exception with text
+            if self._llm is not None and self._llm.errored:
+                raise self._died(error) from None
+            raise WeightError(f"{what}: {error}") from None
+
+    def _died(self, reason: object) -> WorkerDied:
+        self._broken = self._broken or str(reason)
+        return WorkerDied(f"the vLLM engine for {self._model_path} is gone: {reason}. Its own log lines are above.")
+
+    def _check_alive(self) -> None:
+        if self._broken is not None or self._llm is None:
+            raise WorkerDied(f"the vLLM engine for {self._model_path} is not serving: {self._broken or 'it was never started'}.")
+
+
+def _verify(publication: Publication) -> None:
+    MappedWeights(open_publication(publication)).verify()
+
+
+def _sampling_params(num_samples: int, sampling: Sampling) -> Any:
+    """Without stop strings the text is decoded once at the end (`_completion`), not token by token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=num_samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )

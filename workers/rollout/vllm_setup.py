@@ -1,0 +1,84 @@
+"""What vLLM is started with: engine arguments from the configuration, and the environment variables that have no argument.
+
+Called by `engine_vllm.py`. Importing this module does not import vLLM.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.weights.vllm_plugin import BACKEND
+
+CPU_BLOCK_TOKENS = 32
+"""Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared within a group too."""
+
+
+def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`. Imports vLLM."""
+    from vllm.config import WeightTransferConfig
+
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": config.dtype,
+        "max_model_len": config.max_model_len,
+        "max_num_seqs": config.max_concurrent_samples,
+        "tensor_parallel_size": config.tensor_parallel_size,
+        "enforce_eager": config.enforce_eager,
+        "logprobs_mode": "processed_logprobs",
+        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "enable_prefix_caching": True,
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+    if config.num_gpus_per_worker:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    else:
+        arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
+        arguments["block_size"] = CPU_BLOCK_TOKENS
+    if config.tensor_parallel_size == 1:
+        arguments["distributed_executor_backend"] = "uni"
+    return arguments
+
+
+@contextmanager
+def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -> Iterator[None]:
+    """Environment variables for the import of vLLM and for the processes that it starts; put back afterwards.
+
+    What the user has set stays as it is, but for the number of threads.
+    """
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    if Path(model_path).is_dir():
+        defaults["HF_HUB_OFFLINE"] = "1"
+    values = {name: os.environ.get(name, value) for name, value in defaults.items()}
+    if not config.num_gpus_per_worker:
+        values |= _cpu_environment(config, num_threads)
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _cpu_environment(config: RolloutConfig, num_threads: int) -> dict[str, str]:
+    """Threads as asked for and bound nowhere, since trainer and engine share the cores; waiting threads sleep at once.
+
+    With one rank the model runs in the engine's own process, as on a GPU. vLLM's CPU build otherwise puts it into another one to pin
+    its threads, and the two then wait for each other by spinning. `VLLM_ENABLE_V1_MULTIPROCESSING=0` is what vLLM's check asks for;
+    `AsyncLLM` starts its engine process all the same.
+    """
+    values = {
+        "OMP_NUM_THREADS": str(max(1, num_threads)),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    }
+    if config.tensor_parallel_size == 1:
+        values["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return values

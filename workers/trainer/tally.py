@@ -1,0 +1,61 @@
+"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima. Used by `fsdp.py`."""
+
+import torch
+from torch import Tensor
+
+from penstock.workers.trainer.sharding import ProcessGroup
+
+
+class Tally:
+    """Collects on this rank, without waiting for the device; `reduced` at the end is the same on every rank.
+
+    tally = Tally(num_steps=2)
+    tally.add("actor/pg_loss", loss)         # a share of that optimizer step's value
+    tally.reduced(group)["actor/pg_loss"]    # the mean over both optimizer steps
+    """
+
+    def __init__(self, num_steps: int = 1) -> None:
+        self._num_steps = num_steps
+        self._sums: dict[str, Tensor] = {}
+        self._maxima: dict[str, Tensor] = {}
+
+    def add(self, name: str, contribution: Tensor) -> None:
+        """`contribution`: `[]`, of one micro-batch to its optimizer step's value. Reported is the mean over optimizer steps."""
+        self.add_once(name, contribution.detach().double() / self._num_steps)
+
+    def add_once(self, name: str, contribution: Tensor) -> None:
+        """The same for what is measured in one optimizer step only."""
+        value = contribution.detach().double()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+    def add_maximum(self, name: str, value: Tensor) -> None:
+        value = value.detach().double()
+        self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
+
+    def reduced(self, group: ProcessGroup) -> dict[str, float]:
+        """Over all ranks. A rank that had no rows knows no names, so names travel too. Collective."""
+        sums: dict[str, float] = {}
+        maxima: dict[str, float] = {}
+        for other_sums, other_maxima in group.gather((_floats(self._sums), _floats(self._maxima))):
+            for name, value in other_sums.items():
+                sums[name] = sums.get(name, 0.0) + value
+            for name, value in other_maxima.items():
+                maxima[name] = max(maxima.get(name, value), value)
+        return sums | maxima
+
+
+def add_mismatch(tally: Tally, trainer_BT: Tensor, behavior_BT: Tensor, mask_BT: Tensor, num_tokens: float) -> None:
+    """How far the trainer's log-probabilities are from those that the tokens were sampled under: with `d = trainer - behavior`,
+    the means over the batch's `num_tokens` tokens of |d| and of `exp(d) - 1 - d` (k3 of KL(behavior || trainer), Schulman 2020), and max |d|.
+    """
+    difference_N = trainer_BT.detach()[mask_BT] - behavior_BT[mask_BT]
+    if difference_N.numel() == 0:
+        return
+    absolute_N = difference_N.abs()
+    tally.add_once("mismatch/logprob_abs_mean", absolute_N.sum() / num_tokens)
+    tally.add_once("mismatch/kl", (torch.expm1(difference_N) - difference_N).sum() / num_tokens)
+    tally.add_maximum("mismatch/logprob_abs_max", absolute_N.max())
+
+
+def _floats(values: dict[str, Tensor]) -> dict[str, float]:
+    return {name: float(value) for name, value in values.items()}

@@ -1,0 +1,82 @@
+"""The trainer's weights to files: publications in shared memory for the engines, and HF model directories for people.
+
+Every rank writes its own rows; rank 0 seals. Both have the same layout, so an exported model is a publication with its configuration
+and tokenizer beside it. Called by `fsdp.py`.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from penstock.workers.protocols import Publication
+from penstock.workers.trainer.sharding import ShardedPolicy
+from penstock.workers.weights.layout import Layout, compute_layout
+from penstock.workers.weights.publication import PublicationWriter, publication_directory, seal
+from penstock.workers.weights.reading import WEIGHTS_NAME
+
+WEIGHT_FILES = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.index.json",
+    "*.h5",
+    "*.msgpack",
+    "manifest*.json",
+)
+
+
+def layout_of(policy: ShardedPolicy, dtype: str) -> Layout:
+    """Names and shapes as `save_pretrained` has them: tied weights once."""
+    return compute_layout((name, shape, dtype) for name, shape, _, _ in policy.shards())
+
+
+def publish(policy: ShardedPolicy, directory: str, version: int, dtype: str) -> Publication:
+    """Version `version` under the root `directory`, cast to `dtype`. Collective: every rank returns once it is sealed.
+
+    Raises `WeightError`, e.g. when shared memory is full.
+    """
+    group = policy.group
+    layout = layout_of(policy, dtype)
+    writer = PublicationWriter(directory, version, layout, group.rank, group.num_ranks)
+    for name, _, first_row, shard in policy.shards():
+        writer.write_rows(name, first_row, shard)
+    writer.finish()
+    group.barrier()
+    if group.rank == 0:
+        seal(directory, version, layout, group.num_ranks)
+    group.barrier()
+    return Publication(str(publication_directory(directory, version)), version, layout.num_bytes)
+
+
+def export(policy: ShardedPolicy, directory: str, model_path: str, dtype: str) -> None:
+    """A HF model directory that `from_pretrained` loads. `model_path`: where configuration and tokenizer come from. Collective."""
+    target = Path(directory)
+    target.mkdir(parents=True, exist_ok=True)
+    publish(policy, str(target / ".export"), 0, dtype)
+    if policy.group.rank == 0:
+        os.replace(publication_directory(target / ".export", 0) / WEIGHTS_NAME, target / WEIGHTS_NAME)
+        shutil.rmtree(target / ".export")
+        _copy_tokenizer(model_path, target)
+        _write_config(policy, target, dtype)
+    policy.group.barrier()
+
+
+def _copy_tokenizer(model_path: str, target: Path) -> None:
+    """A directory's files as they are, weights left out; a hub id's tokenizer through transformers."""
+    source = Path(model_path)
+    if not source.is_dir():
+        AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
+    elif source.resolve() != target.resolve():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHT_FILES), dirs_exist_ok=True)
+
+
+def _write_config(policy: ShardedPolicy, target: Path, dtype: str) -> None:
+    lm = policy.model.lm
+    config = type(lm.config).from_dict(lm.config.to_dict() | {"dtype": dtype})
+    config.save_pretrained(target)
+    if getattr(lm, "generation_config", None) is not None:
+        lm.generation_config.save_pretrained(target)
