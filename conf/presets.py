@@ -1,7 +1,8 @@
 """Models by name: `model=tiny` stands for these keys. Read by `orchestrator/compose.py`.
 
-A preset sets what a model needs to run at all (where it is, its numbers' type, the accelerator); what is learned on it is the
-recipe's affair. On the command line a preset wins over the recipe; in a recipe, the recipe's own keys win over the preset.
+A preset sets what a model needs to run at all (where it is, its numbers' type, the accelerator); what is learned on it
+is the recipe's affair. On the command line a preset wins over the recipe; in a recipe, the recipe's own keys win over
+the preset.
 """
 
 from typing import Any
@@ -29,4 +30,5 @@ MODEL_PRESETS: dict[str, dict[str, Any]] = {
         "trainer": {"num_gpus_per_rank": 1, "dtype": "bfloat16", "activation_checkpointing": True},
     },
 }
-"""`tiny`: a fresh Qwen2 of about 3M parameters with a character tokenizer, on a CPU. The others: hub models, one GPU an actor."""
+"""`tiny`: a fresh Qwen2 of about 3M parameters with a character tokenizer, on a CPU. The others: hub models, one GPU
+an actor."""

@@ -1,7 +1,7 @@
 """The command line: `penstock run|validate|report|recipes`.
 
-Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and data. Heavy
-imports wait until a command needs them, so that a misspelt key is answered at once.
+Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
+data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
 """
 
 import argparse
@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(command=None)
     parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
     commands = parser.add_subparsers(title="commands", metavar="")
-    for name, function, text in (("run", _run, "train"), ("validate", _validate, "show and check a run without starting it")):
+    for name, function, text in (
+        ("run", _run, "train"),
+        ("validate", _validate, "show and check a run without starting it"),
+    ):
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
         command.set_defaults(command=function)
@@ -75,15 +78,17 @@ def _load(overrides: Sequence[str]) -> Any:
 
     if not overrides:
         raise ConfigError(
-            f"nothing said about what to run. Name a recipe, like recipe=arithmetic. There are: {', '.join(packaged_recipes())}; "
-            "or a directory with a recipe.yaml of your own, recipe=DIRECTORY."
+            "nothing said about what to run. Name a recipe, like recipe=arithmetic, or a directory with a recipe.yaml of your "
+            f"own, recipe=DIRECTORY. Penstock brings: {', '.join(packaged_recipes())}."
         )
     return load_config(overrides)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
-    from penstock.orchestrator.closing import print_summary  # late: the configuration is in order, so it may take seconds
+    from penstock.orchestrator.closing import (
+        print_summary,
+    )  # late: the configuration is in order, so it may take seconds
     from penstock.orchestrator.run import run
 
     # `ray job stop` and schedulers send SIGTERM: the way out is that of Ctrl-C.
@@ -136,7 +141,12 @@ def _kind(error: PenstockError) -> str:
     from penstock.conf import errors
 
     for base in type(error).__mro__:
-        known = {errors.ConfigError: "configuration", errors.DataError: "data", errors.ModelError: "model", errors.ResourceError: "resources"}
+        known = {
+            errors.ConfigError: "configuration",
+            errors.DataError: "data",
+            errors.ModelError: "model",
+            errors.ResourceError: "resources",
+        }
         if base in known:
             return known[base]
     return "error"

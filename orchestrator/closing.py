@@ -39,11 +39,28 @@ def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:
     steps = []
     model = f" model.path={_short(run.model)}" if run.model.is_dir() else ""
     if config.max_staleness == 0 and config.algorithm.name != "sft":
-        steps.append((f"penstock run recipe={recipe} max_staleness=1", "generation runs one step ahead of training: compare samples/s"))
+        steps.append(
+            (
+                f"penstock run recipe={recipe} max_staleness=1",
+                "generation runs one step ahead of training: compare samples/s",
+            )
+        )
     if recipe_name(config) == "arithmetic":
-        steps.append((f"penstock run recipe={recipe} data.options.max_terms=3{model}", "sums of three numbers, from the model just trained"))
-        steps.append((f"penstock run recipe={recipe} reward.function=my_reward.py:score", "a reward of your own: see README.md"))
-        steps.append(("penstock run recipe=gsm8k model=tiny trainer.max_steps=2", "word problems: the path that larger models take on GPUs"))
+        steps.append(
+            (
+                f"penstock run recipe={recipe} data.options.max_terms=3{model}",
+                "sums of three numbers, from the model just trained",
+            )
+        )
+        steps.append(
+            (f"penstock run recipe={recipe} reward.function=my_reward.py:score", "a reward of your own: see README.md")
+        )
+        steps.append(
+            (
+                "penstock run recipe=gsm8k model=tiny trainer.max_steps=2",
+                "word problems: the path that larger models take on GPUs",
+            )
+        )
     steps.append((f"penstock validate recipe={recipe}", "every key that can be set, and the dataflow"))
     return steps
 

@@ -2,8 +2,10 @@
 
     defaults (conf/*.py)  <  model preset of the recipe  <  recipe.yaml  <  model=PRESET  <  key=value words
 
-Called by the command line, by a warm start for its first run, and by tests. Hydra composes the groups (`algorithm`, `model`,
-`recipe`) over the dataclasses; the result is turned into objects once, here. Every fault is a `ConfigError` of one sentence.
+Called by the command line, by a warm start for its first run, and by tests. Hydra composes the groups (`algorithm`,
+`model`,
+`recipe`) over the dataclasses; the result is turned into objects once, here. Every fault is a `ConfigError` of one
+sentence.
 """
 
 import logging
@@ -27,7 +29,7 @@ from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.differences import differences_of
 from penstock.orchestrator.imports import load_file
 from penstock.orchestrator.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
-from penstock.orchestrator.recipes import Recipe, find_recipe, packaged_recipes
+from penstock.orchestrator.recipes import Recipe, find_recipe
 
 DEFAULT_ALGORITHM = "grpo"
 _LOG = logging.getLogger("penstock")
@@ -36,8 +38,8 @@ _LOG = logging.getLogger("penstock")
 def load_config(overrides: Sequence[str] = ()) -> RunConfig:
     """The resolved and checked configuration of `penstock run <overrides>`.
 
-    Raises `ConfigError` for an unknown key, name or recipe (with the nearest one), a wrong type, a value out of range and
-    sections that contradict each other. Files named by `imports` or `algorithm=file.py:name` are imported.
+    Raises `ConfigError` for an unknown key, name or recipe (with the nearest one), a wrong type, a value out of range
+    and sections that contradict each other. Files named by `imports` or `algorithm=file.py:name` are imported.
     """
     words = parse(overrides)
     choices = _choices(words)
@@ -97,8 +99,8 @@ def _load_imports(recipe: Recipe, assignments: list[Override]) -> list[Path]:
 
 
 def _known_algorithms() -> dict[str, type[AlgorithmConfig]]:
-    """Config classes by algorithm name. Penstock's own are known by their dataclass: the registry would import torch, and a wrong
-    key should not take seconds to be told. A file of one's own has imported the registry by now."""
+    """Config classes by algorithm name. Penstock's own are known by their dataclass: the registry would import torch,
+    and a wrong key should not take seconds to be told. A file of one's own has imported the registry by now."""
     known = {
         cls.name: cls
         for cls in vars(algorithm_configs).values()
@@ -118,12 +120,15 @@ def _find_algorithm(choice: str | None, recipe: Recipe, files: list[Path]) -> tu
         name = _load_algorithm(name, base, files)
     known = _known_algorithms()
     if name not in known:
-        raise ConfigError(f"algorithm={name}: unknown{suggest(name, known)} One's own: algorithm=my_file.py:my_algorithm.")
+        raise ConfigError(
+            f"algorithm={name}: unknown{suggest(name, known)} One's own: algorithm=my_file.py:my_algorithm."
+        )
     return name, known[name]
 
 
 def _load_algorithm(name: str, base: Path, files: list[Path]) -> str:
-    """Import the file of `file.py:name`, and register the function if it has not done so itself. Returns the registered name."""
+    """Import the file of `file.py:name`, and register the function if it has not done so itself. Returns the
+    registered name."""
     from penstock.algorithms.registry import ALGORITHMS, algorithm
 
     file_name, _, function_name = name.rpartition(":")
@@ -142,7 +147,9 @@ def _load_algorithm(name: str, base: Path, files: list[Path]) -> str:
     return function_name
 
 
-def _compose_groups(recipe: Recipe, algorithm: str, config_class: type[AlgorithmConfig], choices: dict[str, str]) -> DictConfig:
+def _compose_groups(
+    recipe: Recipe, algorithm: str, config_class: type[AlgorithmConfig], choices: dict[str, str]
+) -> DictConfig:
     values, preset = _recipe_values(recipe, config_class, algorithm_replaced="algorithm" in choices)
     store = ConfigStore.instance()
     store.store(name="penstock_schema", node=RunConfig)
@@ -171,7 +178,8 @@ def _compose_groups(recipe: Recipe, algorithm: str, config_class: type[Algorithm
 def _store_preset(name: str, group: str) -> str:
     if name not in MODEL_PRESETS:
         raise ConfigError(
-            f"model={name}: unknown preset{suggest(name, MODEL_PRESETS)} For a model directory or hub id use model.path={name}."
+            f"model={name}: unknown preset{suggest(name, MODEL_PRESETS)} "
+            f"For a model directory or hub id use model.path={name}."
         )
     ConfigStore.instance().store(group=group, name=name, node=MODEL_PRESETS[name], package="_global_")
     return name
@@ -182,7 +190,8 @@ def _recipe_values(
 ) -> tuple[dict[str, Any], str | None]:
     """The recipe's keys as Hydra takes them, and its model preset.
 
-    With `algorithm=` on the command line the recipe's settings of its own algorithm stay where the new one has the same key.
+    With `algorithm=` on the command line the recipe's settings of its own algorithm stay where the new one has the
+    same key.
     """
     values = {key: value for key, value in recipe.values.items() if value is not None and key != "imports"}
     section = values.pop("algorithm", None)
@@ -224,11 +233,14 @@ def _infer_jsonl(config: RunConfig, typed: set[str]) -> None:
     data.source, data.subset = "jsonl", None
     if config.evaluation.every_steps and "evaluation.path" not in typed:
         config.evaluation.path, config.evaluation.every_steps = None, 0
-        _LOG.warning("data.path is a file: held-out evaluation is off. Name a held-out file: evaluation.path=test.jsonl")
+        _LOG.warning(
+            "data.path is a file: held-out evaluation is off. Name a held-out file: evaluation.path=test.jsonl"
+        )
 
 
 def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
-    """Files and directories that exist get their absolute path: actors run elsewhere. Names of the hub stay as they are."""
+    """Files and directories that exist get their absolute path: actors run elsewhere. Names of the hub stay as they
+    are."""
 
     def absolute(value: str | None) -> str | None:
         if not value:

@@ -13,7 +13,8 @@ from penstock.conf.errors import ConfigError
 
 
 def load_file(path: Path, key: str) -> ModuleType:
-    """The module of that file. The same file gives the same module. Raises `ConfigError` naming `key` and the line at fault."""
+    """The module of that file. The same file gives the same module. Raises `ConfigError` naming `key` and the line
+    at fault."""
     path = path.expanduser().resolve()
     if not path.is_file():
         raise ConfigError(f"{key}: there is no file {path}.")
@@ -31,9 +32,11 @@ def load_file(path: Path, key: str) -> ModuleType:
     except ConfigError:
         del sys.modules[name]
         raise
-    except Exception as error:  # noqa: BLE001 - a user's file may raise anything; it becomes one message with its line
+    except Exception as error:
         del sys.modules[name]
-        raise ConfigError(f"{key}: {path} cannot be imported: {_where(error, path)}{type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{key}: {path} cannot be imported: {_where(error, path)}{type(error).__name__}: {error}"
+        ) from error
     _pickle_by_value(module)
     return module
 

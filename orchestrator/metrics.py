@@ -1,7 +1,7 @@
 """The numbers of one step, under the names that `metrics.jsonl`, TensorBoard and Ray's gauges share.
 
-Pure: arrays and dictionaries in, one flat dictionary out. The controller collects the parts (rows trained, the trainer's report,
-seconds by phase, the store's counters) and calls `step_metrics` once a step.
+Pure: arrays and dictionaries in, one flat dictionary out. The controller collects the parts (rows trained, the
+trainer's report, seconds by phase, the store's counters) and calls `step_metrics` once a step.
 
 Legend: _N rows (samples) of the step's batch.
 """
@@ -59,8 +59,10 @@ def step_metrics(
 ) -> dict[str, Any]:
     """One line of metrics.jsonl.
 
-    `trainer`: the update's own metrics (`actor/…`, `mismatch/…`), taken as they are. `store`: its counters (`store/…`, `dropped/…`).
-    `generated_length_mean`: mean length of all responses sampled since the last step, for the length bias of what was trained.
+    `trainer`: the update's own metrics (`actor/…`, `mismatch/…`), taken as they are. `store`: its counters (`store/…`,
+    `dropped/…`).
+    `generated_length_mean`: mean length of all responses sampled since the last step, for the length bias of what was
+    trained.
     """
     metrics: dict[str, Any] = {"step": step, "policy_version": policy_version}
     if heldout_accuracy is not None:
@@ -85,8 +87,8 @@ def reward_metrics(arrays: StepArrays) -> dict[str, float]:
 
 
 def length_metrics(arrays: StepArrays, generated_length_mean: float | None = None) -> dict[str, float]:
-    """Response lengths in tokens. `length_bias`: how much longer than the generated ones the trained responses are, as a share;
-    negative when a window or a drop favours short ones."""
+    """Response lengths in tokens. `length_bias`: how much longer than the generated ones the trained responses are, as
+    a share; negative when a window or a drop favours short ones."""
     if not len(arrays):
         return {}
     mean = float(arrays.response_tokens_N.mean())

@@ -17,7 +17,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 
 
 def check_model(config: RunConfig) -> str:
-    """What the policy is, in a few words. Raises `ModelError` naming the missing file, or `ConfigError` for lengths that do not fit."""
+    """What the policy is, in a few words. Raises `ModelError` naming the missing file, or `ConfigError` for lengths
+    that do not fit."""
     path = config.model.path
     if config.model.reference_path is not None:
         _describe(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
@@ -55,10 +56,13 @@ def _describe(path: str, key: str, max_model_len: int) -> str:
     model = _read_config(directory, key)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         raise ModelError(
-            f"{key}={path}: has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save it there: tokenizer.save_pretrained({path!r})."
+            f"{key}={path}: has no tokenizer (none of {', '.join(TOKENIZER_FILES)}). "
+            f"Save it there: tokenizer.save_pretrained({path!r})."
         )
     if not any(directory.glob("*.safetensors")):
-        raise ModelError(f"{key}={path}: has no weights (*.safetensors). Save them there: model.save_pretrained({path!r}).")
+        raise ModelError(
+            f"{key}={path}: has no weights (*.safetensors). Save them there: model.save_pretrained({path!r})."
+        )
     longest = model.get("max_position_embeddings")
     if isinstance(longest, int):
         _check_length(f"{key}={path}: max_position_embeddings", longest, max_model_len)
@@ -80,5 +84,6 @@ def _read_config(directory: Path, key: str) -> dict[str, Any]:
 def _check_length(what: str, longest: int, max_model_len: int) -> None:
     if max_model_len > longest:
         raise ConfigError(
-            f"rollout.max_model_len={max_model_len} is more than the model takes ({what}={longest}). Lower rollout.max_model_len."
+            f"rollout.max_model_len={max_model_len} is more than the model takes ({what}={longest}). "
+            "Lower rollout.max_model_len."
         )

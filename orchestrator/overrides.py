@@ -1,6 +1,7 @@
 """Words of the command line, `trainer.max_steps=20`: parsed, held against the schema, explained when they do not fit.
 
-Used by `compose.py` alone. Hydra's grammar reads the values, OmegaConf converts them; neither's own errors reach a user.
+Used by `compose.py` alone. Hydra's grammar reads the values, OmegaConf converts them; neither's own errors reach a
+user.
 """
 
 import dataclasses
@@ -43,7 +44,8 @@ def _parse_word(word: str, parser: OverridesParser) -> Override:
         raise ConfigError(f"{word!r} is not key=value, like recipe=arithmetic or trainer.max_steps=20.{hint}")
     try:
         parsed = parser.parse_override(f"x={text}")
-        # What is no literal of Hydra's grammar ("Solve: {prompt}", "a, b") is text; the schema says whether text is welcome.
+        # What is no literal of Hydra's grammar ("Solve: {prompt}", "a, b") is text; the schema says whether text is
+        # welcome.
         value = text if parsed.is_sweep_override() else parsed.value()
     except HydraException:
         value = text
@@ -55,14 +57,19 @@ def keys_of(tree: DictConfig, prefix: str = "") -> Iterator[str]:
     for key in tree:
         path = f"{prefix}{key}"
         child = tree._get_node(key)
-        if isinstance(child, DictConfig) and not child._is_none() and dataclasses.is_dataclass(OmegaConf.get_type(child)):
+        if (
+            isinstance(child, DictConfig)
+            and not child._is_none()
+            and dataclasses.is_dataclass(OmegaConf.get_type(child))
+        ):
             yield from keys_of(child, f"{path}.")
         else:
             yield path
 
 
 def check_keys(tree: DictConfig, values: dict[str, Any], where: str = "", path: str = "") -> None:
-    """Every key of nested `values` must be in the schema `tree`. Raises `ConfigError` with the nearest key; `where` opens the message."""
+    """Every key of nested `values` must be in the schema `tree`. Raises `ConfigError` with the nearest key; `where`
+    opens the message."""
     _walk(tree, tree, values, where, path)
 
 

@@ -1,6 +1,7 @@
 """Which curves a run has, and the PNGs of them. `report.py` draws the same charts into the page with `svg.py`.
 
-`charts` decides from the metrics alone what there is to show; a run of three steps, or one that was interrupted, has fewer.
+`charts` decides from the metrics alone what there is to show; a run of three steps, or one that was interrupted, has
+fewer.
 """
 
 import math
@@ -43,30 +44,28 @@ class Chart:
 
 def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = None) -> list[Chart]:
     """The charts for which there is at least one finite value."""
+
+    def lines(names: Mapping[str, str], dots: bool = False) -> list[Series]:
+        return _lines(metrics, names, dots)
+
+    stale = lines({"staleness/max": "max", "staleness/mean": "mean"})
+    mismatch = lines({"mismatch/logprob_abs_max": "max", "mismatch/logprob_abs_mean": "mean"})
+    accuracy = lines({"accuracy/heldout": "held-out"}, dots=True)
+    lengths = lines({"response_length/mean": "mean", "response_length/max": "max"})
     found = [
         _reward(metrics),
-        Chart(
-            "accuracy", "Held-out accuracy, greedy", "", _lines(metrics, {"accuracy/heldout": "held-out"}, dots=True),
-            bottom=0, top=1, percent=True,
-        ),
-        Chart(
-            "staleness", "Staleness of trained tokens", "policy updates", _lines(metrics, {"staleness/max": "max", "staleness/mean": "mean"}),
-            bottom=0, bound=max_staleness,
-        ),
+        Chart("accuracy", "Held-out accuracy, greedy", "", accuracy, bottom=0, top=1, percent=True),
+        Chart("staleness", "Staleness of trained tokens", "policy updates", stale, bottom=0, bound=max_staleness),
         _time_by_phase(metrics),
+        Chart("mismatch", "Trainer against engine", "|Δ log p|", mismatch, log=True),
+        Chart("response_length", "Response length", "tokens", lengths, bottom=0),
+        Chart("loss", "Loss", "", lines({"actor/loss": "loss", "actor/pg_loss": "policy gradient"})),
         Chart(
-            "mismatch", "Trainer against engine", "|Δ log p|",
-            _lines(metrics, {"mismatch/logprob_abs_max": "max", "mismatch/logprob_abs_mean": "mean"}), log=True,
+            "entropy", "Entropy and KL", "nats", lines({"actor/entropy": "entropy", "actor/kl": "KL to the reference"})
         ),
-        Chart(
-            "response_length", "Response length", "tokens",
-            _lines(metrics, {"response_length/mean": "mean", "response_length/max": "max"}), bottom=0,
-        ),
-        Chart("loss", "Loss", "", _lines(metrics, {"actor/loss": "loss", "actor/pg_loss": "policy gradient"})),
-        Chart("entropy", "Entropy and KL", "nats", _lines(metrics, {"actor/entropy": "entropy", "actor/kl": "KL to the reference"})),
-        Chart("throughput", "Throughput", "samples/s", _lines(metrics, {"perf/samples_per_s": "samples/s"}), bottom=0),
-        Chart("idle", "Idle share of the step", "", _lines(metrics, _named(metrics, "idle/")), bottom=0, top=1, percent=True),
-    ]  # fmt: skip
+        Chart("throughput", "Throughput", "samples/s", lines({"perf/samples_per_s": "samples/s"}), bottom=0),
+        Chart("idle", "Idle share of the step", "", lines(_named(metrics, "idle/")), bottom=0, top=1, percent=True),
+    ]
     return [chart for chart in found if any(series.points for series in chart.series)]
 
 
@@ -99,7 +98,7 @@ def _reward(metrics: Sequence[Mapping[str, Any]]) -> Chart:
 
 def _time_by_phase(metrics: Sequence[Mapping[str, Any]]) -> Chart:
     names = {name: label for name, label in _named(metrics, "timing_s/").items() if label not in ("step", "checkpoint")}
-    filled = [{**{name: 0.0 for name in names}, **entry} for entry in metrics if points_of([entry], "timing_s/step")]
+    filled = [{**dict.fromkeys(names, 0.0), **entry} for entry in metrics if points_of([entry], "timing_s/step")]
     return Chart("time_by_phase", "Time by phase", "s", _lines(filled, names), stacked=True, bottom=0)
 
 
@@ -121,7 +120,13 @@ def write_pngs(found: Sequence[Chart], directory: Path) -> list[Path]:
     from matplotlib import pyplot
 
     directory.mkdir(parents=True, exist_ok=True)
-    style = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "font.size": 9}
+    style = {
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "grid.alpha": 0.25,
+        "font.size": 9,
+    }
     files = []
     with pyplot.rc_context(style):
         for chart in found:
@@ -144,7 +149,15 @@ def _draw(axes: Any, chart: Chart) -> None:
             color = COLORS[solid % len(COLORS)]
             marker = "o" if series.dots or len(series.points) == 1 else None
             alpha, label = (0.3, None) if series.faint else (1.0, series.label)
-            axes.plot(*zip(*series.points, strict=True), color=color, alpha=alpha, label=label, marker=marker, markersize=4, linewidth=1.6)
+            axes.plot(
+                *zip(*series.points, strict=True),
+                color=color,
+                alpha=alpha,
+                label=label,
+                marker=marker,
+                markersize=4,
+                linewidth=1.6,
+            )
             solid += not series.faint
     if chart.bound is not None:
         axes.axhline(chart.bound, color="#ef4444", linestyle="--", linewidth=1, label=f"bound {chart.bound:g}")

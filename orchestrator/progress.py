@@ -1,12 +1,14 @@
 """What the user sees while a run lasts: a live display in a terminal, one line a step elsewhere.
 
-The controller calls `phase` when it begins something that takes time, `step` once a step, `note` for what is worth a line.
+The controller calls `phase` when it begins something that takes time, `step` once a step, `note` for what is worth a
+line.
 """
 
 import math
 import threading
 import time
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -59,7 +61,9 @@ class Progress:
         with self._lock:
             changed, self.phase_text, self.phase_start = text != self.phase_text, text, time.monotonic()
         if self._live is None and changed and self.current_step == 0:
-            self._console.print(f"{elapsed(time.monotonic() - self.start)}  {text}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(
+                f"{elapsed(time.monotonic() - self.start)}  {text}", highlight=False, markup=False, soft_wrap=True
+            )
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done; `metrics` as in metrics.jsonl. Step 0 is an evaluation before training."""
@@ -72,14 +76,18 @@ class Progress:
                 if isinstance(metrics.get(name), int | float) and math.isfinite(metrics[name]):
                     values.append(float(metrics[name]))
         if self._live is None:
-            self._console.print(plain_line(step, self.max_steps, metrics), highlight=False, markup=False, soft_wrap=True)
+            self._console.print(
+                plain_line(step, self.max_steps, metrics), highlight=False, markup=False, soft_wrap=True
+            )
 
     def note(self, text: str) -> None:
         """A line that stays."""
         with self._lock:
             self.notes.append(text)
         if self._live is None:
-            self._console.print(f"{elapsed(time.monotonic() - self.start)}  {text}", highlight=False, markup=False, soft_wrap=True)
+            self._console.print(
+                f"{elapsed(time.monotonic() - self.start)}  {text}", highlight=False, markup=False, soft_wrap=True
+            )
 
     def close(self) -> None:
         """Leave the last state on the screen. May be called twice."""
@@ -104,7 +112,9 @@ class Progress:
             parts: list[RenderableType] = [self._header(width)]
             if self.metrics:
                 parts.append(_metrics_table(self.metrics, self.history, self.max_staleness, width))
-            parts += [Text(f"  · {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self.notes[-NUM_NOTES:]]
+            parts += [
+                Text(f"  · {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self.notes[-NUM_NOTES:]
+            ]
             if not self._closed:
                 waited = elapsed(time.monotonic() - self.phase_start)
                 spinner = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() * 8) % 10]
@@ -131,7 +141,7 @@ def sparkline(values: list[float], width: int = 32, low: float | None = None, hi
         return ""
     if len(values) > width:
         edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in zip(edges[:-1], edges[1:], strict=True)]
+        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
     low = min(values) if low is None else low
     high = max(values) if high is None else high
     span = (high - low) or 1.0
@@ -172,7 +182,9 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def _metrics_table(metrics: Mapping[str, Any], history: Mapping[str, list[float]], bound: int, width: int) -> RenderableType:
+def _metrics_table(
+    metrics: Mapping[str, Any], history: Mapping[str, list[float]], bound: int, width: int
+) -> RenderableType:
     table = Table.grid(padding=(0, 2), pad_edge=True)
     for style in ("dim", "", "dim", "", "dim", ""):
         table.add_column(style=style, no_wrap=True)
@@ -214,5 +226,9 @@ def _phases(metrics: Mapping[str, Any]) -> Text:
         for name in metrics
         if name.startswith("timing_s/") and name != "timing_s/step" and _is_number(metrics[name])
     ]
-    idle = [f"{name.partition('/')[2]} idle {metrics[name]:.0%}" for name in metrics if name.startswith("idle/") and _is_number(metrics[name])]
+    idle = [
+        f"{name.partition('/')[2]} idle {metrics[name]:.0%}"
+        for name in metrics
+        if name.startswith("idle/") and _is_number(metrics[name])
+    ]
     return Text.assemble((" time      ", "dim"), " · ".join([*phases, *idle]))

@@ -1,7 +1,8 @@
-"""Recipes: directories with a `recipe.yaml` that says what differs from the defaults. Found here, composed in `compose.py`.
+"""Recipes: directories with a `recipe.yaml` that says what differs from the defaults. Found here, composed in
+`compose.py`.
 
-    recipe=arithmetic          a directory of the package `penstock.recipes`
-    recipe=path/to/directory   any other one, or its YAML file
+recipe=arithmetic          a directory of the package `penstock.recipes`
+recipe=path/to/directory   any other one, or its YAML file
 """
 
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ FILE_NAME = "recipe.yaml"
 
 @dataclass(frozen=True)
 class Recipe:
-    """One recipe as written. `values` holds keys of `RunConfig`; `directory` is what its relative paths are relative to."""
+    """One recipe as written. `values` holds keys of `RunConfig`; `directory` is what its relative paths are relative
+    to."""
 
     name: str
     directory: Path
@@ -51,7 +53,8 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe of that name or at that path. Raises `ConfigError` with the nearest known name, or the YAML's fault and line."""
+    """The recipe of that name or at that path. Raises `ConfigError` with the nearest known name, or the YAML's fault
+    and line."""
     path = Path(name).expanduser()
     known = packaged_recipes()
     if name in known:
@@ -61,7 +64,9 @@ def find_recipe(name: str) -> Recipe:
     elif (path / FILE_NAME).is_file():
         directory = path.resolve()
     elif path.is_dir():
-        raise ConfigError(f"recipe={name}: the directory has no {FILE_NAME}. Write one; keys are those of `penstock validate`.")
+        raise ConfigError(
+            f"recipe={name}: the directory has no {FILE_NAME}. Write one; keys are those of `penstock validate`."
+        )
     else:
         raise ConfigError(f"recipe={name}: neither a recipe nor a directory with a {FILE_NAME}{suggest(name, known)}")
     return Recipe(directory.name, directory, _read(directory / FILE_NAME))

@@ -1,10 +1,11 @@
 """The page about a run, made from its directory alone: `report.html` in one file, and the plots as PNGs beside it.
 
-Called at the end of a run and by `penstock report RUN`. Whatever a run lacks (steps, samples, numbers) is left out of its page.
+Called at the end of a run and by `penstock report RUN`. Whatever a run lacks (steps, samples, numbers) is left out of
+its page.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,8 @@ MAX_EVENTS = 60
 
 
 def write_report(path: str | Path, *, pngs: bool = True) -> Path:
-    """(Re)build report.html and plots/ of the run in `path`; returns the page. Raises `ConfigError` if there is no run."""
+    """(Re)build report.html and plots/ of the run in `path`; returns the page. Raises `ConfigError` if there is no
+    run."""
     directory = RunDirectory.open(path)
     config = directory.read_config()
     found = charts(directory.read_metrics(), config.get("max_staleness"))
@@ -47,7 +49,8 @@ def page(directory: RunDirectory, found: Sequence[Chart]) -> str:
     ]
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · Penstock</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"><meta name="color-scheme" content="light dark">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
         f"<style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head><body><main>{''.join(sections)}</main></body></html>\n"
     )
 
@@ -63,7 +66,11 @@ def _header(name: str, config: Mapping[str, Any], events: Sequence[Mapping[str, 
     }
     items = "".join(f"<li><b>{key}</b> {escape(str(value))}</li>" for key, value in facts.items() if value is not None)
     lead = escape(str(config.get("description") or ""))
-    return f"<header><p class=brand>Penstock run</p><h1>{escape(name)} {_state(events)}</h1><p class=lead>{lead}</p><ul class=facts>{items}</ul></header>"
+    return (
+        "<header><p class=brand>Penstock run</p>"
+        f"<h1>{escape(name)} {_state(events)}</h1><p class=lead>{lead}</p>"
+        f"<ul class=facts>{items}</ul></header>"
+    )
 
 
 def _state(events: Sequence[Mapping[str, Any]]) -> str:
@@ -78,12 +85,15 @@ def _state(events: Sequence[Mapping[str, Any]]) -> str:
 def _card(card: Card) -> str:
     tone = {True: " good", False: " bad", None: ""}[card.good]
     detail = f"<small>{escape(card.detail)}</small>" if card.detail else ""
-    return f'<div class="card{tone}"><span>{escape(card.label)}</span><strong>{escape(card.value)}</strong>{detail}</div>'
+    return (
+        f'<div class="card{tone}"><span>{escape(card.label)}</span><strong>{escape(card.value)}</strong>{detail}</div>'
+    )
 
 
 def _figure(chart: Chart) -> str:
     unit = f" <em>{escape(chart.unit)}</em>" if chart.unit else ""
-    return f"<figure><figcaption><b>{escape(chart.title)}</b>{unit}<div class=legend>{svg.legend(chart)}</div></figcaption>{svg.draw(chart)}</figure>"
+    caption = f"<b>{escape(chart.title)}</b>{unit}<div class=legend>{svg.legend(chart)}</div>"
+    return f"<figure><figcaption>{caption}</figcaption>{svg.draw(chart)}</figure>"
 
 
 def _nothing_yet() -> str:
@@ -94,12 +104,19 @@ def _samples(directory: RunDirectory) -> str:
     step, rows = read_samples(directory)
     if not rows:
         return ""
-    body = "".join(map(_sample_row, rows))
+    head = "".join(f"<th>{name}</th>" for name in ("prompt", "response", "answer", "reward", "advantage", "versions"))
     return (
-        f"<section><h2>Samples trained at step {step}</h2><div class=scroll><table class=samples><thead><tr><th>prompt</th>"
-        "<th>response</th><th>answer</th><th>reward</th><th>advantage</th><th>versions</th></tr></thead>"
-        f"<tbody>{body}</tbody></table></div></section>"
+        f"<section><h2>Samples trained at step {step}</h2>{_table('samples', map(_sample_row, rows), head)}</section>"
     )
+
+
+def _table(kind: str, rows: Iterable[str], head: str = "") -> str:
+    thead = f"<thead><tr>{head}</tr></thead>" if head else ""
+    return f"<div class=scroll><table class={kind}>{thead}<tbody>{''.join(rows)}</tbody></table></div>"
+
+
+def _cell(text: str, kind: str = "") -> str:
+    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
 
 
 def _sample_row(row: SampleRow) -> str:
@@ -107,28 +124,32 @@ def _sample_row(row: SampleRow) -> str:
         return "" if value is None else f"{value:.3g}"
 
     tone = "" if row.reward is None else " good" if row.reward > 0 else " bad"
-    return (
-        f"<tr{' class=first' if row.first_of_group else ''}><td class=text>{escape(row.prompt)}</td><td class=text>{escape(row.response)}</td>"
-        f"<td class=text>{escape(row.answer)}</td><td class='num{tone}'>{number(row.reward)}</td><td class=num>{number(row.advantage)}</td>"
-        f"<td class=num>{escape(row.versions)}</td></tr>"
-    )
+    texts = "".join(_cell(text, "text") for text in (row.prompt, row.response, row.answer))
+    numbers = _cell(number(row.reward), f"num{tone}") + _cell(number(row.advantage), "num") + _cell(row.versions, "num")
+    return f"<tr{' class=first' if row.first_of_group else ''}>{texts}{numbers}</tr>"
 
 
 def _events(events: Sequence[Mapping[str, Any]]) -> str:
     if not events:
         return ""
-    shown = events if len(events) <= MAX_EVENTS else [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]
-    rows = []
-    for event in shown:
-        details = ", ".join(f"{key}={_short(value)}" for key, value in event.items() if key not in ("time", "kind") and value is not None)
-        stamp = str(event.get("time", ""))[11:19]
-        rows.append(f"<tr><td class=num>{escape(stamp)}</td><td><b>{escape(str(event.get('kind', '')))}</b></td><td>{escape(details)}</td></tr>")
-    left_out = f"<p class=empty>{len(events) - len(shown)} events in between are in events.jsonl.</p>" if len(shown) < len(events) else ""
-    return f"<section><h2>Events</h2><div class=scroll><table class=events><tbody>{''.join(rows)}</tbody></table></div>{left_out}</section>"
+    half = MAX_EVENTS // 2
+    shown = events if len(events) <= MAX_EVENTS else [*events[:half], *events[-half:]]
+    num_hidden = len(events) - len(shown)
+    hidden = f"<p class=empty>{num_hidden} events in between are in events.jsonl.</p>" if num_hidden else ""
+    return f"<section><h2>Events</h2>{_table('events', map(_event_row, shown))}{hidden}</section>"
+
+
+def _event_row(event: Mapping[str, Any]) -> str:
+    told = {key: value for key, value in event.items() if key not in ("time", "kind") and value is not None}
+    details = ", ".join(f"{key}={_short(value)}" for key, value in told.items())
+    kind = f"<td><b>{escape(str(event.get('kind', '')))}</b></td>"
+    return f"<tr>{_cell(str(event.get('time', ''))[11:19], 'num')}{kind}{_cell(details)}</tr>"
 
 
 def _short(value: Any) -> str:
-    text = f"{value:.4g}" if isinstance(value, float) else str(value) if not isinstance(value, dict | list) else json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = json.dumps(value) if isinstance(value, dict | list) else str(value)
     return text if len(text) <= 400 else text[:399] + "…"
 
 

@@ -5,8 +5,8 @@
     timeline.json   Chrome trace              model/          final weights as a HF model
     report.html     plots/                    tensorboard/
 
-The controller writes through `RunDirectory`; the report reads through the same class. A line is written whole by one call, any
-other file under another name and then renamed: a run that is killed leaves whole lines and whole files.
+The controller writes through `RunDirectory`; the report reads through the same class. A line is written whole by one
+call, any other file under another name and then renamed: a run that is killed leaves whole lines and whole files.
 """
 
 import json
@@ -15,7 +15,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +30,11 @@ from penstock.orchestrator.timeline import Timeline
 class RunDirectory:
     """Created at the start of a run, appended to while it lasts, closed at its end; afterwards opened to be read.
 
-        directory = RunDirectory.create(config)
-        directory.event("start", num_steps=100)
-        directory.log_metrics({"step": 1, "reward/mean": 0.5})
-        directory.write_samples(10, rows.table())
-        directory.close()
+    directory = RunDirectory.create(config)
+    directory.event("start", num_steps=100)
+    directory.log_metrics({"step": 1, "reward/mean": 0.5})
+    directory.write_samples(10, rows.table())
+    directory.close()
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,8 @@ class RunDirectory:
             path = parent / _checked_name(config.name)
             if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
                 raise ConfigError(
-                    f"name={config.name}: {path} already holds a run. Choose another name=..., leave it out, or delete that directory."
+                    f"name={config.name}: {path} already holds a run. Choose another name=..., leave it out, or delete that "
+                    "directory."
                 )
             _make_directory(path)
         directory = cls(path)
@@ -121,7 +122,7 @@ class RunDirectory:
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append to events.jsonl with the time in UTC."""
-        stamp = datetime.now(timezone.utc).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         self._append("events.jsonl", {"time": stamp, "kind": kind, **fields})
 
     def write_samples(self, step: int, table: Any) -> Path:
@@ -180,7 +181,9 @@ class RunDirectory:
 
 def _checked_name(name: str) -> str:
     if not re.fullmatch(r"[\w.+@=-][\w.+@= -]*", name) or name in (".", ".."):
-        raise ConfigError(f"name={name}: is to be a directory's name: letters, digits, '-', '_', '.'. Its place is output_dir.")
+        raise ConfigError(
+            f"name={name}: is to be a directory's name: letters, digits, '-', '_', '.'. Its place is output_dir."
+        )
     return name
 
 
@@ -188,7 +191,9 @@ def _make_directory(path: Path) -> None:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"output_dir: cannot make {path} ({error.strerror}). Set output_dir to a place that can be written.") from None
+        raise ConfigError(
+            f"output_dir: cannot make {path} ({error.strerror}). Set output_dir to a place that can be written."
+        ) from None
 
 
 def _make_unique(parent: Path, stem: str) -> Path:
@@ -202,7 +207,8 @@ def _make_unique(parent: Path, stem: str) -> Path:
             continue
         except OSError as error:
             raise ConfigError(
-                f"output_dir={parent}: cannot make {path.name} ({error.strerror}). Set output_dir to a place that can be written."
+                f"output_dir={parent}: cannot make {path.name} ({error.strerror}). "
+                "Set output_dir to a place that can be written."
             ) from None
         return path
     raise ConfigError(f"{parent / stem}: a thousand runs of that name; set name=...")

@@ -1,4 +1,5 @@
-"""A run in a dozen numbers, from its directory alone: the cards of the report, and what `penstock run` prints at the end."""
+"""A run in a dozen numbers, from its directory alone: the cards of the report, and what `penstock run` prints at the
+end."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -65,7 +66,12 @@ def _reward(metrics: Sequence[Mapping[str, Any]]) -> Card | None:
     if not values:
         return None
     first, last = _ends(values)
-    return Card("Mean reward", f"{first:.3f} → {last:.3f}", f"best step {max(values):.3f}", last > first if len(values) > 1 else None)
+    return Card(
+        "Mean reward",
+        f"{first:.3f} → {last:.3f}",
+        f"best step {max(values):.3f}",
+        last > first if len(values) > 1 else None,
+    )
 
 
 def _loss(metrics: Sequence[Mapping[str, Any]]) -> Card | None:
@@ -108,14 +114,23 @@ def _staleness(metrics: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) 
     if not values:
         return None
     kept = None if bound is None else max(values) <= bound
-    return Card("Staleness", f"{max(values):g} ≤ {bound}" if kept else f"{max(values):g}", "largest, of any token trained; bound", kept)
+    return Card(
+        "Staleness",
+        f"{max(values):g} ≤ {bound}" if kept else f"{max(values):g}",
+        "largest, of any token trained; bound",
+        kept,
+    )
 
 
 def _mismatch(metrics: Sequence[Mapping[str, Any]]) -> Card | None:
     values = _values(metrics, "mismatch/logprob_abs_mean")
     if not values:
         return None
-    return Card("Trainer against engine", f"{statistics.median(values):.1e}", f"mean |Δ log p|, median step; worst {max(values):.1e}")
+    return Card(
+        "Trainer against engine",
+        f"{statistics.median(values):.1e}",
+        f"mean |Δ log p|, median step; worst {max(values):.1e}",
+    )
 
 
 def _dropped(metrics: Sequence[Mapping[str, Any]]) -> Card | None:

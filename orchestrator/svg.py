@@ -1,6 +1,7 @@
 """A chart as inline SVG for the report: no script, no file beside it, colours from the page's style sheet.
 
-Called by `report.py`. Lines take the classes `c0`…, so that light and dark pages share one drawing; hovering a point shows it.
+Called by `report.py`. Lines take the classes `c0`…, so that light and dark pages share one drawing; hovering a point
+shows it.
 """
 
 import math
@@ -62,7 +63,10 @@ def draw(chart: Chart) -> str:
             parts += _line(layers[index], x, y, color, series.faint, series.dots)
             color += not series.faint
     if chart.bound is not None:
-        parts.append(f'<line class="bound" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(chart.bound):.1f}" y2="{y(chart.bound):.1f}"/>')
+        parts.append(
+            f'<line class="bound" x1="{LEFT}" x2="{WIDTH - RIGHT}" '
+            f'y1="{y(chart.bound):.1f}" y2="{y(chart.bound):.1f}"/>'
+        )
     parts += _hover(chart, layers, x, y)
     return "".join([*parts, "</svg>"])
 
@@ -116,10 +120,15 @@ def _axes(chart: Chart, x: Scale, y: Scale) -> list[str]:
     for tick in y.ticks():
         at = y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 7}" y="{at + 3.5:.1f}" text-anchor="end">{label(tick, chart.percent)}</text>')
+        parts.append(
+            f'<text class="tick" x="{LEFT - 7}" y="{at + 3.5:.1f}" text-anchor="end">'
+            f"{label(tick, chart.percent)}</text>"
+        )
     for tick in x.ticks(6):
         if tick == int(tick):
-            parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{int(tick):,}</text>')
+            parts.append(
+                f'<text class="tick" x="{x(tick):.1f}" y="{HEIGHT - 10}" text-anchor="middle">{int(tick):,}</text>'
+            )
     return parts
 
 
@@ -130,14 +139,18 @@ def _path(points: Points, x: Scale, y: Scale) -> str:
 def _line(points: Points, x: Scale, y: Scale, color: int, faint: bool, dots: bool) -> list[str]:
     parts = [f'<polyline class="line c{color % 7}{" faint" if faint else ""}" points="{_path(points, x, y)}"/>']
     if dots or len(points) == 1:
-        parts += [f'<circle class="dot k{color % 7}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.2"/>' for step, value in points]
+        parts += [
+            f'<circle class="dot k{color % 7}" cx="{x(step):.1f}" cy="{y(value):.1f}" r="3.2"/>'
+            for step, value in points
+        ]
     return parts
 
 
 def _area(top: Points, below: Points, x: Scale, y: Scale, color: int) -> str:
     if len(top) == 1:
         (step, high), (_, low) = top[0], below[0]
-        return f'<rect class="k{color % 7}" x="{x(step):.1f}" y="{y(high):.1f}" width="24" height="{y(low) - y(high):.1f}"/>'
+        size = f'width="24" height="{y(low) - y(high):.1f}"'
+        return f'<rect class="k{color % 7}" x="{x(step):.1f}" y="{y(high):.1f}" {size}/>'
     return f'<polygon class="area k{color % 7}" points="{_path(top, x, y)} {_path(below[::-1], x, y)}"/>'
 
 
@@ -153,7 +166,8 @@ def _hover(chart: Chart, layers: list[Points], x: Scale, y: Scale) -> list[str]:
             values[step].append(f"{series.label} {shown}")
     edges = [x(steps[0]), *((x(a) + x(b)) / 2 for a, b in pairwise(steps)), x(steps[-1])]
     return [
-        f'<rect class="hover" x="{left:.1f}" y="{TOP}" width="{max(0.5, right - left):.1f}" height="{HEIGHT - BOTTOM - TOP}">'
+        f'<rect class="hover" x="{left:.1f}" y="{TOP}" width="{max(0.5, right - left):.1f}" '
+        f'height="{HEIGHT - BOTTOM - TOP}">'
         f"<title>step {step:g}&#10;{escape(chr(10).join(values[step]))}</title></rect>"
         for step, left, right in zip(steps, edges[:-1], edges[1:], strict=True)
     ]

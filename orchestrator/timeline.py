@@ -38,14 +38,18 @@ class Timeline:
             self.span(track, name, start, time.time(), **details)
 
     def to_json(self) -> str:
-        """Chrome's trace-event format: complete events in microseconds from the first span on, a thread name a track."""
+        """Chrome's trace-event format: complete events in microseconds from the first span on, a thread name a
+        track."""
         origin = min((start for _, _, start, _, _ in self._spans), default=0.0)
         tracks = {track: number for number, track in enumerate(dict.fromkeys(span[0] for span in self._spans), start=1)}
         events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": track}} for track, number in tracks.items()
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": track}}
+            for track, number in tracks.items()
         ]
         for track, name, start, end, details in self._spans:
             event = {"ph": "X", "name": name, "pid": 1, "tid": tracks[track]}
             event |= {"ts": round((start - origin) * 1e6), "dur": round((end - start) * 1e6)}
             events.append(event | ({"args": details} if details else {}))
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"epoch_s": origin}}, default=str)
+        return json.dumps(
+            {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"epoch_s": origin}}, default=str
+        )

@@ -1,7 +1,7 @@
 """Everything that can be wrong with a run and can be known without starting anything.
 
-`check_run` is the first thing that `run` does: the first fault ends it. `penstock validate` shows the same checks one by one, with
-the resolved configuration, the dataflow and the plan of actors.
+`check_run` is the first thing that `run` does: the first fault ends it. `penstock validate` shows the same checks one
+by one, with the resolved configuration, the dataflow and the plan of actors.
 """
 
 import os
@@ -93,13 +93,19 @@ def plan_table(plan: list[ActorPlan]) -> Table:
 def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
     check_resources(plan, config)
     cpus, gpus = needed(plan)
-    place = f"the cluster at {os.environ['RAY_ADDRESS']} is asked at the start" if os.environ.get("RAY_ADDRESS") else "a local Ray"
+    place = (
+        f"the cluster at {os.environ['RAY_ADDRESS']} is asked at the start"
+        if os.environ.get("RAY_ADDRESS")
+        else "a local Ray"
+    )
     return f"{len(plan)} actors reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s); {place}"
 
 
 def _reward(config: RunConfig) -> str:
     RewardSpec.of(config.reward.function, config.reward.options, tuple(config.imports)).check()
-    return f"{config.reward.function}, {config.reward.num_processes} process(es), {config.reward.timeout_s:g} s a sample"
+    return (
+        f"{config.reward.function}, {config.reward.num_processes} process(es), {config.reward.timeout_s:g} s a sample"
+    )
 
 
 def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:

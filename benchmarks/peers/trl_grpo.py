@@ -36,8 +36,8 @@ import time
 
 # The fastest settings found for each workload, used where an option is not given.
 FASTEST = {
-    "fixed": {"micro_batch": 64, "attention": "sdpa", "cache": "dynamic", "optimizer": "adamw_torch_fused"},
-    "long_tailed": {"micro_batch": 64, "attention": "sdpa", "cache": "dynamic", "optimizer": "adamw_torch_fused"},
+    "fixed": {"micro_batch": 16, "attention": "sdpa", "cache": "dynamic", "optimizer": "adamw_torch_fused"},
+    "long_tailed": {"micro_batch": 16, "attention": "sdpa", "cache": "dynamic", "optimizer": "adamw_torch_fused"},
 }
 
 

@@ -41,7 +41,7 @@ def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
         torch.nn.utils.clip_grad_norm_(policy.parameters(), options.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
-        engine.model.load_state_dict(policy.state_dict())
+        engine._model.load_state_dict(policy.state_dict())
     return {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
 
 

@@ -112,7 +112,10 @@ def test_functions_of_imported_files_travel_by_value(tmp_path: Path) -> None:
     module = next(module for name, module in sys.modules.items() if name.startswith("penstock_") and "travels" in name)
     pickled = cloudpickle.dumps(module.double)
     script = f"import pickle; print(pickle.loads({pickled!r})(21))"
-    assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip() == "42"
+    assert (
+        subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.strip()
+        == "42"
+    )
 
 
 def test_values_that_are_no_literals_are_text() -> None:
@@ -227,5 +230,7 @@ def test_a_wrong_key_is_told_without_importing_torch_or_ray() -> None:
         "code = main(['run', 'recipe=arithmetic', 'trainer.max_step=3'])\n"
         "print(code, 'torch' in sys.modules, 'ray' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ))
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, env=dict(os.environ)
+    )
     assert done.stdout.split() == ["2", "False", "False"]

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from penstock.orchestrator.metrics import StepArrays, StepTimes, step_metrics
 from penstock.store.rows import Rows
 
-TIMES = StepTimes(step_s=2.0, phase_s={"rollout": 1.2, "train": 0.5, "evaluation": 0.1}, busy_s={"rollout": 1.5, "train": 0.5})
+TIMES = StepTimes(
+    step_s=2.0, phase_s={"rollout": 1.2, "train": 0.5, "evaluation": 0.1}, busy_s={"rollout": 1.5, "train": 0.5}
+)
 
 
 def rows_of(lengths: list[int], version: int = 4, reward: list[float] | None = None) -> Rows:
@@ -25,7 +27,9 @@ def rows_of(lengths: list[int], version: int = 4, reward: list[float] | None = N
 
 def test_metrics_of_a_batch_by_hand() -> None:
     arrays = StepArrays.of(rows_of([2, 6], reward=[1.0, 0.0]), 4)
-    metrics = step_metrics(5, 5, arrays, TIMES, trainer={"actor/kl": 0.1}, store={"dropped/reward_error": 1.0}, generated_length_mean=5.0)
+    metrics = step_metrics(
+        5, 5, arrays, TIMES, trainer={"actor/kl": 0.1}, store={"dropped/reward_error": 1.0}, generated_length_mean=5.0
+    )
     assert metrics == {
         "step": 5,
         "policy_version": 5,

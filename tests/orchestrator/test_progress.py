@@ -14,7 +14,9 @@ def shown(*, terminal: bool, words: tuple[str, ...] = ()) -> str:
     progress = Progress(load_config(["trainer.max_steps=4", *words]), "a run", console=console)
     progress.phase("starting vLLM (about 20 s)")
     for step in range(1, 5):
-        progress.step(step, {"reward/mean": step / 4, "timing_s/step": 1.0, "staleness/max": 0.0, "dropped/reward_error": 2.0})
+        progress.step(
+            step, {"reward/mean": step / 4, "timing_s/step": 1.0, "staleness/max": 0.0, "dropped/reward_error": 2.0}
+        )
     progress.note("held-out accuracy 90%")
     progress.close()
     progress.close()

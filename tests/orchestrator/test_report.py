@@ -54,7 +54,12 @@ def make_run(tmp_path: Path, num_steps: int, *words: str, ended: str | None = "e
         directory.log_metrics({"step": 0, "policy_version": 0, "accuracy/heldout": 0.5})
     for step in range(1, num_steps + 1):
         entry = {"step": step, "reward/mean": step / num_steps, "staleness/max": 1.0, "staleness/mean": 0.25}
-        entry |= {"mismatch/logprob_abs_mean": 1e-5, "timing_s/step": 2.0, "timing_s/rollout": 1.0, "timing_s/train": 0.5}
+        entry |= {
+            "mismatch/logprob_abs_mean": 1e-5,
+            "timing_s/step": 2.0,
+            "timing_s/rollout": 1.0,
+            "timing_s/train": 0.5,
+        }
         entry |= {"perf/samples_per_s": 64.0, "response_length/mean": 5.0, "dropped/reward_error": 0.0}
         directory.log_metrics(entry | ({"accuracy/heldout": 0.9} if step == num_steps else {}))
     if ended:
@@ -75,11 +80,22 @@ def test_a_finished_run_says_what_it_came_to(tmp_path: Path) -> None:
     text = checked(write_report(directory.path))
     assert "finished" in text
     assert "50.0% → 90.0%" in text
-    assert {file.stem for file in directory.plots.glob("*.png")} >= {"reward", "accuracy", "staleness", "time_by_phase", "mismatch"}
+    assert {file.stem for file in directory.plots.glob("*.png")} >= {
+        "reward",
+        "accuracy",
+        "staleness",
+        "time_by_phase",
+        "mismatch",
+    }
 
 
-@pytest.mark.parametrize(("num_steps", "ended", "state"), [(0, None, "not finished"), (1, "interrupted", "interrupted"), (2, "failed", "failed")])
-def test_a_run_that_hardly_began_still_has_a_page(tmp_path: Path, num_steps: int, ended: str | None, state: str) -> None:
+@pytest.mark.parametrize(
+    ("num_steps", "ended", "state"),
+    [(0, None, "not finished"), (1, "interrupted", "interrupted"), (2, "failed", "failed")],
+)
+def test_a_run_that_hardly_began_still_has_a_page(
+    tmp_path: Path, num_steps: int, ended: str | None, state: str
+) -> None:
     directory = make_run(tmp_path, num_steps, ended=ended)
     assert state in checked(write_report(directory.path, pngs=num_steps > 0))
 

@@ -5,6 +5,7 @@ checks the promises: trained exactly once, staleness bounded without a single ev
 """
 
 import math
+from random import Random
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -48,6 +49,8 @@ class Histories(RuleBasedStateMachine):
         """Every lease ever given, ended or not: their owners may come back at any time."""
         self.sampled: dict[int, int] = {}
         """Oldest version of each row whose response was accepted."""
+        self.admitted_under: dict[int, int] = {}
+        """Version served when each group was admitted."""
         self.trained: list[int] = []
         self.trained_groups: list[int] = []
         self.round = 0
@@ -55,7 +58,9 @@ class Histories(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 4))
     def admit(self, count: int) -> None:
-        self.driver.admit(count)
+        for group in self.driver.admit(count):
+            if group is not None:
+                self.admitted_under[group] = self.served
 
     @rule(stage=st.sampled_from(WORKED), max_units=st.integers(1, 4), owner=st.sampled_from("ab"))
     def lease(self, stage: str, max_units: int, owner: str) -> None:
@@ -72,7 +77,9 @@ class Histories(RuleBasedStateMachine):
         columns = self.driver.writes[stage]
         if not all_columns:
             columns = tuple(data.draw(st.lists(st.sampled_from(columns), unique=True, min_size=1)))
-        version = data.draw(st.integers(min(self._oldest_served(some), self.served), self.served))
+        # A token is at the oldest of the version that was served when its group was admitted.
+        admitted_under = max(self.admitted_under[row // self.spec.group_size] for row in some)
+        version = data.draw(st.integers(admitted_under, self.served))
         facts = facts_for(stage if all_columns else "", len(some), version)
         if not all_columns and "token_versions" in columns:
             facts = facts_for("rollout", len(some), version)
@@ -83,23 +90,6 @@ class Histories(RuleBasedStateMachine):
             return
         if "token_versions" in columns:
             self.sampled.update((some[position], version) for position in kept)
-
-    def _oldest_served(self, rows: list[int]) -> int:
-        """A token is of the version served when its group was admitted, or newer."""
-        return max(self.admitted_under[row // self.spec.group_size] for row in rows)
-
-    @property
-    def admitted_under(self) -> dict[int, int]:
-        return self._admitted_under
-
-    @invariant()
-    def note_admissions(self) -> None:
-        if not hasattr(self, "ledger"):
-            return
-        if not hasattr(self, "_admitted_under"):
-            self._admitted_under: dict[int, int] = {}
-        for group in range(len(self._admitted_under), self.ledger.residents.next_group):
-            self._admitted_under[group] = self.served
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), reason=st.sampled_from(["reward_timeout", "too_long"]))
@@ -127,9 +117,6 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def work_everything_off(self) -> None:
-        self.driver_version()
-
-    def driver_version(self) -> None:
         """Live workers finish whatever is free, under the version served now."""
         for stage in WORKED:
             while (lease := self.ledger.lease(stage, 100, "c", self.now)) is not None:
@@ -142,7 +129,7 @@ class Histories(RuleBasedStateMachine):
                     self.sampled.update((rows[position], self.served) for position in kept)
 
     @rule(shuffled=st.randoms(use_true_random=False))
-    def train(self, shuffled) -> None:
+    def train(self, shuffled: Random) -> None:
         """All ranks, in any order; strict, so a staleness violation raises and fails the test."""
         made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
         if made is None:
@@ -197,14 +184,12 @@ class Histories(RuleBasedStateMachine):
         self.ledger.expire(self.now)
         for _ in range(3):
             before = self.round
-            while self.ledger.admit(nbytes=16, prompt_tokens=2) is not None:
-                pass
-            self.note_admissions()
-            self.driver_version()
-            self.train_in_order()
-            assert self.round > before, "everything is ready, and no batch forms"
             while self.served < self.round:
                 self.publish()
+            self.admit(100)
+            self.work_everything_off()
+            self.train_in_order()
+            assert self.round > before, "everything is ready, and no batch forms"
             self.ledger.check_invariants()
 
     def train_in_order(self) -> None:
@@ -218,5 +203,5 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=150, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -1,7 +1,7 @@
-"""The compute role: calls a dataflow's pure functions (advantages and the like) on whole units and writes what they return.
+"""The compute role: calls pure functions of columns (advantages and the like) on whole units, and writes their results.
 
-Run by the controller's process or by `workers/compute/actor.py`; `run` ends when the store closes. `apply` is the same without
-a store, for the imperative API and for reference loops.
+Run by the controller's process or by `workers/compute/actor.py`; `run` ends when the store closes. `apply` is the same
+without a store, for the imperative API and for reference loops.
 """
 
 import time
@@ -151,7 +151,8 @@ class ComputeWorker:
         tensor = tensor.to(TORCH_DTYPES[column.dtype])
         if column.dtype == "float32" and not column.nan_ok and not bool(torch.isfinite(tensor).all()):
             raise self._error(
-                f"returned {tensor.tolist()[:8]} for {column.name!r}: not finite. Mend the function, or declare the column with nan_ok=True."
+                f"returned {tensor.tolist()[:8]} for {column.name!r}: not finite. Mend the function, or declare the "
+                "column with nan_ok=True."
             )
         return np.asarray(tensor.numpy())
 

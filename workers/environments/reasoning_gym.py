@@ -1,7 +1,7 @@
 """Procedural problems of `reasoning_gym`, and their verifiers.
 
-`Problems` makes the prompts of a run (`workers/prompts/dataset.py`); `verify` scores a response to one of them, in the reward
-processes (`workers/reward/functions.py`), from nothing but the task's JSON.
+`Problems` makes the prompts of a run (`workers/prompts/dataset.py`); `verify` scores a response to one of them, in the
+reward processes (`workers/reward/functions.py`), from nothing but the task's JSON.
 """
 
 import functools
@@ -25,7 +25,8 @@ class Problems:
         train.entry(5)["question"]
 
     A problem whose question is in `exclude` is replaced by one from beyond `size`, always the same one. (Three tasks of
-    reasoning_gym 0.1.25, isomorphic_strings, polynomial_multiplication and ransom_note, depend on PYTHONHASHSEED besides.)
+    reasoning_gym 0.1.25, isomorphic_strings, polynomial_multiplication and ransom_note, depend on PYTHONHASHSEED
+    besides.)
     """
 
     def __init__(
@@ -46,18 +47,19 @@ class Problems:
         return frozenset(str(self._dataset[index]["question"]) for index in range(self.size))
 
     def entry(self, index: int) -> dict[str, Any]:
-        """`question`, `answer` and `metadata` of problem `index`. Raises `DataError` if all its replacements are held out too."""
+        """`question`, `answer` and `metadata` of problem `index`. `DataError`: all its replacements are held out."""
         for attempt in range(MAX_REPLACEMENTS + 1):
             entry: dict[str, Any] = self._spare(attempt)[index]
             if str(entry["question"]) not in self.exclude:
                 return entry
         raise DataError(
-            f"data.path={self.task}: {MAX_REPLACEMENTS} problems in a row are among the {len(self.exclude)} held-out ones; the task "
-            f"has too few different problems with data.options={self.options}. Make it larger, or lower evaluation.num_problems."
+            f"data.path={self.task}: {MAX_REPLACEMENTS} problems in a row are among the {len(self.exclude)} held-out "
+            f"ones; the task has too few different problems with data.options={self.options}. Make it larger, or lower "
+            "evaluation.num_problems."
         )
 
     def _spare(self, attempt: int) -> Any:
-        """The dataset of the attempt-th replacements. Tasks draw problem i from `seed + i`, so this goes on beyond `size`."""
+        """The attempt-th replacements. Tasks draw problem i from `seed + i`, so these lie beyond `size`."""
         if attempt not in self._spares:
             seeded = {**self.options, "seed": self.seed + attempt * self.size, "size": self.size}
             self._spares[attempt] = make_dataset(self.task, seeded)
@@ -75,7 +77,8 @@ def verify(response: str, task: dict[str, Any]) -> float:
     """
     if "environment" not in task or "entry" not in task:
         raise DataError(
-            "reward.function=reasoning_gym scores problems of data.source=reasoning_gym only; this row has no verifier. "
+            "reward.function=reasoning_gym scores problems of data.source=reasoning_gym only; this row has no "
+            "verifier. "
             "Use reward.function=math_verify, or one of your own."
         )
     return float(
@@ -91,7 +94,7 @@ def _verifier(task: str, options: str) -> Any:
 
 
 def make_dataset(task: str, options: dict[str, Any]) -> Any:
-    """The dataset object of reasoning_gym. Raises `ConfigError` for an unknown task or option, or a value that it refuses."""
+    """The dataset object of reasoning_gym. Raises `ConfigError` for an unknown task or option, or a refused value."""
     factory = importlib.import_module("reasoning_gym.factory")
     importlib.import_module("reasoning_gym")
     if task not in factory.DATASETS:

@@ -64,7 +64,8 @@ def check_prompts(
         responses.append(len(response))
     if skipped == len(dataset):
         raise DataError(
-            f"data.too_long=skip leaves out all of the {skipped} rows: none has room ({limits.room_means}: {limits.room})."
+            f"data.too_long=skip leaves out all of the {skipped} rows: none has room ({limits.room_means}: "
+            f"{limits.room})."
         )
     return PromptReport(
         len(dataset), num_read, len(longest), max(prompts, default=0), max(responses, default=0), skipped

@@ -86,7 +86,8 @@ class TableDataset:
     def _value(self, row: dict[str, Any], column: str, role: str, where: str) -> Any:
         if column not in row:
             raise DataError(
-                f"{where}: no column {column!r}, which data.columns.{role} names{suggest(column, row)} Set data.columns.{role}."
+                f"{where}: no column {column!r}, which data.columns.{role} names{suggest(column, row)} Set "
+                f"data.columns.{role}."
             )
         return row[column]
 
@@ -94,7 +95,8 @@ class TableDataset:
         value = self._value(row, column, role, where)
         if not isinstance(value, str):
             raise DataError(
-                f"{where}: column {column!r} (data.columns.{role}) holds {type(value).__name__} {value!r:.60}, where text is due."
+                f"{where}: column {column!r} (data.columns.{role}) holds {type(value).__name__} {value!r:.60}, where "
+                "text is due."
             )
         return value
 
@@ -137,7 +139,8 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
         if evaluation.every_steps == 0:
             return None
         raise DataError(
-            f"evaluation.every_steps={evaluation.every_steps}, but there are no held-out problems: set evaluation.path to "
+            f"evaluation.every_steps={evaluation.every_steps}, but there are no held-out problems: set "
+            "evaluation.path to "
             f"{_HELD_OUT_MEANS[data.source]}, or evaluation.every_steps=0."
         )
     size = evaluation.num_problems if held_out else data.size

@@ -1,7 +1,7 @@
 """Rows of a dataset on the Hugging Face hub, or of parquet files in a local folder.
 
-The hub keeps every public dataset converted to parquet under the revision `refs/convert/parquet`; those files are fetched and
-read with Arrow, so no loader code runs and the `datasets` package is not needed. Used by `dataset.py`.
+The hub keeps every public dataset converted to parquet under the revision `refs/convert/parquet`; those files are
+fetched and read with Arrow, so no loader code runs and the `datasets` package is not needed. Used by `dataset.py`.
 """
 
 import importlib
@@ -55,7 +55,8 @@ def open_huggingface(path: str, subset: str | None, split: str) -> ParquetRows:
 
 
 def choose_files(names: list[str], path: str, subset: str | None, split: str) -> list[str]:
-    """The files of one subset and split among `SUBSET/SPLIT/0000.parquet` (the hub) or `[SUBSET/]SPLIT-00000-of-00001.parquet`.
+    """The files of one subset and split among `SUBSET/SPLIT/0000.parquet` (the hub) or
+    `[SUBSET/]SPLIT-00000-of-00001.parquet`.
 
     A subset may be left out where there is only one. Raises `DataError` with what there is.
     """
@@ -100,8 +101,10 @@ def _hub_files(path: str) -> tuple[list[str], Any]:
     ) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"data.path={path}: neither a local folder nor a dataset that the Hugging Face hub hands out here ({first_line}). "
-            "Check the id and the connection; a private dataset needs `hf auth login`. Or download its parquet files and set "
+            f"data.path={path}: neither a local folder nor a dataset that the Hugging Face hub hands out here "
+            f"({first_line}). "
+            "Check the id and the connection; a private dataset needs `hf auth login`. Or download its parquet files "
+            "and set "
             "data.path to their folder, or export them as JSON lines (data.source=jsonl)."
         ) from error
 

@@ -26,7 +26,7 @@ class PromptCursor:
 
 
 def _mixed(values: np.ndarray) -> np.ndarray:
-    """splitmix64's finaliser (Steele et al. 2014): 64 random bits from each integer, the same on every machine and version."""
+    """splitmix64's finaliser (Steele et al. 2014): 64 random bits from each integer, the same everywhere."""
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))

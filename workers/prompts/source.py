@@ -1,4 +1,4 @@
-"""The source of a run's rows: draws prompts in order, tokenises them when their turn comes, and puts them into the store.
+"""The source of a run's rows: draws prompts in order, tokenises them, and puts them into the store.
 
     dataset ─ row ─▶ PromptEncoder ─ prompt_ids, task ─▶ store (whose credits say when)
 
@@ -27,8 +27,9 @@ class GroupSink(Protocol):
 class PromptSource:
     """Groups in a fixed order, from a cursor on, epoch after epoch.
 
-    `first_group`: groups that the run had drawn before (0 for a new one); `cursor_after(n)` counts from the run's start.
-    The store admits groups in the order drawn, so after n admissions `cursor_after(n)` is where a resumed run goes on.
+    `first_group`: groups that the run had drawn before (0 for a new one); `cursor_after(n)` counts from the run's
+    start. The store admits groups in the order drawn, so after n admissions `cursor_after(n)` is where a resumed run
+    goes on.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class PromptSource:
         return self._order.cursor
 
     def cursor_after(self, num_groups: int) -> PromptCursor:
-        """The cursor after the first `num_groups` groups of the run. Raises `DataError` for a number not drawn, or long ago."""
+        """The cursor after the first `num_groups` groups of the run. `DataError`: not drawn yet, or long ago."""
         first, last = self._cursors[0][0], self._cursors[-1][0]
         if not first <= num_groups <= last:
             raise DataError(
@@ -71,12 +72,13 @@ class PromptSource:
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
         """The source columns of the next `count` groups: `prompt_ids` (list of int), `task` (JSON string), and
-        `response_ids` with demonstrations. Fewer than `count` only from a source that goes through its dataset once. Raises `DataError` for a row that cannot be used."""
+        `response_ids` with demonstrations. Fewer than `count` only from a source that goes through its dataset once.
+        Raises `DataError` for a row that cannot be used."""
         groups = (self._next_group() for _ in range(count))
         return [group for group in groups if group is not None]
 
     async def run(self, store: GroupSink, batch: int = 8) -> None:
-        """Keep the store supplied until it closes. It takes groups as credits allow, so this waits more than it works."""
+        """Keep the store supplied until it closes. It takes groups as credits allow: mostly this waits."""
         try:
             while True:
                 await store.put_groups(self.next_groups(batch))
@@ -107,7 +109,8 @@ class PromptSource:
             return group
         raise DataError(
             f"data.too_long=skip left out every one of the {len(self.dataset)} rows: all are longer than "
-            f"data.max_prompt_tokens={self.encoder.limits.max_prompt_tokens} or than the room of {self.encoder.limits.room}."
+            f"data.max_prompt_tokens={self.encoder.limits.max_prompt_tokens} or than the room of "
+            f"{self.encoder.limits.room}."
         )
 
     def _group(self, task: Task) -> dict[str, Any]:
@@ -130,8 +133,8 @@ def open_source(
 ) -> PromptSource:
     """The source that the configuration asks for, with the tokenizer of the model at `model_path`.
 
-    `max_sequence_tokens`: room for a prompt, or for prompt and demonstration together. `held_out`: the problems to evaluate
-    on, once and in their order. Raises `DataError`, `ConfigError` or `ModelError`.
+    `max_sequence_tokens`: room for a prompt, or for prompt and demonstration together. `held_out`: the problems to
+    evaluate on, once and in their order. Raises `DataError`, `ConfigError` or `ModelError`.
     """
     dataset = open_dataset(data, evaluation, held_out=held_out)
     if dataset is None:

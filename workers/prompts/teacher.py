@@ -1,4 +1,5 @@
-"""Demonstrations from a function instead of from a column of the dataset: `data.teacher`. Wrapped around a dataset by `dataset.py`."""
+"""Demonstrations from a function instead of from a column of the dataset: `data.teacher`. Wrapped around a dataset by
+`dataset.py`."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,6 +1,7 @@
 """From a task to token ids: chat template or bare text, with every length checked.
 
-Used by `source.py` for what is trained on, by evaluation for held-out prompts, and by `check_prompts` before a run starts.
+Used by `source.py` for what is trained on, by evaluation for held-out prompts, and by `check_prompts` before a run
+starts.
 """
 
 import importlib
@@ -44,7 +45,8 @@ class TokenLimits:
         """Raise `PromptTooLong` unless a row with so many tokens fits."""
         if num_prompt > self.max_prompt_tokens:
             raise PromptTooLong(
-                f"{where}: the prompt has {num_prompt} tokens, more than data.max_prompt_tokens={self.max_prompt_tokens} "
+                f"{where}: the prompt has {num_prompt} tokens, more than "
+                f"data.max_prompt_tokens={self.max_prompt_tokens} "
                 f"(the model has room for {self.room}: {self.room_means}). "
                 "Raise data.max_prompt_tokens, or set data.too_long=skip to leave such rows out."
             )
@@ -58,7 +60,7 @@ class TokenLimits:
 
 
 class PromptEncoder:
-    """Token ids of prompts and demonstrations under one tokenizer (a transformers tokenizer, or anything called like it)."""
+    """Token ids of prompts and demonstrations under one tokenizer of transformers, or anything called like it."""
 
     def __init__(self, tokenizer: Any, data: DataConfig, limits: TokenLimits) -> None:
         self.tokenizer = tokenizer
@@ -84,11 +86,13 @@ class PromptEncoder:
     def demonstration_ids(self, task: Task) -> tuple[list[int], list[int]]:
         """Prompt and response ids, the response ended by the end-of-sequence token.
 
-        Raises `PromptTooLong`; `DataError` for a row without a demonstration; `ModelError` for a tokenizer without that token.
+        Raises `PromptTooLong`; `DataError` for a row without a demonstration; `ModelError` for a tokenizer without
+        that token.
         """
         if not task.response:
             raise DataError(
-                f"{task.where}: no demonstration to train on. Name its column with data.columns.response (or data.columns.answer)."
+                f"{task.where}: no demonstration to train on. Name its column with data.columns.response (or "
+                "data.columns.answer)."
             )
         if self.tokenizer.eos_token_id is None:
             raise ModelError(

@@ -3,10 +3,10 @@
 Talks over one socket, so that whatever the reward prints goes to the log and never into the protocol:
 
     pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ("ready", order) or ("refused", text)
-    pool ─▶ ("score", responses, task JSON strings)        child ─▶ (index, float | RewardError) for each, then ("done",)
+    pool ─▶ ("score", responses, task JSON strings)        child ─▶ (index, float | RewardError)..., ("done",)
 
-`order` tells the pool whom to blame when the process ends or hangs. "sequential": results come in the order of the samples, so it
-is the first one without a result. "together": the samples share one call, so it may be any.
+`order` tells the pool whom to blame when the process ends or hangs. "sequential": results come in the order of the
+samples, so it is the first one without a result. "together": the samples share one call, so it may be any.
 """
 
 import asyncio

@@ -42,8 +42,8 @@ def final_answer(text: str) -> str:
 def math_verify(response: str, answer: str) -> float:
     """1.0 if the response's final answer equals the reference mathematically, else 0.0.
 
-    Takes an answer after `####`, in `\\\\boxed{}`, or the last number or formula of the response. Raises `ValueError` if the
-    reference answer itself cannot be read.
+    Takes an answer after `####`, in `\\boxed{}`, or the last number or formula of the response. Raises `ValueError`
+    if the reference answer itself cannot be read.
     """
     gold = final_answer(str(answer))
     said = final_answer(response)
@@ -71,5 +71,5 @@ def reasoning_gym(response: str, task: dict[str, Any], strict: bool = False) -> 
 
 @reward("digits")
 def digits(response: str, task: dict[str, Any] | None = None) -> float:
-    """Share of the response's characters that are decimal digits; 0 for an empty response. Learnt within a few steps."""
+    """Share of the response's characters that are digits 0-9; 0 for an empty response. Learnt within a few steps."""
     return sum(character in "0123456789" for character in response) / len(response) if response else 0.0

@@ -1,7 +1,7 @@
 """A pool of processes that score samples, each sample with a deadline that kills.
 
-Called by `worker.py` (one pool a reward worker) and by tests. A reward that hangs, crashes, raises or returns no number costs
-its own sample only: everything else in its batch is scored all the same.
+Called by `worker.py` (one pool a reward worker) and by tests. A reward that hangs, crashes, raises or returns no
+number costs its own sample only: everything else in its batch is scored all the same.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ class RewardPool:
                 if isinstance(outcome, PenstockError):
                     raise outcome
                 yield outcome
-            # A process is idle again a moment after its last result; cancelling its call before that would cost it its life.
+            # A process is idle a moment after its last result; cancelling its call before that would cost its life.
             await asyncio.gather(*calls)
         finally:
             for call in calls:

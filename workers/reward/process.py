@@ -31,8 +31,8 @@ class RewardProcess:
         await process.score(responses, tasks, report)     # report(index, result) as results come
         process.kill()
 
-    `score` raises `DeadlineExceeded` when no result comes for `timeout_s`, and `WorkerDied` when the process ends. Either
-    way the process is of no use any more: kill it and start another.
+    `score` raises `DeadlineExceeded` when no result comes for `timeout_s`, and `WorkerDied` when the process ends.
+    Either way the process is of no use any more: kill it and start another.
     """
 
     def __init__(self, child: "subprocess.Popen[bytes]", timeout_s: float) -> None:
@@ -58,7 +58,8 @@ class RewardProcess:
         except TimeoutError:
             process.kill()
             raise DeadlineExceeded(
-                f"reward.function: loading it in a new process took longer than {start_timeout_s:g} s. Make its import faster."
+                f"reward.function: loading it in a new process took longer than {start_timeout_s:g} s. Make its "
+                "import faster."
             ) from None
         except (asyncio.CancelledError, WorkerDied):
             process.kill()

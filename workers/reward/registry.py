@@ -33,7 +33,7 @@ REWARDS: dict[str, Registered] = {}
 
 
 def reward(name: str, *, warm: Callable[[], object] | None = None) -> Callable[[F], F]:
-    """Register a reward function under a name for `reward.function`. `warm` runs once in each process before its first sample."""
+    """Register a reward function under a name. `warm` runs once in each process, before its first sample."""
 
     def register(function: F) -> F:
         REWARDS[name] = Registered(function, warm)
@@ -59,7 +59,7 @@ def find_reward(spec: str) -> Callable[..., Any]:
 
 
 def find_function(spec: str, key: str) -> Callable[..., Any]:
-    """What `file.py:name` or `package.module:name` stands for. Raises `ConfigError` naming `key`, the configuration's key."""
+    """What `file.py:name` or `package.module:name` stands for. Raises `ConfigError`; `key` is the one it names."""
     place, colon, attribute = spec.rpartition(":")
     if not colon:
         raise ConfigError(f"{key}={spec}: write it as `file.py:function` or `package.module:function`.")
@@ -74,7 +74,7 @@ def find_function(spec: str, key: str) -> Callable[..., Any]:
 
 
 def import_file(path: str, key: str) -> ModuleType:
-    """Run a Python file as a module, once a process. Its folder can be imported from. `key` is named if it is not there."""
+    """Run a Python file as a module, once a process; it may import its neighbours. `ConfigError` names `key`."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         near = sorted(other.name for other in file.parent.glob("*.py")) if file.parent.is_dir() else []

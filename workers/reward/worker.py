@@ -75,15 +75,16 @@ class ErrorShare:
         if hopeless or failures > self.max_share * self.window:
             raise RewardFailure(
                 f"{failures} of the last {seen} rewards failed, more than reward.max_error_share={self.max_share:g} of "
-                f"{self.window} allows. The last one: {self.last_error} Mend the reward function, or raise reward.max_error_share."
+                f"{self.window} allows. The last one: {self.last_error} Mend the reward function, or raise "
+                "reward.max_error_share."
             )
 
 
 class RewardWorker:
     """Scores samples of one reward stage until the store is closed.
 
-    Lifecycle: `start` (loads the function in every process), `run` (returns when the store closes, raises `RewardFailure`
-    when too many rewards failed), `close`. `score` and `stats` may be called at any time in between.
+    Lifecycle: `start` (loads the function in every process), `run` (returns when the store closes, raises
+    `RewardFailure` when too many rewards failed), `close`. `score` and `stats` may be called at any time in between.
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class RewardWorker:
         await self.pool.close()
 
     async def run(self) -> None:
-        """Lease, score and write, one lane for each process of the pool, until the store closes. Without a store: at once."""
+        """Lease, score and write, one lane a process, until the store closes. Returns at once without a store."""
         if self.store is None:
             return
         lanes = [asyncio.create_task(self._lane(self.store)) for _ in range(self.pool.num_processes)]

@@ -4,7 +4,8 @@
 
 A micro-batch holds rows of similar length, padded on the right to its longest. Called by `fsdp.py`.
 
-Legend: B rows of the micro-batch, L tokens of its longest prompt + response, T of its longest response, N response tokens.
+Legend: B rows of the micro-batch, L tokens of its longest prompt + response, T of its longest response, N response
+tokens.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,9 @@ from penstock.conf.errors import DataError
 from penstock.store.rows import Rows
 
 MICROBATCH_COST_TOKENS = 256
-"""Padding worth saving by one more micro-batch. On CPUs a micro-batch of 300 tokens costs 8 % more a token than larger ones."""
+"""Padding worth saving by one more micro-batch. On CPUs a micro-batch of 300 tokens costs 8 % more a token than
+larger ones.
+"""
 PAD_ID = 0
 """Any id that exists: attention is causal, so what pads on the right is never seen."""
 
@@ -64,7 +67,9 @@ class MicroBatch:
 
 
 def row_lengths(rows: Rows, max_length: int | None = None) -> np.ndarray:
-    """Tokens of prompt and response of each row: `[rows]` int64. Raises `DataError` for a row longer than `max_length` or without prompt."""
+    """Tokens of prompt and response of each row: `[rows]` int64. Raises `DataError` for a row longer than
+    `max_length` or without prompt.
+    """
     prompts, responses = rows.lengths("prompt_ids"), rows.lengths("response_ids")
     lengths = prompts + responses
     if len(lengths) and prompts.min() == 0:
@@ -76,8 +81,9 @@ def row_lengths(rows: Rows, max_length: int | None = None) -> np.ndarray:
     if max_length is not None and len(lengths) and lengths.max() > max_length:
         position = int(lengths.argmax())
         raise DataError(
-            f"row {rows.row_ids[position]} has {prompts[position]} prompt and {responses[position]} response tokens, more than the model's "
-            f"{max_length} positions. Lower data.max_prompt_tokens or rollout.sampling.max_tokens, or take a model with a longer context."
+            f"row {rows.row_ids[position]} has {prompts[position]} prompt and {responses[position]} response tokens, more "
+            f"than the model's {max_length} positions. Lower data.max_prompt_tokens or rollout.sampling.max_tokens, "
+            "or take a model with a longer context."
         )
     return lengths
 
@@ -85,9 +91,9 @@ def row_lengths(rows: Rows, max_length: int | None = None) -> np.ndarray:
 def plan(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     """Which rows share a micro-batch: positions, each row exactly once.
 
-    Rows are ordered by length, longest first (equal ones stay in order), and cut where padded tokens plus `MICROBATCH_COST_TOKENS` a
-    micro-batch are least. Rows x longest <= `max_tokens`; a row longer than that is a micro-batch of its own. Rows of one length that
-    fit are one micro-batch in row order.
+    Rows are ordered by length, longest first (equal ones stay in order), and cut where padded tokens plus
+    `MICROBATCH_COST_TOKENS` a micro-batch are least. Rows x longest <= `max_tokens`; a row longer than that is a
+    micro-batch of its own. Rows of one length that fit are one micro-batch in row order.
     """
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = lengths[order]
@@ -108,10 +114,11 @@ def plan(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
 
 
 def split_minibatches(group_ids: np.ndarray, all_groups: Sequence[int], num_minibatches: int) -> list[np.ndarray]:
-    """Positions of this rank's rows for each optimizer step: whole groups, about equally many each, in ascending order of group id.
+    """Positions of this rank's rows for each optimizer step: whole groups, about equally many each, in ascending order
+    of group id.
 
-    `group_ids`: of this rank's rows. `all_groups`: ids over all ranks, in any order; every rank gets the same cut. With fewer groups than
-    minibatches some are empty everywhere and left out.
+    `group_ids`: of this rank's rows. `all_groups`: ids over all ranks, in any order; every rank gets the same cut.
+    With fewer groups than minibatches some are empty everywhere and left out.
     """
     if num_minibatches == 1:
         return [np.arange(len(group_ids))]
@@ -122,8 +129,8 @@ def split_minibatches(group_ids: np.ndarray, all_groups: Sequence[int], num_mini
 def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> MicroBatch:
     """The rows at these positions as one micro-batch; `columns`: names of further columns to hand to the loss.
 
-    Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Raises `DataError` for a token
-    column that is not as long as the response.
+    Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Raises `DataError` for
+    a token column that is not as long as the response.
     """
     prompts = _at(rows.arrays("prompt_ids"), positions)
     responses = _at(rows.arrays("response_ids"), positions)
@@ -150,7 +157,9 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> M
 
 
 def dummy(device: torch.device | None = None) -> MicroBatch:
-    """One prompt and one response token that count for nothing: keeps a rank without rows in step with the others' collectives."""
+    """One prompt and one response token that count for nothing: keeps a rank without rows in step with the others'
+    collectives.
+    """
     zero = torch.zeros(1, dtype=torch.int64)
     ids_BL = torch.full((1, 2), PAD_ID)
     batch = MicroBatch(np.zeros(0, np.int64), ids_BL, zero, zero + PAD_ID, zero, torch.zeros(1, 1, dtype=torch.bool))

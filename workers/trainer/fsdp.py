@@ -3,8 +3,8 @@
     update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
     publish(root, v):    each rank writes its shard into shared memory; rank 0 seals
 
-How rows are cut into micro-batches and spread over ranks changes no result but for rounding: losses are divided by totals over all
-ranks, gradients are sums. Driven by `worker.py` inside an actor, or directly by a straight-line loop.
+How rows are cut into micro-batches and spread over ranks changes no result but for rounding: losses are divided by
+totals over all ranks, gradients are sums. Driven by `worker.py` inside an actor, or directly by a straight-line loop.
 
 Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
 """
@@ -33,14 +33,17 @@ from penstock.workers.trainer.tally import Tally, add_mismatch
 
 @dataclass(frozen=True)
 class Step:
-    """What one optimizer step trains on: this rank's micro-batches (as many as on any rank) and the totals over all ranks."""
+    """What one optimizer step trains on: this rank's micro-batches (as many as on any rank) and the totals over all
+    ranks.
+    """
 
     batches: list[MicroBatch]
     totals: BatchTotals
 
 
 class FsdpTrainer:
-    """A rank among `num_ranks`, all of which make the same calls in the same order, each with its own rows (maybe none).
+    """A rank among `num_ranks`, all of which make the same calls in the same order, each with its own rows (maybe
+    none).
 
         trainer = FsdpTrainer(TrainerConfig(), "path/to/model", temperature=1.0)
         report = trainer.update(rows, partial(ppo_clip_loss, clip_high=0.28))
@@ -66,8 +69,8 @@ class FsdpTrainer:
     ) -> None:
         """Load the model and join the other ranks. Collective.
 
-        `temperature`: of the sampling distribution. `address`: host:port where ranks meet; one rank needs none. `num_threads`: of
-        torch; 0 leaves it. `engine_dtype`: of publications. Raises `ModelError`, `ConfigError`.
+        `temperature`: of the sampling distribution. `address`: host:port where ranks meet; one rank needs none.
+        `num_threads`: of torch; 0 leaves it. `engine_dtype`: of publications. Raises `ModelError`, `ConfigError`.
         """
         if num_threads:
             torch.set_num_threads(num_threads)
@@ -108,7 +111,8 @@ class FsdpTrainer:
 
     @torch.no_grad()
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
-        """`[T_i]` float32 for each row: log-probabilities of the response tokens at the sampling temperature. Collective.
+        """`[T_i]` float32 for each row: log-probabilities of the response tokens at the sampling temperature.
+        Collective.
 
         Raises `DataError` for a row that does not fit the model.
         """
@@ -126,10 +130,10 @@ class FsdpTrainer:
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """One policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
 
-        `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as `actor/<name>` (means over
-        minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when rows have `behavior_logprobs`. A step whose
-        gradient norm is not finite is left out, counted, and leaves weights and optimizer as they were.
-        Raises `DataError`, `DataflowError`.
+        `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as
+        `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when
+        rows have `behavior_logprobs`. A step whose gradient norm is not finite is left out, counted, and leaves
+        weights and optimizer as they were. Raises `DataError`, `DataflowError`.
         """
         if self.optimizer is None:
             raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
@@ -161,7 +165,9 @@ class FsdpTrainer:
         return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
 
     def publish(self, directory: str, version: int) -> Publication:
-        """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed. Collective."""
+        """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed.
+        Collective.
+        """
         return writing.publish(self.policy, directory, version, self.engine_dtype)
 
     def export(self, directory: str) -> None:

@@ -1,7 +1,7 @@
 """Which arguments a loss takes, found once from its signature, and the call with them.
 
-The loss of a dataflow names what it reads (`algorithms/dataflow.py`, `algorithms/losses.py`): columns of the rows, and what only the
-trainer has. Called by `fsdp.py` for every micro-batch.
+The loss of a dataflow names what it reads (`algorithms/dataflow.py`, `algorithms/losses.py`): columns of the rows, and
+what only the trainer has. Called by `fsdp.py` for every micro-batch.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """
@@ -20,7 +20,9 @@ from penstock.workers.trainer.batching import MicroBatch
 
 @dataclass(frozen=True)
 class LossInputs:
-    """A loss and what it wants. `columns` are those that it must have and those of its optional ones that the rows bring."""
+    """A loss and what it wants. `columns` are those that it must have and those of its optional ones that the rows
+    bring.
+    """
 
     loss: Loss
     columns: tuple[str, ...]

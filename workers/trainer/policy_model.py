@@ -1,8 +1,8 @@
 """A causal language model that answers with the log-probabilities of given tokens, never with whole logits.
 
-The hidden states of the response positions, and only those, go through the output layer in chunks. Each chunk's logits are
-recomputed in backward, so `[tokens, vocabulary]` never exists at once; one chunk alone keeps its logits, which is faster. Used by
-`fsdp.py`, which shards it, and by straight-line loops.
+The hidden states of the response positions, and only those, go through the output layer in chunks. Each chunk's logits
+are recomputed in backward, so `[tokens, vocabulary]` never exists at once; one chunk alone keeps its logits, which is
+faster. Used by `fsdp.py`, which shards it, and by straight-line loops.
 
 Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows, V vocabulary.
 """
@@ -28,7 +28,8 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048) -> None:
-        """`temperature`: of the sampling distribution; logits are divided by it. `chunk_tokens`: tokens whose logits exist at once.
+        """`temperature`: of the sampling distribution; logits are divided by it. `chunk_tokens`: tokens whose logits
+        exist at once.
 
         Raises `ModelError` for models whose logits are more than the output layer's result.
         """
@@ -36,8 +37,8 @@ class PolicyModel(nn.Module):
         for name in LOGIT_CHANGES:
             if getattr(lm.config, name, None) not in (None, False, 1, 1.0):
                 raise ModelError(
-                    f"the model {lm.config.model_type!r} sets {name}={getattr(lm.config, name)}, which the trainer would leave out: "
-                    "its log-probabilities would be wrong. Choose another model.path."
+                    f"the model {lm.config.model_type!r} sets {name}={getattr(lm.config, name)}, which the trainer "
+                    "would leave out: its log-probabilities would be wrong. Choose another model.path."
                 )
         self.lm = lm
         self.temperature = temperature
@@ -46,11 +47,13 @@ class PolicyModel(nn.Module):
     def forward(
         self, input_ids_BL: Tensor, positions_N: Tensor, targets_N: Tensor, entropy: str = "none"
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats, float32.
+        """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
+        float32.
 
-        `input_ids_BL`: int64, padded on the right. No mask and no positions are needed: attention is causal, so what is on the right
-        reaches no real token, and each row starts at position 0. `positions_N`: int64, places in the flattened `[B * L]` that
-        predict `targets_N` (a target's own place minus one). `entropy`: "none"; "value", without gradient; "gradient".
+        `input_ids_BL`: int64, padded on the right. No mask and no positions are needed: attention is causal, so what
+        is on the right reaches no real token, and each row starts at position 0. `positions_N`: int64, places in the
+        flattened `[B * L]` that predict `targets_N` (a target's own place minus one). `entropy`: "none"; "value",
+        without gradient; "gradient".
         """
         if entropy not in ENTROPY:
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
@@ -87,8 +90,9 @@ def load_causal_lm(
 ) -> Any:
     """A HF model from a directory or hub id, on the CPU, dropout switched off, ready to be trained.
 
-    `dtype`: of the parameters. `attention`: transformers' name. `checkpoint_layers`: recompute every layer in backward. Dropout is off
-    because the policy that is trained must be the one that sampled. Raises `ModelError` if there is no such model.
+    `dtype`: of the parameters. `attention`: transformers' name. `checkpoint_layers`: recompute every layer in
+    backward. Dropout is off because the policy that is trained must be the one that sampled. Raises `ModelError` if
+    there is no such model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -8,8 +8,8 @@ from penstock.conf.trainer import OptimizerConfig
 def learning_rate(config: OptimizerConfig, step: int, max_steps: int) -> float:
     """Rate of update `step`, counted from 0.
 
-    Warm-up: `lr · (step + 1) / warmup_steps` for the first `warmup_steps` updates, so the first is not lost at rate 0. Then constant, or
-    half a cosine from `lr` down to `lr · min_lr_share` at `max_steps`, and level from there.
+    Warm-up: `lr · (step + 1) / warmup_steps` for the first `warmup_steps` updates, so the first is not lost at rate 0.
+    Then constant, or half a cosine from `lr` down to `lr · min_lr_share` at `max_steps`, and level from there.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps

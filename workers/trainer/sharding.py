@@ -1,7 +1,9 @@
-"""FSDP2 around a policy model: the process group, the sharding, sums of gradients, and which rows of a tensor a rank has.
+"""FSDP2 around a policy model: the process group, the sharding, sums of gradients, and which rows of a tensor a rank
+has.
 
-Every decoder layer is one unit and the rest (embedding, last norm, output layer) is the root. Parameters are DTensors split along
-dim 0. Gradients are *summed* over ranks, since losses are already divided by the totals of the whole batch. Called by `fsdp.py`.
+Every decoder layer is one unit and the rest (embedding, last norm, output layer) is the root. Parameters are DTensors
+split along dim 0. Gradients are *summed* over ranks, since losses are already divided by the totals of the whole
+batch. Called by `fsdp.py`.
 """
 
 from collections.abc import Iterator
@@ -19,8 +21,10 @@ from penstock.conf.errors import ConfigError
 from penstock.workers.trainer.policy_model import PolicyModel
 
 KEEP_WHOLE_BYTES = 2 * 2**30
-"""A model up to this size (float32) is gathered once an optimizer step, and its gradients are reduced once: less communication, and
-whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer, forward and backward."""
+"""A model up to this size (float32) is gathered once an optimizer step, and its gradients are reduced once: less
+communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
+forward and backward.
+"""
 
 
 @dataclass
@@ -36,7 +40,8 @@ class ProcessGroup:
     def join(cls, rank: int, num_ranks: int, address: str | None, timeout_s: float, use_gpu: bool) -> "ProcessGroup":
         """Meet the other ranks at `address` (host:port, on rank 0's node). One rank alone needs none.
 
-        A process has one group: a second trainer of one rank in the same process shares it. Raises `ConfigError` if sizes differ.
+        A process has one group: a second trainer of one rank in the same process shares it. Raises `ConfigError` if
+        sizes differ.
         """
         device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
         if dist.is_initialized():
@@ -75,7 +80,9 @@ class ProcessGroup:
 
 
 class ShardedPolicy:
-    """A policy model under FSDP2. Calls in lockstep on all ranks; `begin`/`last_microbatch` frame the backwards of an optimizer step."""
+    """A policy model under FSDP2. Calls in lockstep on all ranks; `begin`/`last_microbatch` frame the backwards of an
+    optimizer step.
+    """
 
     def __init__(self, model: PolicyModel, group: ProcessGroup, compute_dtype: str) -> None:
         num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
@@ -122,8 +129,9 @@ class ShardedPolicy:
         return square.sqrt()
 
     def shards(self) -> Iterator[tuple[str, tuple[int, ...], int, Tensor]]:
-        """`(HF name, full shape, first row, this rank's rows)` of everything that a checkpoint has; tied weights once, buffers whole
-        on rank 0 and without rows elsewhere."""
+        """`(HF name, full shape, first row, this rank's rows)` of everything that a checkpoint has; tied weights
+        once, buffers whole on rank 0 and without rows elsewhere.
+        """
         lm = self.model.lm
         for name, parameter in lm.named_parameters():
             shard = local(parameter)

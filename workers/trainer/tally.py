@@ -1,4 +1,6 @@
-"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima. Used by `fsdp.py`."""
+"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima. Used by
+`fsdp.py`.
+"""
 
 import torch
 from torch import Tensor
@@ -20,7 +22,9 @@ class Tally:
         self._maxima: dict[str, Tensor] = {}
 
     def add(self, name: str, contribution: Tensor) -> None:
-        """`contribution`: `[]`, of one micro-batch to its optimizer step's value. Reported is the mean over optimizer steps."""
+        """`contribution`: `[]`, of one micro-batch to its optimizer step's value. Reported is the mean over optimizer
+        steps.
+        """
         self.add_once(name, contribution.detach().double() / self._num_steps)
 
     def add_once(self, name: str, contribution: Tensor) -> None:
@@ -45,8 +49,9 @@ class Tally:
 
 
 def add_mismatch(tally: Tally, trainer_BT: Tensor, behavior_BT: Tensor, mask_BT: Tensor, num_tokens: float) -> None:
-    """How far the trainer's log-probabilities are from those that the tokens were sampled under: with `d = trainer - behavior`,
-    the means over the batch's `num_tokens` tokens of |d| and of `exp(d) - 1 - d` (k3 of KL(behavior || trainer), Schulman 2020), and max |d|.
+    """How far the trainer's log-probabilities are from those that the tokens were sampled under: with `d = trainer -
+    behavior`, the means over the batch's `num_tokens` tokens of |d| and of `exp(d) - 1 - d` (k3 of KL(behavior ||
+    trainer), Schulman 2020), and max |d|.
     """
     difference_N = trainer_BT.detach()[mask_BT] - behavior_BT[mask_BT]
     if difference_N.numel() == 0:

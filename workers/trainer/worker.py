@@ -3,7 +3,8 @@
     TrainerWorker.step(k):  lease_shared("train", k) ─▶ trainer.update ─▶ complete_shared ─▶ StepReport
     ReferenceWorker.run():  lease_shared(stage, 0, 1, 2, …) ─▶ trainer.logprobs ─▶ write
 
-All ranks make the same calls with the same round numbers; the store gives each its share of the rows. Run by `actor.py`.
+All ranks make the same calls with the same round numbers; the store gives each its share of the rows. Run by
+`actor.py`.
 
 Legend: _N rows (samples) of this rank.
 """

@@ -1,7 +1,7 @@
 """The trainer's weights to files: publications in shared memory for the engines, and HF model directories for people.
 
-Every rank writes its own rows; rank 0 seals. Both have the same layout, so an exported model is a publication with its configuration
-and tokenizer beside it. Called by `fsdp.py`.
+Every rank writes its own rows; rank 0 seals. Both have the same layout, so an exported model is a publication with its
+configuration and tokenizer beside it. Called by `fsdp.py`.
 """
 
 import os
@@ -53,7 +53,9 @@ def publish(policy: ShardedPolicy, directory: str, version: int, dtype: str) -> 
 
 
 def export(policy: ShardedPolicy, directory: str, model_path: str, dtype: str) -> None:
-    """A HF model directory that `from_pretrained` loads. `model_path`: where configuration and tokenizer come from. Collective."""
+    """A HF model directory that `from_pretrained` loads. `model_path`: where configuration and tokenizer come from.
+    Collective.
+    """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     publish(policy, str(target / ".export"), 0, dtype)

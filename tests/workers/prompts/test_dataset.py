@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
-from penstock.conf.errors import DataError
+from penstock.conf.errors import ConfigError, DataError
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.huggingface import choose_files
 
@@ -52,7 +52,7 @@ def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
     [
         ('{"question": "q", "answer"}', r"line 2: not valid JSON \(.* at character 27\)"),
         ("[1, 2]", "line 2: a JSON list, where an object"),
-        ('{"prompt": "q", "answer": "1"}', r"line 2: no column 'question', which data\.columns\.prompt names.*Known: answer, prompt"),
+        ('{"prompt": "q", "answer": "1"}', r"line 2: no column 'question', which data\.columns\.prompt.*: answer, prompt"),
         ('{"question": 7, "answer": "1"}', r"line 2: column 'question' \(data\.columns\.prompt\) holds int 7"),
     ],
 )  # fmt: skip
@@ -177,3 +177,18 @@ def test_gsm8k_opens():
     dataset = opened(str(GSM8K))
     assert len(dataset) > 7000
     assert all("####" in dataset.row(index).answer for index in range(0, len(dataset), 100))
+
+
+def test_a_teacher_writes_the_demonstrations(tmp_path):
+    (tmp_path / "teacher.py").write_text("def teach(task):\n    return task['question'] + ' gives ' + task['answer']\n")
+    dataset = opened(write(tmp_path / "a.jsonl", ROWS), teacher=f"{tmp_path}/teacher.py:teach")
+    assert dataset.row(2).response == "2 + 2 = ? gives 4"
+    with pytest.raises(ConfigError, match=r"data\.teacher=.*did you mean 'teach'"):
+        opened(write(tmp_path / "a.jsonl", ROWS), teacher=f"{tmp_path}/teacher.py:teacher")
+
+
+def test_a_teacher_that_returns_no_text_is_named_with_the_row(tmp_path):
+    (tmp_path / "silent.py").write_text("def teach(task):\n    return None\n")
+    dataset = opened(write(tmp_path / "a.jsonl", ROWS), teacher=f"{tmp_path}/silent.py:teach")
+    with pytest.raises(DataError, match=r"line 1: the teacher \(data\.teacher\) returned NoneType"):
+        dataset.row(0)

@@ -10,16 +10,18 @@ from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.algorithm import GrpoConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, ModelError
+from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client import StoreClient
 from penstock.store.spec import StoreSpec
 from penstock.store.store import Store
+from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.order import PromptCursor
-from penstock.workers.prompts.source import PromptSource
+from penstock.workers.prompts.source import PromptSource, open_source
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
 BOS, EOS = 1, 2
@@ -121,7 +123,7 @@ def test_a_prompt_too_long_is_named_with_its_row_its_length_and_both_limits(tmp_
 def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path):
     source = make_source(write_long(tmp_path / "a.jsonl", 70), shuffle=False, max_prompt_tokens=500)
     with pytest.raises(
-        PromptTooLong, match=r"71 tokens.*room for 60.*rollout\.sampling\.max_tokens.*Raise rollout\.max_model_len"
+        PromptTooLong, match=r"71 tokens.*room for 60.*rollout\.sampling\.max_tokens.*raise rollout\.max_model_len"
     ):
         source.next_groups(4)
 
@@ -234,3 +236,30 @@ def test_a_row_without_a_demonstration_is_named():
     encoder = PromptEncoder(Characters(), DataConfig(), TokenLimits(50, 60))
     with pytest.raises(DataError, match=r"row 3: no demonstration.*data\.columns\.response"):
         encoder.demonstration_ids(SimpleNamespace(prompt="q", response=None, where="row 3"))
+
+
+def test_the_tokenizer_of_a_model_directory_is_used(rows, tmp_path):
+    build_fresh_model(tmp_path / "model", FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=32), seed=0)
+    source = open_source(
+        DataConfig(path=str(rows), shuffle=False),
+        EvaluationConfig(),
+        str(tmp_path / "model"),
+        demonstrations=True,
+        max_sequence_tokens=60,
+    )
+    (group,) = source.next_groups(1)
+    tokenizer = source.encoder.tokenizer
+    assert tokenizer.decode(group["prompt_ids"]) == "0+0\n"
+    assert tokenizer.decode(group["response_ids"]) == "0<eos>"
+
+
+def test_a_model_directory_without_a_tokenizer_is_named(rows, tmp_path):
+    (tmp_path / "model").mkdir()
+    with pytest.raises(ModelError, match=r"model\.path=.*tokenizer cannot be loaded"):
+        open_source(
+            DataConfig(path=str(rows)),
+            EvaluationConfig(),
+            str(tmp_path / "model"),
+            demonstrations=False,
+            max_sequence_tokens=60,
+        )

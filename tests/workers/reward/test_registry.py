@@ -92,8 +92,9 @@ def test_registered_functions_of_the_user_travel_by_value(monkeypatch):
 
 def test_imported_files_register_their_rewards_in_every_process(tmp_path, monkeypatch):
     monkeypatch.setattr("penstock.workers.reward.registry.REWARDS", dict(REWARDS))
-    text = "from penstock.workers.reward.registry import reward\n@reward('of_a_file')\ndef score(response, task):\n    return 8.0\n"
-    (tmp_path / "mine.py").write_text(text)
+    text = "def score(response, task):\n    return 8.0\n"
+    head = "from penstock.workers.reward.registry import reward\n@reward('of_a_file')\n"
+    (tmp_path / "mine.py").write_text(head + text)
     spec = RewardSpec.of("of_a_file", imports=(f"{tmp_path}/mine.py",))
     assert not spec.pickled
     assert spec.resolve().one("x", {}) == 8.0

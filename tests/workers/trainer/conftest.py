@@ -61,7 +61,9 @@ def random_rows(num_rows: int = 12, *, seed: int = 0, group_size: int = 2, same_
 
 @pytest.fixture
 def make_trainer(model_path: str) -> Iterator[Callable[..., FsdpTrainer]]:
-    """`make_trainer(lr=…, max_tokens_per_microbatch=…, trainable=…)`: options of the optimizer, the config or the trainer."""
+    """`make_trainer(lr=…, max_tokens_per_microbatch=…, trainable=…)`: options of the optimizer, the config or the
+    trainer.
+    """
     made: list[FsdpTrainer] = []
 
     def make(path: str = model_path, **options: Any) -> FsdpTrainer:

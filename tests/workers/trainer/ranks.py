@@ -1,6 +1,7 @@
 """One rank of `test_ranks.py`, in a process of its own: `python ranks.py RANK NUM_RANKS ADDRESS MODEL DIRECTORY`.
 
-Runs every scenario and leaves what the tests look at in DIRECTORY. The same scenarios with one rank are what they are compared to.
+Runs every scenario and leaves what the tests look at in DIRECTORY. The same scenarios with one rank are what they are
+compared to.
 """
 
 import sys

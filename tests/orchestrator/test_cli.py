@@ -1,0 +1,159 @@
+"""The commands and their exit codes."""
+
+import pickle
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import ConfigError, DataError, PenstockError, WorkerDied
+from penstock.orchestrator import cli
+from penstock.orchestrator.run_directory import RunDirectory
+
+
+def run_with(monkeypatch: pytest.MonkeyPatch, function: Any, *words: str) -> int:
+    """`penstock run` with another `run`, so that nothing starts."""
+    import penstock.orchestrator.run as run_module
+
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(run_module, "run", function)
+    try:
+        return cli.main(["run", *(words or ("recipe=arithmetic",))])
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def raising(error: BaseException) -> Any:
+    def run(config: object) -> None:
+        raise error
+
+    return run
+
+
+def test_help_and_version_and_recipes_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    assert "penstock run recipe=arithmetic" in capsys.readouterr().out
+    assert cli.main(["recipes"]) == 0
+    assert "gsm8k" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--version"])
+    assert caught.value.code == 0
+    assert "penstock" in capsys.readouterr().out
+
+
+def test_a_misspelt_command_ends_with_two() -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["rnu"])
+    assert caught.value.code == 2
+
+
+@pytest.mark.parametrize("words", [[], ["recipe=nowhere"], ["trainer.max_step=1"], ["arithmetic"]])
+def test_a_faulty_configuration_ends_with_two_and_one_message(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for command in ("run", "validate"):
+        assert cli.main([command, *words]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith("configuration: ")
+        assert "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "kind"),
+    [
+        (DataError("row 3"), 2, "data"),
+        (WorkerDied("Rollout-0"), 1, "error"),
+        (ConfigError("x=[y]"), 2, "configuration"),
+    ],
+)
+def test_errors_of_a_run_end_with_the_code_of_their_class(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: PenstockError, code: int, kind: str
+) -> None:
+    assert run_with(monkeypatch, raising(error)) == code
+    assert capsys.readouterr().err.strip() == f"{kind}: {error}"
+
+
+def test_an_error_that_crossed_ray_is_told_without_the_remote_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from ray.exceptions import RayTaskError
+
+    crossed = RayTaskError(
+        "step", "Traceback (most recent call last): ...", WorkerDied("Rollout-0 died")
+    ).as_instanceof_cause()
+    assert isinstance(crossed, WorkerDied)
+    assert run_with(monkeypatch, raising(crossed)) == 1
+    assert capsys.readouterr().err.strip() == "error: Rollout-0 died"
+
+
+def test_the_traceback_is_shown_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PENSTOCK_TRACEBACK", "1")
+    with pytest.raises(ConfigError):
+        cli.main(["run", "recipe=nowhere"])
+
+
+def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run_with(monkeypatch, raising(KeyboardInterrupt())) == 130
+
+
+def test_sigterm_takes_the_way_out_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(config: object) -> None:
+        signal.raise_signal(signal.SIGTERM)
+
+    assert run_with(monkeypatch, run) == 130
+
+
+def test_a_finished_run_ends_with_zero_and_a_summary(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Result:
+        directory = tmp_path / "demo"
+
+    def run(config: Any) -> Result:
+        directory = RunDirectory.create(config)
+        directory.log_metrics({"step": 1, "reward/mean": 0.5})
+        directory.close()
+        return Result()
+
+    assert run_with(monkeypatch, run, "recipe=arithmetic", f"output_dir={tmp_path}", "name=demo") == 0
+    assert "Try next" in capsys.readouterr().out
+
+
+def test_report_rebuilds_the_page_and_refuses_what_is_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from penstock.orchestrator.compose import load_config
+
+    directory = RunDirectory.create(load_config([f"output_dir={tmp_path}", "name=demo"]))
+    assert cli.main(["report", str(directory.path)]) == 0
+    assert directory.report.is_file()
+    assert str(directory.report) in capsys.readouterr().out.replace("\n", "")
+    assert cli.main(["report", str(tmp_path)]) == 2
+
+
+def test_validate_prints_configuration_dataflow_plan_and_checks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", "recipe=arithmetic"]) == 0
+    out = capsys.readouterr().out
+    for part in (
+        "max_staleness: 0",
+        "rollout",
+        "Trainer-policy-0",
+        "✓ model",
+        "✓ data",
+        "✓ held-out data",
+        "✓ warm start",
+    ):
+        assert part in out
+
+
+def test_validate_tells_all_faults_at_once_and_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["validate", "recipe=arithmetic", "reward.function=digit", "data.max_prompt_tokens=4"]) == 2
+    out = capsys.readouterr().out
+    assert "✗ reward" in out
+    assert "✗ data" in out
+
+
+def test_errors_survive_pickling() -> None:
+    for cls in PenstockError.__subclasses__():
+        assert str(pickle.loads(pickle.dumps(cls("what was wrong")))) == "what was wrong"

@@ -1,0 +1,69 @@
+"""Rows: no padding, no surprises, and the same after a trip through pickle."""
+
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.store.errors import StoreError, UnknownColumn, WrongLength
+from penstock.store.rows import Rows
+
+ROWS = {"prompt_ids": [[5, 6], [5, 6], [], [7]], "reward": [1.0, 0.0, 2.0, 3.0], "task": ["a", "b", "c", "d"]}
+
+
+def example() -> Rows:
+    return Rows.from_lists(ROWS, group_ids=[4, 4, 9, 9])
+
+
+def test_columns_come_in_their_declared_type() -> None:
+    rows = example()
+    assert rows.values("reward").dtype == np.float32
+    assert rows.arrays("prompt_ids")[0].dtype == np.int32
+    assert rows.strings("task") == ["a", "b", "c", "d"]
+    assert rows.lists("prompt_ids") == [[5, 6], [5, 6], [], [7]]
+    assert rows.names == ("prompt_ids", "reward", "task")
+
+
+def test_ragged_columns_are_one_buffer_and_offsets() -> None:
+    values, offsets = example().ragged("prompt_ids")
+    assert values.tolist() == [5, 6, 5, 6, 7]
+    assert offsets.tolist() == [0, 2, 4, 4, 5]
+    assert np.shares_memory(example().arrays("prompt_ids")[0], values) is False  # another Rows, another buffer
+    rows = example()
+    assert np.shares_memory(rows.arrays("prompt_ids")[0], rows.ragged("prompt_ids")[0])
+
+
+def test_groups_are_positions_in_order_of_appearance() -> None:
+    assert [(group, where.tolist()) for group, where in example().select([3, 0, 2]).groups()] == [(9, [0, 2]), (4, [1])]
+
+
+def test_wrong_accessors_name_the_right_one() -> None:
+    with pytest.raises(StoreError, match=r"'prompt_ids' is list<.*use .arrays"):
+        example().values("prompt_ids")
+    with pytest.raises(StoreError, match=r"'task' is string.*use .strings"):
+        example().arrays("task")
+    with pytest.raises(UnknownColumn, match="'advantage' is not among those leased"):
+        example().values("advantage")
+    with pytest.raises(WrongLength, match="unequal"):
+        Rows.from_lists({"reward": [1.0], "task": ["a", "b"]})
+
+
+def test_the_table_of_a_slice_has_only_its_own_values() -> None:
+    rows = Rows(np.arange(2), np.zeros(2), example().table().slice(2, 2))
+    assert rows.ragged("prompt_ids")[0].tolist() == [7]
+    assert rows.lengths("prompt_ids").tolist() == [0, 1]
+
+
+@given(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=8), st.randoms(use_true_random=False))
+def test_select_concat_and_pickle_keep_every_row(prompts: list[list[int]], random) -> None:
+    rows = Rows.from_lists({"prompt_ids": prompts})
+    order = list(range(len(prompts)))
+    random.shuffle(order)
+    chosen = rows.select(order)
+    assert chosen.lists("prompt_ids") == [prompts[index] for index in order]
+    assert chosen.row_ids.tolist() == order
+    both = pickle.loads(pickle.dumps(Rows.concat([chosen, rows])))
+    assert both.lists("prompt_ids") == chosen.lists("prompt_ids") + prompts
+    assert [array.tolist() for array in both.arrays("prompt_ids")] == both.lists("prompt_ids")

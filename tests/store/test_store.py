@@ -1,0 +1,333 @@
+"""The store in-process: who waits for whom, and what is refused at the door."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.store.client import Lease, StoreClient, SyncStoreClient
+from penstock.store.errors import (
+    LeaseExpired,
+    MissingColumn,
+    NotFinite,
+    StoreClosed,
+    StoreError,
+    UnknownColumn,
+    UnknownStage,
+    WrongLength,
+    WrongType,
+)
+from penstock.store.store import Store
+from tests.store.driver import make_spec
+
+
+def run(body: Callable[[Store, StoreClient], Awaitable[None]], **changes: Any) -> None:
+    async def main() -> None:
+        store = Store(make_spec(**changes))
+        await asyncio.wait_for(body(store, StoreClient(store)), 20)
+        store.ledger.check_invariants()
+        await store.close("test over")
+
+    asyncio.run(main())
+
+
+def group(number: int = 0) -> dict[str, Any]:
+    return {"prompt_ids": [1, 2, 10 + number], "task": f'{{"number": {number}}}'}
+
+
+def response(num_rows: int, version: int = 0) -> dict[str, Any]:
+    lengths = range(2, 2 + num_rows)
+    return {
+        "response_ids": [list(range(length)) for length in lengths],
+        "response_text": ["x" * length for length in lengths],
+        "finish_reason": ["stop"] * num_rows,
+        "behavior_logprobs": [np.full(length, -0.5, dtype=np.float32) for length in lengths],
+        "token_versions": [[version] * length for length in lengths],
+    }
+
+
+async def work(client: StoreClient, stage: str, values: Callable[[Lease], dict[str, Any]]) -> None:
+    while (lease := await client.lease(stage, 4, stage)) is not None:
+        await client.write(lease, lease.rows.row_ids, values(lease))
+
+
+def start_workers(store: Store, client: StoreClient) -> list["asyncio.Task[None]"]:
+    def rewards(lease: Lease) -> dict[str, Any]:
+        return {"reward": [float(len(text)) for text in lease.rows.strings("response_text")]}
+
+    def responses(lease: Lease) -> dict[str, Any]:
+        return response(len(lease.rows), version=store.ledger.residents.credits.published)
+
+    return [
+        asyncio.ensure_future(work(client, "rollout", responses)),
+        asyncio.ensure_future(work(client, "reward", rewards)),
+        asyncio.ensure_future(
+            work(client, "reference", lambda lease: {"reference_logprobs": [-0.1 * ids for ids in lease.rows.arrays("response_ids")]})
+        ),
+        asyncio.ensure_future(work(client, "group_advantage", lambda lease: {"advantage": lease.rows.values("reward") - 2})),
+    ]
+
+
+def test_rows_stream_through_all_stages_with_the_values_that_were_written() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        workers = start_workers(store, client)
+        producer = asyncio.ensure_future(client.put_groups([group(number) for number in range(8)]))
+        for number in range(4):
+            first, second = await asyncio.gather(*(client.lease_shared("train", number, rank, 2) for rank in range(2)))
+            assert first.version == number
+            rows = sorted([*first.rows.row_ids.tolist(), *second.rows.row_ids.tolist()])
+            assert rows == list(range(4 * number, 4 * number + 4))
+            for lease in (first, second):
+                assert lease.rows.row_ids.tolist() == sorted(lease.rows.row_ids.tolist())
+                assert [ids[-1] - 10 for ids in lease.rows.lists("prompt_ids")] == lease.rows.group_ids.tolist()
+                assert (lease.rows.values("advantage") == lease.rows.lengths("response_ids") - 2).all()
+                assert lease.rows.values("reward").dtype == np.float32
+                await client.complete_shared(lease)
+            assert len(await client.last_batch(["task", "advantage"])) == 4
+            await client.published(number + 1)
+        assert await producer == list(range(8))
+        stats = await client.stats()
+        assert (stats["store/rows"], stats["store/rows_trained"], stats["store/waiting_producers"]) == (0, 16, 0)
+        assert stats["store/length_bias"] == 1.0
+        await client.close()
+        await asyncio.gather(*workers)
+        assert (await client.last_batch()).strings("task")[0] == '{"number": 6}'
+
+    run(body)
+
+
+def test_the_data_of_ended_rows_is_let_go() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        workers = start_workers(store, client)
+        for number in range(4):
+            await client.put_groups([group(), group()])
+            lease = await client.lease_shared("train", number, 0, 1)
+            await client.complete_shared(lease)
+            await client.published(number + 1)
+            blocks = (await client.describe())["blocks"]
+            assert blocks["count"] <= 12  # of the last batch: no growth with the number of steps
+        await client.close()
+        await asyncio.gather(*workers)
+
+    run(body)
+
+
+def test_a_producer_waits_for_credits_and_goes_on_when_they_return() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        producer = asyncio.ensure_future(client.put_groups([group(number) for number in range(5)]))
+        await asyncio.sleep(0.01)
+        assert not producer.done()
+        assert (await client.stats())["store/waiting_producers"] == 1
+        lease = await client.lease("rollout", 1, "engine")
+        await client.drop(lease, lease.rows.row_ids, "engine_failed", "out of memory")
+        assert await producer == [0, 1, 2, 3, 4]
+        assert "out of memory" in (await client.errors())[-1]
+        assert (await client.stats())["dropped/engine_failed"] == 2
+
+    run(body)
+
+
+def test_waiting_consumers_are_served_in_the_order_in_which_they_came() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        waiting = [asyncio.ensure_future(client.lease("rollout", 1, f"engine-{number}")) for number in range(3)]
+        await asyncio.sleep(0)
+        await client.put_groups([group(number) for number in range(3)])
+        leases = await asyncio.gather(*waiting)
+        assert [lease.rows.group_ids[0] for lease in leases] == [0, 1, 2]
+
+    run(body)
+
+
+def test_a_cancelled_consumer_leaves_no_lease_and_passes_its_turn_on() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        gone = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
+        next_one = asyncio.ensure_future(client.lease("rollout", 1, "next"))
+        await asyncio.sleep(0)
+        await client.put_groups([group()])
+        gone.cancel()  # between the wake-up and its turn, or before
+        lease = await next_one
+        assert lease.rows.group_ids.tolist() == [0, 0]
+        assert [held["owner"] for held in (await client.describe())["leases"]] == ["next"]
+
+    run(body)
+
+
+def test_a_store_that_waits_does_nothing() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        waiting = [asyncio.ensure_future(client.lease(stage, 1, "w")) for stage in ("rollout", "reward")]
+        waiting.append(asyncio.ensure_future(client.lease_shared("train", 0, 0, 1)))
+        waiting.append(asyncio.ensure_future(client.put_groups([group(number) for number in range(6)])))
+        await asyncio.sleep(0.05)
+        pumps = 0
+        pump = store._pump
+
+        def counted() -> None:
+            nonlocal pumps
+            pumps += 1
+            pump()
+
+        store._pump = counted  # type: ignore[method-assign]
+        await asyncio.sleep(0.1)
+        assert pumps == 0
+        await client.close()
+        results = await asyncio.gather(*waiting, return_exceptions=True)
+        assert results[1:3] == [None, None]
+        assert isinstance(results[3], StoreClosed)
+
+    run(body)
+
+
+def test_expired_rows_go_to_whoever_waits_without_any_other_event() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group()])
+        late = await client.lease("rollout", 1, "late")
+        lease = await client.lease("rollout", 1, "quick")  # nothing else happens: the timer alone wakes it
+        assert lease.rows.row_ids.tolist() == late.rows.row_ids.tolist()
+        with pytest.raises(LeaseExpired):
+            await client.write(late, [0, 1], response(2))
+        await client.write(lease, [0, 1], response(2))
+        await client.write(late, [0, 1], response(2))  # done by now: ignored
+
+    run(body, lease_timeout_s=0.05)
+
+
+def test_concurrent_writes_travel_together() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group(number) for number in range(4)])
+        lease = await client.lease("rollout", 4, "engine")
+        await client.write(lease, lease.rows.row_ids, response(8))
+        lease = await client.lease("reward", 8, "judge")
+        sizes = []
+        write = store.write
+
+        async def counted(writes: list[Any]) -> Any:
+            sizes.append(len(writes))
+            return await write(writes)
+
+        store.write = counted  # type: ignore[method-assign]
+        await asyncio.gather(*(client.write(lease, [row], {"reward": [1.0]}) for row in range(8)))
+        assert sum(sizes) == 8
+        assert len(sizes) <= 3
+
+    run(body)
+
+
+def test_a_closed_store_takes_no_groups_and_wakes_everybody() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        waiting = asyncio.ensure_future(client.lease("rollout", 1, "engine"))
+        await asyncio.sleep(0)
+        await client.close("the run has ended")
+        assert await waiting is None
+        assert await client.lease("reward", 1, "judge") is None
+        assert await client.lease_shared("train", 0, 0, 1) is None
+        with pytest.raises(StoreClosed, match="the run has ended"):
+            await client.put_groups([group()])
+
+    run(body)
+
+
+def test_synchronous_ranks_use_the_same_store_from_their_threads() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        workers = start_workers(store, client)
+        await client.put_groups([group(), group()])
+
+        def rank(number: int) -> int:
+            ranks = SyncStoreClient(store)
+            lease = ranks.lease_shared("train", 0, number, 2)
+            assert lease is not None
+            ranks.complete_shared(lease)
+            return len(lease.rows)
+
+        assert sum(await asyncio.gather(*(asyncio.to_thread(rank, number) for number in range(2)))) == 4
+        await client.close()
+        await asyncio.gather(*workers)
+
+    run(body)
+
+
+def test_demonstrations_bring_their_response_once_for_the_group() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([{"prompt_ids": [1], "task": "{}", "response_ids": [5, 6, 7]}, {"prompt_ids": [1, 2], "task": "{}", "response_ids": [8]}])
+        lease = await client.lease_shared("train", 0, 0, 1)
+        assert lease.rows.lists("response_ids") == [[5, 6, 7], [8]]
+
+    spec = make_spec()
+    train = next(stage for stage in spec.stages if stage.name == "train")
+    run(
+        body,
+        group_size=1,
+        source_columns=("prompt_ids", "task", "response_ids"),
+        stages=(type(train)("train", "batch", ("prompt_ids", "response_ids"), ()),),
+    )
+
+
+@pytest.mark.parametrize(
+    ("groups", "error", "message"),
+    [
+        ([{"prompt_ids": [1]}], MissingColumn, "group 0 of 1 lacks column 'task'"),
+        ([group() | {"promt": 1}], UnknownColumn, "no column 'promt'"),
+        ([group(), group() | {"prompt_ids": 7}], WrongType, "'prompt_ids', row 1: got int 7; it must be int32"),
+        ([group() | {"prompt_ids": [1.5]}], WrongType, "'prompt_ids', row 0"),
+        ([group() | {"prompt_ids": [2**40]}], WrongType, "'prompt_ids', row 0"),
+        ([group() | {"task": {"a": 1}}], WrongType, "'task', row 0"),
+    ],
+)
+def test_bad_groups_are_refused_by_name(groups: list[dict[str, Any]], error: type[StoreError], message: str) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        with pytest.raises(error, match=message):
+            await client.put_groups(groups)
+        assert store.ledger.residents.next_group == 0
+
+    run(body)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"novelty": [1.0, 2.0]}, UnknownColumn, "'novelty', which the dataflow lacks"),
+        ({"finish_reason": ["stop"]}, WrongLength, "'finish_reason' has 1 values for 2 rows"),
+        ({"finish_reason": ["stop", None]}, WrongType, "'finish_reason', row 1: None is no value"),
+        ({"finish_reason": ["stop", 3]}, WrongType, r"'finish_reason', row 1 \(3\), must be string"),
+        ({"response_ids": [[0, 1], [0, 1.5, 2]]}, WrongType, "'response_ids'"),
+        ({"response_ids": [np.zeros(2), np.zeros(3)]}, WrongType, "'response_ids', row 0: got float64; it must be int32"),
+        ({"response_ids": "ab"}, WrongType, "'response_ids', row 0: got str"),
+        ({"behavior_logprobs": [[0.0, 0.0], [0.0, float("nan"), 0.0]]}, NotFinite, "'behavior_logprobs', row 1: nan"),
+        ({"behavior_logprobs": [[0.0, float("-inf")], [0.0] * 3]}, NotFinite, "'behavior_logprobs', row 0: -inf"),
+        ({"token_versions": [[0], [0, 0, 0]]}, WrongLength, "'token_versions', row 0: 1 entries, but 'response_ids' has 2"),
+        ({"reward": [1.0, 2.0]}, UnknownColumn, "stage 'rollout' may not write column 'reward'"),
+    ],
+)
+def test_bad_results_are_refused_by_column_and_row(change: dict[str, Any], error: type[StoreError], message: str) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group()])
+        lease = await client.lease("rollout", 1, "engine")
+        with pytest.raises(error, match=message):
+            await client.write(lease, [0, 1], response(2) | change)
+        assert (await client.describe())["rows"]["rollout"] == {"waiting": 0, "free": 0, "leased": 2, "done": 0}
+        await client.write(lease, [0, 1], response(2))  # the good ones are taken all the same
+
+    run(body)
+
+
+def test_unknown_names_suggest_the_nearest() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        with pytest.raises(UnknownStage, match="did you mean 'reward'"):
+            await client.lease("rewards", 1, "judge")
+        with pytest.raises(UnknownColumn, match="not in the dataflow"):
+            await client.last_batch(["novelty"])
+
+    run(body)
+
+
+def test_empty_responses_are_rows_like_others() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group()])
+        lease = await client.lease("rollout", 1, "engine")
+        values = response(2) | {"response_ids": [[], []], "behavior_logprobs": [[], []], "token_versions": [[], []]}
+        await client.write(lease, [0, 1], values)
+        lease = await client.lease("reference", 2, "reference")
+        assert lease.rows.lists("response_ids") == [[], []]
+
+    run(body)
