@@ -15,11 +15,13 @@ from penstock.conf.errors import ShapeError
 def group_advantage(reward: Tensor, *, normalize_std: bool = True, eps: float = 1e-6) -> Tensor:
     """GRPO's outcome advantage, `A_i = (r_i - mean(r)) / (std(r) + eps)`: 2402.03300, section 4.1.2.
 
-    `normalize_std=False`: `A_i = r_i - mean(r)`, Dr. GRPO, 2503.20783, section 3.2, which does not favour groups that nearly agree.
+    `normalize_std=False`: `A_i = r_i - mean(r)`, Dr. GRPO, 2503.20783, section 3.2, which does not favour groups that
+    nearly agree.
 
     `reward`: `[G]`, any real dtype, finite. Returns `[G]` float32. The statistics are taken in float64.
-    The standard deviation is that of a sample (divided by G - 1), as `torch.std` and the common trainers have it; the paper leaves
-    it open. A group of one has nothing to be compared with and gets 0; a group whose rewards are all equal gets exactly 0.
+    The standard deviation is that of a sample (divided by G - 1), as `torch.std` and the common trainers have it; the
+    paper leaves it open. A group of one has nothing to be compared with and gets 0; a group whose rewards are all equal
+    gets exactly 0.
 
     >>> group_advantage(torch.tensor([1.0, 0.0]), normalize_std=False)
     tensor([ 0.5000, -0.5000])
@@ -37,11 +39,14 @@ def group_advantage(reward: Tensor, *, normalize_std: bool = True, eps: float = 
 
 
 def finite_rewards(reward: Tensor) -> Tensor:
-    """The rewards `[G]` as float64. Raises `ShapeError` for another shape, or naming the first reward that is not finite."""
+    """The rewards `[G]` as float64. Raises `ShapeError` for another shape, or naming the first reward that is not
+    finite."""
     has_axes("reward", reward, "G")
     reward_G = reward.detach().double()
     bad = (~reward_G.isfinite()).nonzero()
     if len(bad):
         where = int(bad[0])
-        raise ShapeError(f"reward is {describe(reward)} with {float(reward_G[where])} at position {where}; expected finite rewards.")
+        raise ShapeError(
+            f"reward is {describe(reward)} with {float(reward_G[where])} at position {where}; expected finite rewards."
+        )
     return reward_G

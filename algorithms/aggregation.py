@@ -1,9 +1,9 @@
 """From a value a token to one number a batch, exactly the same however the batch is cut.
 
-A loss is computed on one micro-batch of one rank at a time, but its mean is over the whole batch of the optimizer step. The
-normaliser is therefore an argument, `BatchTotals`, which the trainer sums over all ranks and micro-batches before the first
-backward; each call returns a *contribution*, and contributions add up to the mean. No call knows or needs to know
-how many others there are. Called by `losses.py`, and by losses of one's own.
+A loss is computed on one micro-batch of one rank at a time, but its mean is over the whole batch of the optimizer step.
+The normaliser is therefore an argument, `BatchTotals`, which the trainer sums over all ranks and micro-batches before
+the first backward; each call returns a *contribution*, and contributions add up to the mean. No call knows or needs to
+know how many others there are. Called by `losses.py`, and by losses of one's own.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """
@@ -28,7 +28,8 @@ class BatchTotals:
     num_tokens: float
     """Response tokens: ones in the mask."""
     num_sequences: float
-    """Responses with at least one token. Rows that are padding altogether do not count, so adding some changes nothing."""
+    """Responses with at least one token. Rows that are padding altogether do not count, so adding some changes
+    nothing."""
 
     def __post_init__(self) -> None:
         non_negative("totals.num_tokens", self.num_tokens)
@@ -50,8 +51,8 @@ def in_float32(values: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """The values in float32, zero where the mask is. Done *before* any arithmetic: NaN in padding then reaches neither the
-    value nor the gradient (0 · NaN is NaN, so multiplying by the mask afterwards would not do)."""
+    """The values in float32, zero where the mask is. Done *before* any arithmetic: NaN in padding then reaches neither
+    the value nor the gradient (0 · NaN is NaN, so multiplying by the mask afterwards would not do)."""
     return torch.where(mask, in_float32(values), 0.0)
 
 

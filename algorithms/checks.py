@@ -1,7 +1,7 @@
 """Bad input of losses and advantages, refused by the name of the argument, what it is, and what is expected.
 
-Called first thing by the public functions of this package. The checks look at shapes and Python numbers only, which costs
-nothing on a GPU; the one that looks at values (`as_mask`) does so only where the mask is not boolean already.
+Called first thing by the public functions of this package. The checks look at shapes and Python numbers only, which
+costs nothing on a GPU; the one that looks at values (`as_mask`) does so only where the mask is not boolean already.
 """
 
 import math
@@ -24,7 +24,9 @@ def same_shape(expected: Tensor, expected_name: str, **tensors: Tensor) -> None:
     """Every tensor has the shape of `expected`. Raises `ShapeError`."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.shape != expected.shape:
-            raise ShapeError(f"{name} is {describe(tensor)}; expected {list(expected.shape)}, the shape of {expected_name}.")
+            raise ShapeError(
+                f"{name} is {describe(tensor)}; expected {list(expected.shape)}, the shape of {expected_name}."
+            )
 
 
 def has_axes(name: str, tensor: Tensor, axes: str) -> None:
@@ -38,7 +40,9 @@ def as_mask(mask: Tensor, name: str = "mask") -> Tensor:
     if mask.dtype == torch.bool:
         return mask
     if not bool(((mask == 0) | (mask == 1)).all()):
-        raise ShapeError(f"{name} is {describe(mask)} with values other than 0 and 1; expected 1 for response tokens, 0 for padding.")
+        raise ShapeError(
+            f"{name} is {describe(mask)} with values other than 0 and 1; expected 1 for response tokens, 0 for padding."
+        )
     return mask.bool()
 
 

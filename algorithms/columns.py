@@ -14,7 +14,8 @@ SHAPES = ("sample", "token", "prompt")
 class Column:
     """One column of the schema.
 
-    `shape`: "sample" is one value a row; "token" one value a response token, ragged; "prompt" one a prompt token, ragged.
+    `shape`: "sample" is one value a row; "token" one value a response token, ragged; "prompt" one a prompt token,
+    ragged.
     `per_group`: the value is the same for all samples of a group and is written and kept once.
     `nan_ok`: float columns refuse NaN and infinity unless this is set.
     """

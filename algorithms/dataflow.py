@@ -2,8 +2,9 @@
 
     source ─ prompt_ids, task ─▶ rollout ─ response_ids, … ─▶ reward ─ reward ─▶ compute ─ advantage ─▶ train
 
-The controller turns each stage into workers, the store turns each column into readiness, and neither knows the algorithm.
-Built by `algorithms/grpo.py` and its like (or by a user), checked by `Dataflow.check`, run by `orchestrator/controller.py`.
+The controller turns each stage into workers, the store turns each column into readiness, and neither knows the
+algorithm. Built by `algorithms/grpo.py` and its like (or by a user), checked by `Dataflow.check`, run by
+`orchestrator/controller.py`.
 """
 
 import inspect
@@ -39,12 +40,12 @@ class Stage:
 class Dataflow:
     """A graph under construction. Each method adds a stage and returns the graph, so that calls chain.
 
-        flow = Dataflow()
-        flow.rollout("policy", samples_per_prompt=8)
-        flow.reward()
-        flow.compute(group_advantage, per="group", reads=["reward"], writes=["advantage"])
-        flow.train("policy", loss=ppo_clip_loss)
-        flow.check()
+    flow = Dataflow()
+    flow.rollout("policy", samples_per_prompt=8)
+    flow.reward()
+    flow.compute(group_advantage, per="group", reads=["reward"], writes=["advantage"])
+    flow.train("policy", loss=ppo_clip_loss)
+    flow.check()
     """
 
     stages: list[Stage] = field(default_factory=list)
@@ -57,7 +58,9 @@ class Dataflow:
     def rollout(self, model: str = "policy", *, samples_per_prompt: int) -> "Dataflow":
         """Sample `samples_per_prompt` responses to each prompt: they form a group."""
         if samples_per_prompt < 1:
-            raise DataflowError(f"rollout: samples_per_prompt={samples_per_prompt} must be at least 1 (algorithm.group_size).")
+            raise DataflowError(
+                f"rollout: samples_per_prompt={samples_per_prompt} must be at least 1 (algorithm.group_size)."
+            )
         self.samples_per_prompt = samples_per_prompt
         self._add(Stage("source", "source", "group", (), _columns(PROMPT_COLUMNS, "source")))
         writes = _columns(ROLLOUT_COLUMNS, "rollout")
@@ -86,16 +89,16 @@ class Dataflow:
     ) -> "Dataflow":
         """A pure function of columns, called with a keyword a column read.
 
-        Sample columns come as `[G]` tensors over the unit's rows, token columns as lists of `[T_i]` tensors; the result is one
-        such value, or a tuple of them in the order of `writes`.
+        Sample columns come as `[G]` tensors over the unit's rows, token columns as lists of `[T_i]` tensors; the result
+        is one such value, or a tuple of them in the order of `writes`.
         """
         stage_name = name or _name_of(function)
         columns = _columns(tuple(writes), stage_name)
         return self._add(Stage(stage_name, "compute", per, tuple(reads), columns, function=function))
 
     def train(self, model: str = "policy", *, loss: Callable[..., Any]) -> "Dataflow":
-        """Update `model` on the step's batch and end the rows' life. What the loss reads is what its parameters are named:
-        columns, or what the trainer provides (logprobs, old_logprobs, entropy, mask, totals)."""
+        """Update `model` on the step's batch and end the rows' life. What the loss reads is what its parameters are
+        named: columns, or what the trainer provides (logprobs, old_logprobs, entropy, mask, totals)."""
         required, optional = _loss_columns(loss)
         reads = tuple(dict.fromkeys(("prompt_ids", "response_ids", *required)))
         stage = Stage("train", "train", "batch", reads, (), model=model, function=loss, optional_reads=optional)
@@ -121,7 +124,8 @@ class Dataflow:
     def check(self) -> "Dataflow":
         """Raise `DataflowError` (stage, column, and what would mend it) unless the graph can run; return it.
 
-        Every column read has exactly one writer, units are possible, nothing waits for itself, there is one train stage.
+        Every column read has exactly one writer, units are possible, nothing waits for itself, there is one train
+        stage.
         """
         _check_ends(self)
         _check_units(self)
@@ -130,8 +134,8 @@ class Dataflow:
             for column in stage.reads:
                 if column not in writers:
                     raise DataflowError(
-                        f"stage {stage.name!r} reads column {column!r}, which no stage writes{suggest(column, writers)} "
-                        "Add a stage that writes it before, or mend the name."
+                        f"stage {stage.name!r} reads column {column!r}, which no stage writes"
+                        f"{suggest(column, writers)} {_mend(stage)}"
                     )
         _check_cycles(self, writers)
         return self
@@ -171,12 +175,19 @@ def _loss_columns(loss: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
     return tuple(required), tuple(optional)
 
 
+def _mend(stage: Stage) -> str:
+    if stage.kind == "train":
+        return "Add a stage that writes it, mend the parameter's name, or bind a setting: partial(loss, setting=...)."
+    return "Add a stage that writes it, or mend the name."
+
+
 def _check_ends(flow: Dataflow) -> None:
     if not flow.of_kind("source"):
         raise DataflowError("the dataflow has no rows: call flow.rollout(...) or flow.demonstrations() first.")
     if len(flow.of_kind("train")) != 1:
         raise DataflowError(
-            f"the dataflow has {len(flow.of_kind('train'))} train stages; it needs exactly one flow.train(...), which ends rows' life."
+            f"the dataflow has {len(flow.of_kind('train'))} train stages; it needs exactly one flow.train(...), "
+            "which ends the rows' life."
         )
 
 
@@ -198,6 +209,11 @@ def _writers(flow: Dataflow) -> dict[str, Stage]:
     writers: dict[str, Stage] = {}
     for stage in flow.stages:
         for column in stage.writes:
+            if column.name in PROVIDED_BY_TRAINER:
+                raise DataflowError(
+                    f"stage {stage.name!r} writes column {column.name!r}, a name that the trainer gives to a loss "
+                    f"itself ({', '.join(PROVIDED_BY_TRAINER)}). Write it under another name."
+                )
             if column.name in writers:
                 raise DataflowError(
                     f"column {column.name!r} is written by stage {writers[column.name].name!r} and by {stage.name!r}; "

@@ -23,7 +23,8 @@ _SHORTEST_LABEL = 24
 
 @dataclass(frozen=True)
 class _Row:
-    """One line of the picture. `rail`: the rail that begins (`opens`) or is read from in this line; None: text alone."""
+    """One line of the picture. `rail`: the rail that begins (`opens`) or is read from in this line; None: text
+    alone."""
 
     rail: int | None
     opens: bool

@@ -3,7 +3,8 @@
     source ─▶ rollout ─▶ reward ─▶ group_advantage ─▶ train
                   └─▶ reference (only with kl_coef) ─────┘
 
-2402.03300; with `normalize_std=False` Dr. GRPO's advantage (2503.20783), with `clip_high=0.28` DAPO's clip-higher (2503.14476).
+2402.03300; with `normalize_std=False` Dr. GRPO's advantage (2503.20783), with `clip_high=0.28` DAPO's
+clip-higher (2503.14476).
 """
 
 from functools import partial

@@ -1,6 +1,7 @@
 """Estimates of KL(policy || reference) from the log-probabilities of the sampled tokens alone.
 
-With `r = log policy - log reference` of a token that the policy sampled (J. Schulman, "Approximating KL divergence", 2020):
+With `r = log policy - log reference` of a token that the policy sampled (J. Schulman, 2020, "Approximating KL
+divergence"):
 
     k1 = r                   unbiased, high variance, may be negative
     k2 = r² / 2              biased, low variance, never negative
@@ -16,8 +17,8 @@ from penstock.algorithms.aggregation import in_float32
 from penstock.algorithms.checks import known, same_shape
 
 LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before exp. exp(20) = 4.9e8 is finite in float32 and far beyond any ratio that is not a bug;
-beyond the bound the gradient is zero."""
+"""Log-ratios are clamped to ±20 before exp. exp(20) = 4.9e8 is finite in float32 and far beyond any ratio that is not a
+bug; beyond the bound the gradient is zero."""
 
 ESTIMATORS = ("k1", "k2", "k3")
 
@@ -30,7 +31,8 @@ def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k3") -> Tensor:
     """Elementwise estimate, float32, of the inputs' shape, exactly 0 where the two agree.
 
-    `logprobs`: of the policy, with gradient; `reference_logprobs`: of the reference, constant. Raises `ShapeError`, `ConfigError`.
+    `logprobs`: of the policy, with gradient; `reference_logprobs`: of the reference, constant. Raises `ShapeError`,
+    `ConfigError`.
     """
     known("estimator", estimator, ESTIMATORS)
     same_shape(logprobs, "logprobs", reference_logprobs=reference_logprobs)

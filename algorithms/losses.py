@@ -4,11 +4,11 @@ The trainer calls a loss once a micro-batch and finds its arguments by their nam
 
     loss, metrics = loss_fn(logprobs=…, mask=…, totals=…, advantage=…, behavior_logprobs=…)
 
-`logprobs` (with gradient), `old_logprobs` (the same at the start of the batch, without), `entropy`, `mask` and `totals` come
-from the trainer; every other parameter without a default, or with default None, is a column: `[B, T]` for token columns,
-`[B]` for sample columns, None when it has the default None and no stage writes it. Settings are keywords with a default and are
-bound by `functools.partial`. Returned are this micro-batch's *contribution* to the batch's loss and to each metric (float32 `[]`,
-detached): the trainer adds them up and divides by nothing.
+`logprobs` (with gradient), `old_logprobs` (the same at the start of the batch, without), `entropy`, `mask` and `totals`
+come from the trainer; every other parameter without a default, or with default None, is a column: `[B, T]` for token
+columns, `[B]` for sample columns, None when it has the default None and no stage writes it. Settings are keywords with
+a default and are bound by `functools.partial`. Returned are this micro-batch's *contribution* to the batch's loss and
+to each metric (float32 `[]`, detached): the trainer adds them up and divides by nothing.
 
 Legend: B rows of the micro-batch, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included.
 """
@@ -59,12 +59,13 @@ def ppo_clip_loss(
 
         L = -w · min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) + kl_coef · k3(π || π_reference)
 
-    `correction="truncated"`: `ρ = π / π_old` and `w = min(π_old / π_behavior, correction_cap)`, a constant: clipping bounds
-    how far this batch moves the policy, `w` makes up for the engine (2505.24298). `correction="none"`: `ρ = π / π_behavior`, `w = 1`.
-    Log-ratios are clamped to ±20 before exp. The gradient is zero where `ρ A` is the larger of the two: A > 0 with
-    ρ > 1 + clip_high, A < 0 with ρ < 1 - clip_low.
+    `correction="truncated"`: `ρ = π / π_old` and `w = min(π_old / π_behavior, correction_cap)`, a constant: clipping
+    bounds how far this batch moves the policy, `w` makes up for the engine (2505.24298). `correction="none"`:
+    `ρ = π / π_behavior`, `w = 1`. Log-ratios are clamped to ±20 before exp. The gradient is zero where `ρ A` is the
+    larger of the two: A > 0 with ρ > 1 + clip_high, A < 0 with ρ < 1 - clip_low.
 
-    `logprobs`, `old_logprobs`, `behavior_logprobs`, `reference_logprobs`, `mask`: `[B, T]`. `advantage`: `[B]` or `[B, T]`.
+    `logprobs`, `old_logprobs`, `behavior_logprobs`, `reference_logprobs`, `mask`: `[B, T]`.
+    `advantage`: `[B]` or `[B, T]`.
     Metrics: `pg_loss`, `clip_fraction` (tokens whose gradient the clip cut), `kl` (with a reference; token mean),
     `correction_weight_mean` and `correction_capped_fraction` (with a correction). Raises `ShapeError`, `ConfigError`.
     """
@@ -116,7 +117,7 @@ def per_token(advantage: Tensor, mask: Tensor) -> Tensor:
     if advantage.shape == mask.shape:
         return masked(advantage.detach(), mask)
     raise ShapeError(
-        f"advantage is {describe(advantage)}; expected [{mask.shape[0]}], one a row, or {list(mask.shape)}, one a token."
+        f"advantage is {describe(advantage)}; expected {list(mask.shape[:1])} (a row) or {list(mask.shape)} (a token)."
     )
 
 

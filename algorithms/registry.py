@@ -52,8 +52,8 @@ def _config_class(name: str, build: Builder) -> type[AlgorithmConfig]:
     hint = typing.get_type_hints(build).get(parameters[0]) if len(parameters) == 1 else None
     if not (inspect.isclass(hint) and issubclass(hint, AlgorithmConfig)):
         raise ConfigError(
-            f"algorithm {name!r}: its function must take one parameter annotated with a dataclass derived from AlgorithmConfig, "
-            f"like `def {name}(cfg: MyConfig) -> Dataflow`."
+            f"algorithm {name!r}: its function must take one parameter annotated with a dataclass derived from "
+            f"AlgorithmConfig, like `def {name}(cfg: MyConfig) -> Dataflow`."
         )
     return hint
 

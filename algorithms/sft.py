@@ -1,6 +1,6 @@
 """Supervised fine-tuning: rows come with their response, and the loss is its negative log-likelihood.
 
-    source ─ prompt_ids, response_ids ─▶ train
+source ─ prompt_ids, response_ids ─▶ train
 """
 
 from functools import partial

@@ -45,8 +45,8 @@ class GrpoConfig(AlgorithmConfig):
     aggregation: str = "token_mean"
     """token_mean: every token of the batch weighs the same. sequence_mean: every response does."""
     correction: str = "truncated"
-    """Between engine and trainer: truncated (importance weight of the trainer's over the engine's probability, capped), or none
-    (the ratio is taken against the engine's log-probabilities)."""
+    """Between engine and trainer: truncated (importance weight of the trainer's over the engine's probability, capped),
+    or none (the ratio is taken against the engine's log-probabilities)."""
     correction_cap: float = 2.0
     """Largest importance weight."""
 

@@ -8,7 +8,8 @@ from penstock.conf.checks import above, at_least
 @dataclass
 class ClusterConfig:
     num_cpus: int | None = None
-    """Logical CPUs of a local Ray that `penstock run` starts. `null`: as many as the run asks for. Ignored with RAY_ADDRESS."""
+    """Logical CPUs of a local Ray that `penstock run` starts. `null`: as many as the run asks for. Ignored with
+    RAY_ADDRESS."""
     num_gpus: int | None = None
     """GPUs that the run may use. `null`: what Ray finds."""
     dashboard: bool = False

@@ -39,8 +39,8 @@ class DataConfig:
     shuffle: bool = True
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
     teacher: str | None = None
-    """SFT: `file.py:function` or `package.module:function` that writes the demonstration: `(task: dict) -> str`. `null`: the
-    dataset's own column, or the answer."""
+    """SFT: `file.py:function` or `package.module:function` that writes the demonstration: `(task: dict) -> str`.
+    `null`: the dataset's own column, or the answer."""
     system_prompt: str | None = None
     """Put before the user's text where the chat template is applied."""
     prompt_template: str = "{prompt}"
@@ -50,7 +50,8 @@ class DataConfig:
     max_prompt_tokens: int = 512
     """A longer prompt is an error, or is skipped, as `too_long` says. Tokens."""
     too_long: str = "error"
-    """error: end with the row's number, before anything starts. skip: leave the row out, counted as dropped/prompt_too_long."""
+    """error: end with the row's number, before anything starts. skip: leave the row out, counted as
+    dropped/prompt_too_long."""
 
     def __post_init__(self) -> None:
         one_of("data.source", self.source, SOURCES)

@@ -18,6 +18,10 @@ class FreshModelConfig:
     num_kv_heads: int = 2
     max_position_embeddings: int = 1024
     """Longest sequence in tokens. Bounds prompt + response."""
+    initializer_range: float = 0.02
+    """Standard deviation of the random weights. Narrow models (hidden size 128) learn sooner from 0.06."""
+    words: list[str] = field(default_factory=list)
+    """Strings that are one token each besides the characters, e.g. the fixed words of the prompts."""
 
     def __post_init__(self) -> None:
         for key in ("num_layers", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads"):

@@ -71,8 +71,9 @@ def validate(config: RunConfig) -> None:
     """Checks across sections. Raises `ConfigError` naming the keys."""
     if config.window_staleness > config.max_staleness:
         raise ConfigError(
-            f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} update(s), more than "
-            f"max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to {config.window_staleness}."
+            f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} update(s), more "
+            f"than max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to "
+            f"{config.window_staleness}."
         )
     sampling = config.rollout.sampling
     if sampling.max_tokens >= config.rollout.max_model_len:
@@ -82,8 +83,8 @@ def validate(config: RunConfig) -> None:
         )
     if config.data.source == "reasoning_gym" and config.evaluation.seed == config.data.seed:
         raise ConfigError(
-            f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained ones. "
-            "Choose another evaluation.seed."
+            f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained "
+            "ones. Choose another evaluation.seed."
         )
     if config.trainer.num_minibatches > config.trainer.groups_per_step:
         raise ConfigError(

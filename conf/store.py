@@ -8,8 +8,8 @@ from penstock.conf.checks import above, at_least
 @dataclass
 class StoreConfig:
     window: int = 1
-    """Groups may be trained out of order within a window of so many. 1: strict FIFO. A larger window lets later groups overtake
-    a straggler, at the price of `ceil((window - 1) / groups_per_step)` of the staleness bound."""
+    """Groups may be trained out of order within a window of so many. 1: strict FIFO. A larger window lets later groups
+    overtake a straggler, at the price of `ceil((window - 1) / groups_per_step)` of the staleness bound."""
     max_bytes: int = 4 * 2**30
     """Bytes of resident columns; producers wait above it."""
     lease_timeout_s: float = 600.0

@@ -45,7 +45,8 @@ class TrainerConfig:
     groups_per_step: int = 8
     """Groups (prompts) that one update trains on; samples = groups_per_step x algorithm.group_size."""
     num_minibatches: int = 1
-    """Optimizer steps per update, each on its share of the batch. Above 1 the ratio is taken against the batch's start."""
+    """Optimizer steps per update, each on its share of the batch. Above 1 the ratio is taken against the batch's
+    start."""
     max_tokens_per_microbatch: int = 8192
     """Token budget of one forward-backward, padding included. Bounds activation memory; changes no result."""
     dtype: str = "float32"

@@ -78,8 +78,8 @@ def _load(overrides: Sequence[str]) -> Any:
 
     if not overrides:
         raise ConfigError(
-            "nothing said about what to run. Name a recipe, like recipe=arithmetic, or a directory with a recipe.yaml of your "
-            f"own, recipe=DIRECTORY. Penstock brings: {', '.join(packaged_recipes())}."
+            "nothing said about what to run. Name a recipe, like recipe=arithmetic, or a directory with a "
+            f"recipe.yaml of your own, recipe=DIRECTORY. Penstock brings: {', '.join(packaged_recipes())}."
         )
     return load_config(overrides)
 

@@ -27,7 +27,6 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.differences import differences_of
-from penstock.orchestrator.imports import load_file
 from penstock.orchestrator.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
 from penstock.orchestrator.recipes import Recipe, find_recipe
 
@@ -93,8 +92,11 @@ def _load_imports(recipe: Recipe, assignments: list[Override]) -> list[Path]:
             names = word.value if isinstance(word.value, list) else [word.value]
             files += [Path(str(name)).expanduser().resolve() for name in names]
     files = list(dict.fromkeys(files))
-    for file in files:
-        load_file(file, "imports")
+    if files:
+        from penstock.orchestrator.imports import load_file  # late: most runs bring no file
+
+        for file in files:
+            load_file(file, "imports")
     return files
 
 
@@ -130,10 +132,11 @@ def _load_algorithm(name: str, base: Path, files: list[Path]) -> str:
     """Import the file of `file.py:name`, and register the function if it has not done so itself. Returns the
     registered name."""
     from penstock.algorithms.registry import ALGORITHMS, algorithm
+    from penstock.orchestrator.imports import load_file
 
     file_name, _, function_name = name.rpartition(":")
     path = (base / Path(file_name).expanduser()).resolve()
-    module = load_file(path, f"algorithm={name}")
+    module = load_file(path, "algorithm")
     if path not in files:
         files.append(path)
     build = getattr(module, function_name, None)

@@ -10,7 +10,7 @@ from typing import Any
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.run import RunConfig
-from penstock.workers.models.fresh import character_tokenizer, character_vocabulary
+from penstock.workers.models.fresh import character_tokenizer, vocabulary_size
 from penstock.workers.prompts.tokenization import load_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
@@ -30,7 +30,7 @@ def check_model(config: RunConfig) -> str:
 def tokenizer_of(config: RunConfig) -> Any:
     """The tokenizer that prompts will be encoded with. Raises `ModelError`."""
     if config.model.path is None:
-        return character_tokenizer(config.model.fresh.max_position_embeddings)
+        return character_tokenizer(config.model.fresh)
     return load_tokenizer(config.model.path)
 
 
@@ -44,7 +44,7 @@ def num_parameters(model: FreshModelConfig) -> int:
     hidden, key_value = model.hidden_size, model.hidden_size // model.num_heads * model.num_kv_heads
     attention = 2 * hidden * hidden + 2 * hidden * key_value + hidden + 2 * key_value  # q, k, v have biases
     layer = attention + 3 * hidden * model.intermediate_size + 2 * hidden
-    return len(character_vocabulary()) * hidden + model.num_layers * layer + hidden
+    return vocabulary_size(model) * hidden + model.num_layers * layer + hidden
 
 
 def _describe(path: str, key: str, max_model_len: int) -> str:

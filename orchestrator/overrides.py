@@ -55,7 +55,7 @@ def _parse_word(word: str, parser: OverridesParser) -> Override:
 def keys_of(tree: DictConfig, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a configuration that can be set."""
     for key in tree:
-        path = f"{prefix}{key}"
+        path = f"{prefix}{key!s}"
         child = tree._get_node(key)
         if (
             isinstance(child, DictConfig)

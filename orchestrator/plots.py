@@ -120,7 +120,7 @@ def write_pngs(found: Sequence[Chart], directory: Path) -> list[Path]:
     from matplotlib import pyplot
 
     directory.mkdir(parents=True, exist_ok=True)
-    style = {
+    style: Any = {
         "axes.spines.top": False,
         "axes.spines.right": False,
         "axes.grid": True,

@@ -113,8 +113,9 @@ def starting_model(config: RunConfig, directory: RunDirectory) -> str:
     if config.warm_start.recipe is not None:
         overrides = [
             f"recipe={config.warm_start.recipe}", f"seed={config.seed}", "name=warm_start", f"output_dir={directory.path}",
+            f"evaluation.seed={config.evaluation.seed}", f"evaluation.num_problems={config.evaluation.num_problems}",
             *config.warm_start.overrides,
-        ]
+        ]  # fmt: skip
         return str(run(load_config(overrides)).model)
     build_fresh_model(directory.initial_model, config.model.fresh, config.seed)
     return str(directory.initial_model)

@@ -56,8 +56,8 @@ class RunDirectory:
             path = parent / _checked_name(config.name)
             if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
                 raise ConfigError(
-                    f"name={config.name}: {path} already holds a run. Choose another name=..., leave it out, or delete that "
-                    "directory."
+                    f"name={config.name}: {path} already holds a run. Choose another name=..., leave it out, or "
+                    "delete that directory."
                 )
             _make_directory(path)
         directory = cls(path)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.describe import draw
 from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
@@ -53,8 +54,6 @@ def check_run(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> None:
 
 def validate_run(config: RunConfig, console: Console) -> int:
     """Print all that is known of the run, and all its faults. Returns the exit code."""
-    from penstock.algorithms.describe import draw
-
     console.rule("configuration", align="left")
     console.print(to_yaml(config).rstrip(), highlight=False, markup=False)
     flow = build_dataflow(config.algorithm)

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pyarrow as pa
+
 from penstock.store.spec import StoreSpec
 from penstock.store.store import Store
 
@@ -14,4 +16,11 @@ def create_store_actor(spec: StoreSpec, namespace: str, name: str = "Store") -> 
     import ray
 
     options = {"name": name, "namespace": namespace, "num_cpus": 0, "max_concurrency": MAX_WAITING_CALLS}
-    return ray.remote(Store).options(**options).remote(spec)
+    return ray.remote(Store).options(**options).remote(spec, keep=keep_in_object_store)
+
+
+def keep_in_object_store(batch: pa.RecordBatch) -> Any:
+    """Copy a batch into Ray's object store, owned by the calling process: the store. Runs in the actor only."""
+    import ray
+
+    return ray.put(batch)

@@ -76,8 +76,7 @@ class StoreClient:
         spec = await self.spec()
         values = _by_column(groups, spec.source_columns)
         batch, facts = encode(self._columns, values, list(range(len(groups))))
-        inline, refs = await self._link.ship(batch, spec.inline_bytes)
-        return list(await self._link.call("put", inline, refs, list(values), facts))
+        return list(await self._link.call("put", batch, facts))
 
     async def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
         """Up to `max_units` units (samples or groups, as the stage's unit is) of the oldest groups, at least one:
@@ -176,7 +175,8 @@ class StoreClient:
         return assemble(granted.payload, granted.names, await self._link.fetch(granted.payload.refs))
 
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
-        spec, rows = await self.spec(), _ids(row_ids)
+        await self.spec()
+        rows = _ids(row_ids)
         for name in columns:
             if name not in self._columns:
                 raise UnknownColumn(
@@ -184,14 +184,14 @@ class StoreClient:
                     f"lacks{suggest(name, self._columns)}"
                 )
         batch, facts = encode(self._columns, columns, rows)
-        inline, refs = await self._link.ship(batch, spec.inline_bytes)
-        return Write(lease.id, lease.stage, rows, list(columns), facts, inline, refs)
+        return Write(lease.id, lease.stage, rows, batch, facts)
 
     def _take_off(self) -> None:
         """Send all writes that have gathered, in one call."""
         sent, self._outbox = self._outbox, []
-        self._flight = asyncio.ensure_future(self._link.call("write", [write for write, _ in sent]))
-        self._flight.add_done_callback(lambda flight: self._landed(sent, flight))
+        flight = asyncio.ensure_future(self._link.call("write", [write for write, _ in sent]))
+        flight.add_done_callback(lambda flight: self._landed(sent, flight))
+        self._flight = flight
 
     def _landed(self, sent: list[Outgoing], flight: "asyncio.Task[list[StoreError | None]]") -> None:
         """The call has ended, perhaps with the store's process: every writer hears how."""

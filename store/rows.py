@@ -134,6 +134,16 @@ class Rows:
             self.row_ids[positions], self.group_ids[positions], self._table.take(pa.array(positions)).combine_chunks()
         )
 
+    def with_column(self, name: str, values: Sequence[Any] | np.ndarray) -> "Rows":
+        """These rows and one more column, or that column replaced: one value a row. Raises `WrongLength`.
+
+        Standard columns get their type, others the one that Arrow infers.
+        """
+        if len(values) != len(self):
+            raise WrongLength(f"column {name!r}: {len(values)} values for {len(self)} rows. Give one for every row.")
+        table = self._table.drop_columns([name]) if name in self else self._table
+        return Rows(self.row_ids, self.group_ids, table.append_column(name, _array(name, list(values))))
+
     def groups(self) -> list[tuple[int, np.ndarray]]:
         """`(group_id, positions of its rows)` in order of first appearance."""
         positions: dict[int, list[int]] = {}

@@ -21,6 +21,9 @@ _SCALARS = {
     "bool": pa.bool_(),
     "string": pa.string(),
 }
+_KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
+"""numpy's letters for what each dtype takes."""
+_MISFIT = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError)
 
 
 def arrow_type(column: Column) -> pa.DataType:
@@ -52,7 +55,7 @@ def check_batch(columns: dict[str, Column], batch: pa.RecordBatch, num_rows: int
     """The store's own look at what a client has encoded: types and number of rows, not values. Raises as `encode`
     does.
     """
-    if batch.num_rows != num_rows:
+    if batch.num_columns and batch.num_rows != num_rows:
         raise WrongLength(f"a batch of {batch.num_rows} rows came for {num_rows} row ids. Write through StoreClient.")
     for field in batch.schema:
         if field.type != arrow_type(columns[field.name]):
@@ -63,84 +66,61 @@ def check_batch(columns: dict[str, Column], batch: pa.RecordBatch, num_rows: int
 
 def _encode_column(column: Column, given: Any, row_ids: Sequence[int]) -> pa.Array:
     ragged = column.shape != "sample"
-    _check_kinds(column, given, row_ids)
+    for row, value in zip(row_ids, given, strict=True):
+        if ragged != (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)):
+            raise _misfit(column, row, f"got {_short(value)}")
     try:
-        array = _from_arrays(column, given) if ragged else pa.array(given, type=arrow_type(column), from_pandas=False)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError) as error:
-        row = _first_misfit(column, given, row_ids)
-        raise WrongType(f"column {column.name!r}{row} must be {_expected(column)}: {error}.") from None
-    if array.null_count:
-        row = row_ids[array.is_null().to_pylist().index(True)]
-        raise WrongType(f"column {column.name!r}, row {row}: None is no value; it must be {_expected(column)}.")
+        array = _ragged(column, given) if ragged else _flat(column, given)
+    except _MISFIT as error:
+        row, problem = _first_misfit(column, given, row_ids) or (row_ids[0], str(error))
+        raise _misfit(column, row, problem) from None
     if column.dtype == "float32" and not column.nan_ok:
         _check_finite(column, array, row_ids)
     return array
 
 
-def _expected(column: Column) -> str:
-    one = {
-        "sample": "one value",
-        "token": "one value for each response token",
-        "prompt": "one value for each prompt token",
-    }
-    return (
-        f"{column.dtype}, {one[column.shape]} a row"
-        if column.shape == "sample"
-        else f"{column.dtype}, {one[column.shape]}"
-    )
-
-
-def _check_kinds(column: Column, given: Any, row_ids: Sequence[int]) -> None:
-    """Refuse what Arrow or numpy would silently convert: floats into integers, strings for lists, arrays of the wrong
-    rank.
-    """
-    ragged = column.shape != "sample"
-    if isinstance(given, np.ndarray) and not ragged:
-        _check_kind(column, given.dtype, "")
-        if given.ndim != 1:
-            raise WrongType(
-                f"column {column.name!r} came as an array of shape {given.shape}; it must be {_expected(column)}."
-            )
-        return
-    for row, value in zip(row_ids, given, strict=True):
-        if ragged != (isinstance(value, (list, tuple)) or (isinstance(value, np.ndarray) and value.ndim == 1)):
-            raise WrongType(
-                f"column {column.name!r}, row {row}: got {type(value).__name__} {_short(value)}; it must be "
-                f"{_expected(column)}."
-            )
-        if isinstance(value, np.ndarray):
-            _check_kind(column, value.dtype, f", row {row}")
-
-
-def _check_kind(column: Column, dtype: np.dtype[Any], where: str) -> None:
-    wanted = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b", "string": "UO"}[column.dtype]
-    if dtype.kind not in wanted:
-        raise WrongType(f"column {column.name!r}{where}: got {dtype}; it must be {_expected(column)}.")
-
-
-def _from_arrays(column: Column, given: Any) -> pa.Array:
+def _ragged(column: Column, given: Any) -> pa.Array:
     """A ragged column from `[T_i]` arrays or lists, with one copy into one buffer."""
     lengths = np.fromiter((len(value) for value in given), dtype=np.int64, count=len(given))
     offsets = np.zeros(len(given) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
-    if all(isinstance(value, np.ndarray) for value in given) and len(given):
-        flat = np.concatenate(given)
-        values = pa.array(flat, type=_SCALARS[column.dtype])
+    if len(given) and all(isinstance(value, np.ndarray) for value in given):
+        values = np.concatenate(given)
     else:
-        values = pa.array([item for value in given for item in value], type=_SCALARS[column.dtype])
-    if values.null_count:
-        raise ValueError("None is no value")
-    return pa.ListArray.from_arrays(pa.array(offsets), values, type=arrow_type(column))
+        values = [item for value in given for item in value]
+    return pa.ListArray.from_arrays(pa.array(offsets), _flat(column, values), type=arrow_type(column))
 
 
-def _first_misfit(column: Column, given: Any, row_ids: Sequence[int]) -> str:
-    """ ", row R (value)" of the first row that does not convert on its own."""
+def _flat(column: Column, given: Any) -> pa.Array:
+    """Values of one column, none of them silently rounded or cut: raises one of `_MISFIT` instead."""
+    if column.dtype == "string":
+        array = pa.array(given, type=pa.string())
+        if array.null_count:
+            raise ValueError("None is no value")
+        return array
+    values = np.asarray(given)
+    if values.size and values.dtype.kind not in _KINDS[column.dtype]:
+        raise TypeError(f"got {_short(given)}" if values.dtype.kind == "O" else f"got {values.dtype}")
+    if values.ndim != 1:
+        raise ValueError(f"got an array of shape {values.shape}")
+    return pa.array(values, type=_SCALARS[column.dtype]) if values.size else pa.array([], type=_SCALARS[column.dtype])
+
+
+def _first_misfit(column: Column, given: Any, row_ids: Sequence[int]) -> tuple[int, str] | None:
+    """The first row that does not convert on its own, and why; None if each does."""
     for row, value in zip(row_ids, given, strict=True):
         try:
-            pa.array([value], type=arrow_type(column))
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError):
-            return f", row {row} ({_short(value)}),"
-    return ""
+            _ragged(column, [value]) if column.shape != "sample" else _flat(column, [value])
+        except _MISFIT as error:
+            return row, f"{error} in {_short(value)}"
+    return None
+
+
+def _misfit(column: Column, row: int, problem: str) -> WrongType:
+    one = {"sample": "", "token": ", one for each response token", "prompt": ", one for each prompt token"}[
+        column.shape
+    ]
+    return WrongType(f"column {column.name!r}, row {row}: {problem}; it must be {column.dtype}{one}.")
 
 
 def _check_finite(column: Column, array: pa.Array, row_ids: Sequence[int]) -> None:

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import pyarrow as pa
@@ -27,22 +27,19 @@ from penstock.store.schema import check_batch
 from penstock.store.spec import StoreSpec
 
 T = TypeVar("T")
+Clock = Callable[[], float]
 Queue = deque["asyncio.Future[None]"]
 
 
 @dataclass(frozen=True)
 class Write:
-    """One write on its way: the values are `batch`, or behind the one reference in `refs` (a list, so that Ray leaves
-    it alone).
-    """
+    """One write on its way: the columns of `batch`, one row for each of `row_ids`."""
 
     lease_id: int
     stage: str
     row_ids: list[int]
-    names: list[str]
+    batch: pa.RecordBatch
     facts: Facts
-    batch: pa.RecordBatch | None
-    refs: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -64,9 +61,14 @@ class Store:
     groups = await client.put_groups([{"prompt_ids": [1, 2, 3], "task": "{}"}])
     """
 
-    def __init__(self, spec: StoreSpec, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, spec: StoreSpec, clock: Clock = time.monotonic, keep: Callable[[pa.RecordBatch], Any] | None = None
+    ) -> None:
+        """`clock`: seconds. `keep`: takes a batch larger than `spec.inline_bytes` and returns a reference that consumers can
+        read it by (Ray's object store). None: all batches stay here."""
         self._spec = spec
         self._clock = clock
+        self._keep = keep
         self.ledger = Ledger(spec)
         self._blocks = Blocks(spec.columns, spec.group_size)
         self._columns = {column.name: column for column in spec.columns}
@@ -84,15 +86,14 @@ class Store:
     async def spec(self) -> StoreSpec:
         return self._spec
 
-    async def put(self, batch: pa.RecordBatch | None, refs: list[Any], names: list[str], facts: Facts) -> list[int]:
+    async def put(self, batch: pa.RecordBatch, facts: Facts) -> list[int]:
         """One group for each row of the batch, admitted in order as credits allow; their numbers. Raises
         `StoreClosed`.
         """
+        names, num_groups = batch.schema.names, len(facts.row_bytes)
         self._check_source(names)
-        num_groups = len(facts.row_bytes)
-        if batch is not None:
-            check_batch(self._columns, batch, num_groups)
-        block = Block(batch, refs[0] if refs else None, sum(facts.row_bytes))
+        check_batch(self._columns, batch, num_groups)
+        block = self._block(batch)
         admitted: list[int] = []
 
         def admit() -> list[int] | None:
@@ -219,13 +220,19 @@ class Store:
                 _wake(queue.popleft())
 
     def _write(self, one: Write) -> None:
-        self.ledger.check_columns(one.stage, one.names)
-        if one.batch is not None:
-            check_batch(self._columns, one.batch, len(one.row_ids))
-        kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
-        if kept and one.names:
-            block = Block(one.batch, one.refs[0] if one.refs else None, sum(one.facts.row_bytes))
-            self._blocks.add_rows(one.row_ids, kept, block, one.names)
+        names = one.batch.schema.names
+        self.ledger.check_columns(one.stage, names)
+        check_batch(self._columns, one.batch, len(one.row_ids))
+        kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, names, one.facts, self._clock())
+        if kept and names:
+            self._blocks.add_rows(one.row_ids, kept, self._block(one.batch), names)
+
+    def _block(self, batch: pa.RecordBatch) -> Block:
+        """Large batches are kept where consumers read them without asking this process, and owned by it: a producer that
+        dies takes nothing along."""
+        if self._keep is None or batch.nbytes <= self._spec.inline_bytes:
+            return Block(batch, None, batch.nbytes)
+        return Block(None, self._keep(batch), batch.nbytes)
 
     def _grant(
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
@@ -261,11 +268,11 @@ class Store:
             queue.append(turn) if first else queue.appendleft(turn)
             try:
                 await turn
-            finally:
-                if turn.cancelled():  # the caller went away: it holds nothing, and its turn is the next one's
-                    if turn in queue:
-                        queue.remove(turn)
-                    self._schedule()
+            except asyncio.CancelledError:  # the caller went away: it holds nothing, and its turn is the next one's
+                if turn in queue:
+                    queue.remove(turn)
+                self._schedule()
+                raise
             if self._closed is not None:
                 return None
             result = attempt()

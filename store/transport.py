@@ -11,12 +11,9 @@ from penstock.store.store import Store
 
 
 class Link(Protocol):
-    """Calls the store's methods by name, and moves batches."""
+    """Calls the store's methods by name, and reads the batches that it refers to."""
 
     async def call(self, method: str, *args: Any) -> Any: ...
-
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> tuple[pa.RecordBatch | None, list[Any]]:
-        """The batch itself, to travel in the call, or a list with the one reference to it in shared memory."""
 
     async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]: ...
 
@@ -27,7 +24,7 @@ def link_to(handle: "Store | Any") -> Link:
 
 
 class InProcess:
-    """Direct calls; all values inline."""
+    """Direct calls; all values are in the answers."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -35,15 +32,12 @@ class InProcess:
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._store, method)(*args)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> tuple[pa.RecordBatch | None, list[Any]]:
-        return batch, []
-
     async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
         return []
 
 
 class OverRay:
-    """Actor calls. A large batch is put into the object store under the store's ownership: it outlives who wrote it."""
+    """Actor calls. Ray itself moves large arguments through shared memory; the store keeps a copy that it owns."""
 
     def __init__(self, handle: Any) -> None:
         import ray
@@ -58,11 +52,6 @@ class OverRay:
             if isinstance(error.cause, StoreError):
                 raise error.cause from None
             raise
-
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> tuple[pa.RecordBatch | None, list[Any]]:
-        if batch.nbytes <= inline_bytes:
-            return batch, []
-        return None, [self._ray.put(batch, _owner=self._handle)]
 
     async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
         return list(await asyncio.gather(*refs)) if refs else []

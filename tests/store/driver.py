@@ -17,7 +17,15 @@ STAGES = (
     StageSpec(
         "train",
         "batch",
-        ("prompt_ids", "response_ids", "behavior_logprobs", "token_versions", "reward", "advantage", "reference_logprobs"),
+        (
+            "prompt_ids",
+            "response_ids",
+            "behavior_logprobs",
+            "token_versions",
+            "reward",
+            "advantage",
+            "reference_logprobs",
+        ),
         (),
     ),
 )
@@ -39,7 +47,9 @@ def make_spec(**changes: Any) -> StoreSpec:
 
 def facts_for(stage: str, num_rows: int, version: int = 0, tokens: int = 3, nbytes: int = 8) -> Facts:
     if stage == "rollout":
-        return Facts([nbytes] * num_rows, [version] * num_rows, [tokens] * num_rows, None, "response_ids", [tokens] * num_rows)
+        return Facts(
+            [nbytes] * num_rows, [version] * num_rows, [tokens] * num_rows, None, "response_ids", [tokens] * num_rows
+        )
     return Facts([nbytes] * num_rows)
 
 

@@ -44,7 +44,11 @@ def test_bytes_hold_producers_back_but_never_the_groups_of_the_next_batch() -> N
     driver.compute("rollout")  # 4 rows x 8 bytes: 64 bytes are resident
     driver.compute_all()
     assert driver.train(0) is not None
-    assert driver.admit(3) == [2, 3, None]  # the last batch still fills the budget, yet the next one needs its two groups
+    assert driver.admit(3) == [
+        2,
+        3,
+        None,
+    ]  # the last batch still fills the budget, yet the next one needs its two groups
 
 
 def test_a_group_larger_than_the_store_is_refused() -> None:
@@ -186,7 +190,9 @@ def test_a_window_lets_others_overtake_a_straggler_but_no_more_than_it_says() ->
 
 
 def test_staleness_beyond_the_bound_raises_in_a_strict_store() -> None:
-    driver = Driver(make_spec(max_staleness=0, max_active_groups=4))  # admits more than (0 + 1) x 2 groups: misconfigured
+    driver = Driver(
+        make_spec(max_staleness=0, max_active_groups=4)
+    )  # admits more than (0 + 1) x 2 groups: misconfigured
     driver.admit(4)
     driver.compute_all(version=0)
     assert driver.train(0) is not None

@@ -32,7 +32,9 @@ def test_nobody_is_overtaken_by_more_than_the_window_allows(complete: set[int], 
     waiting = set(range(21))
     taken: list[int] = []
     while (
-        chosen := choose_groups(min(waiting, default=21), 21, count, window, waiting.__contains__, complete.__contains__)
+        chosen := choose_groups(
+            min(waiting, default=21), 21, count, window, waiting.__contains__, complete.__contains__
+        )
     ) is not None:
         taken += chosen
         waiting -= set(chosen)

@@ -1,10 +1,11 @@
 """Makes a small Qwen2 with random weights and a character tokenizer, as a HF model directory.
 
-For runs that bring no model (`model=tiny`), tests and benchmarks. Called once at the start of a run, by whoever prepares the
-run directory; everybody else reads the directory as any other HF model.
+For runs that bring no model (`model=tiny`), tests and benchmarks. Called once at the start of a run, by whoever
+prepares the run directory; everybody else reads the directory as any other HF model.
 """
 
 from pathlib import Path
+from typing import Any
 
 from penstock.conf.errors import ModelError
 from penstock.conf.model import FreshModelConfig
@@ -26,6 +27,11 @@ def character_vocabulary() -> dict[str, int]:
     return {token: index for index, token in enumerate((PAD, BOS, EOS, *CHARACTERS))}
 
 
+def vocabulary_size(config: FreshModelConfig) -> int:
+    """Characters and the configured words."""
+    return len(character_vocabulary()) + len(config.words)
+
+
 def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int) -> None:
     """Write model and tokenizer to `directory` (made if need be). Same config and seed: same bytes of weights.
 
@@ -39,38 +45,39 @@ def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int
     target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(_qwen2_config(config)).to(torch.float32)
+        model = Qwen2ForCausalLM(_qwen2_config(config)).float()
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     model.generation_config.bos_token_id = BOS_ID
     model.save_pretrained(target)
-    character_tokenizer(config.max_position_embeddings).save_pretrained(target)
+    character_tokenizer(config).save_pretrained(target)
 
 
 def _check_sizes(config: FreshModelConfig) -> None:
     if config.hidden_size % (2 * config.num_heads):
         raise ModelError(
-            f"model.fresh.hidden_size={config.hidden_size} cannot be split into model.fresh.num_heads={config.num_heads} heads "
-            f"of even size. Choose a multiple of {2 * config.num_heads}."
+            f"model.fresh.hidden_size={config.hidden_size} cannot be split into "
+            f"model.fresh.num_heads={config.num_heads} heads of even size. Choose a multiple of {2 * config.num_heads}."
         )
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
-            f"model.fresh.num_heads={config.num_heads} is no multiple of model.fresh.num_kv_heads={config.num_kv_heads}: "
-            "every key-value head serves the same number of query heads."
+            f"model.fresh.num_heads={config.num_heads} is no multiple of "
+            f"model.fresh.num_kv_heads={config.num_kv_heads}: every key-value head serves the same number of query heads."
         )
 
 
-def _qwen2_config(config: FreshModelConfig):  # type: ignore[no-untyped-def]
+def _qwen2_config(config: FreshModelConfig) -> Any:
     from transformers import Qwen2Config
 
     return Qwen2Config(
-        vocab_size=len(character_vocabulary()),
+        vocab_size=vocabulary_size(config),
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers,
         num_attention_heads=config.num_heads,
         num_key_value_heads=config.num_kv_heads,
         max_position_embeddings=config.max_position_embeddings,
+        initializer_range=config.initializer_range,
         tie_word_embeddings=True,
         bos_token_id=BOS_ID,
         eos_token_id=EOS_ID,
@@ -79,12 +86,14 @@ def _qwen2_config(config: FreshModelConfig):  # type: ignore[no-untyped-def]
     )
 
 
-def character_tokenizer(max_length: int):  # type: ignore[no-untyped-def]
-    """One token a character; text in equals text out, spaces included. Other bytes become the padding token.
+def character_tokenizer(config: FreshModelConfig) -> Any:
+    """One token a character, and one for each of `config.words`; text in equals text out, spaces included. Other bytes
+    become the padding token.
 
-    Qwen2's own class, since transformers loads that one for `model_type: qwen2` whatever the tokenizer's files say. Without
-    merges its byte-level BPE leaves single bytes.
+    Qwen2's own class, since transformers loads that one for `model_type: qwen2` whatever the tokenizer's files say.
+    Without merges its byte-level BPE leaves single bytes.
     """
+    from tokenizers import AddedToken
     from transformers import Qwen2Tokenizer
 
     tokenizer = Qwen2Tokenizer(
@@ -94,8 +103,9 @@ def character_tokenizer(max_length: int):  # type: ignore[no-untyped-def]
         pad_token=PAD,
         bos_token=BOS,
         eos_token=EOS,
-        model_max_length=max_length,
+        model_max_length=config.max_position_embeddings,
         clean_up_tokenization_spaces=False,
     )
+    tokenizer.add_tokens([AddedToken(word, normalized=False) for word in config.words])
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer

@@ -8,12 +8,12 @@
 from collections import deque
 from typing import Any, Protocol
 
-from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError
 from penstock.store.errors import StoreClosed
-from penstock.workers.prompts.dataset import PromptDataset, Task, open_dataset
+from penstock.workers.prompts.dataset import PromptDataset, Task
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
-from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits, load_tokenizer
+from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
 REMEMBERED_CURSORS = 65_536
 
@@ -118,29 +118,3 @@ class PromptSource:
             prompt_ids, response_ids = self.encoder.demonstration_ids(task)
             return {"prompt_ids": prompt_ids, "task": task.to_json(), "response_ids": response_ids}
         return {"prompt_ids": self.encoder.prompt_ids(task), "task": task.to_json()}
-
-
-def open_source(
-    data: DataConfig,
-    evaluation: EvaluationConfig,
-    model_path: str,
-    *,
-    demonstrations: bool,
-    max_sequence_tokens: int,
-    held_out: bool = False,
-    cursor: PromptCursor | None = None,
-    first_group: int = 0,
-) -> PromptSource:
-    """The source that the configuration asks for, with the tokenizer of the model at `model_path`.
-
-    `max_sequence_tokens`: room for a prompt, or for prompt and demonstration together. `held_out`: the problems to
-    evaluate on, once and in their order. Raises `DataError`, `ConfigError` or `ModelError`.
-    """
-    dataset = open_dataset(data, evaluation, held_out=held_out)
-    if dataset is None:
-        raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
-    limits = TokenLimits.of(data, max_sequence_tokens, demonstrations=demonstrations)
-    encoder = PromptEncoder(load_tokenizer(model_path), data, limits)
-    return PromptSource(
-        dataset, encoder, data, cursor=cursor, first_group=first_group, demonstrations=demonstrations, once=held_out
-    )

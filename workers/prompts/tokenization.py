@@ -26,20 +26,13 @@ class TokenLimits:
     """`data.max_prompt_tokens`."""
     room: int
     """For the prompt, or for prompt and demonstration together."""
-    room_means: str = "rollout.max_model_len less rollout.sampling.max_tokens"
-
-    @classmethod
-    def of(cls, data: DataConfig, room: int, *, demonstrations: bool) -> "TokenLimits":
-        return (
-            cls(data.max_prompt_tokens, room, "rollout.max_model_len")
-            if demonstrations
-            else cls(data.max_prompt_tokens, room)
-        )
+    room_means: str
 
     @classmethod
     def of_run(cls, config: RunConfig, *, demonstrations: bool) -> "TokenLimits":
-        reserved = 0 if demonstrations else config.rollout.sampling.max_tokens
-        return cls.of(config.data, config.rollout.max_model_len - reserved, demonstrations=demonstrations)
+        room = config.sequence_room(demonstrations=demonstrations)
+        less = "" if demonstrations else " less rollout.sampling.max_tokens"
+        return cls(config.data.max_prompt_tokens, room, f"rollout.max_model_len{less}")
 
     def check(self, where: str, num_prompt: int, num_response: int = 0) -> None:
         """Raise `PromptTooLong` unless a row with so many tokens fits."""

@@ -20,6 +20,7 @@ import struct
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from penstock.conf.errors import PenstockError
@@ -76,7 +77,7 @@ class Runner:
             self.loop.run_until_complete(self._concurrently(responses, tasks, report))
         else:
             for index, (response, task) in enumerate(zip(responses, tasks, strict=True)):
-                value = self._guarded(lambda r=response, t=task: self._one(r, t))
+                value = self._guarded(partial(self._one, response, task))
                 report(index, value if isinstance(value, RewardError) else as_score(value))
 
     def _one(self, response: str, task: Task) -> Any:
@@ -95,7 +96,7 @@ class Runner:
 
     def _batch(self, responses: list[str], tasks: list[Task], report: Report) -> None:
         """All in one call; if that fails as a whole, each sample in a call of its own, to find the bad one."""
-        values = self._guarded(lambda: self._many(responses, tasks))
+        values = self._guarded(partial(self._many, responses, tasks))
         if not isinstance(values, RewardError):
             for index, value in enumerate(values):
                 report(index, as_score(value))
@@ -103,7 +104,7 @@ class Runner:
             report(0, values)
         else:
             for index, (response, task) in enumerate(zip(responses, tasks, strict=True)):
-                self._batch([response], [task], lambda _, result, index=index: report(index, result))
+                self._batch([response], [task], partial(_at, report, index))
 
     def _many(self, responses: list[str], tasks: list[Task]) -> list[Any] | RewardError:
         assert self.scorer.many is not None
@@ -125,6 +126,11 @@ class Runner:
             report(index, value if isinstance(value, RewardError) else as_score(value))
 
         await asyncio.gather(*(score(index) for index in range(len(responses))))
+
+
+def _at(report: Report, index: int, _: int, result: Result) -> None:
+    """Report the only sample of a batch as the one at `index` of another."""
+    report(index, result)
 
 
 async def _awaited(value: Awaitable[Any], timeout_s: float) -> Any:

@@ -35,8 +35,16 @@ class RewardProcess:
     Either way the process is of no use any more: kill it and start another.
     """
 
-    def __init__(self, child: "subprocess.Popen[bytes]", timeout_s: float) -> None:
+    def __init__(
+        self,
+        child: "subprocess.Popen[bytes]",
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        timeout_s: float,
+    ) -> None:
         self.child = child
+        self.reader = reader
+        self.writer = writer
         self.timeout_s = timeout_s
         self.order = "together"
         self.busy_s = 0.0
@@ -50,9 +58,8 @@ class RewardProcess:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )
-        process = cls(child, timeout_s)
+        process = cls(child, *await asyncio.open_connection(sock=ours), timeout_s)
         try:
-            process.reader, process.writer = await asyncio.open_connection(sock=ours, limit=2**24)
             process._send(("load", spec, sys.path, timeout_s))
             answer = await asyncio.wait_for(process._receive(), start_timeout_s)
         except TimeoutError:
@@ -98,8 +105,7 @@ class RewardProcess:
             # The child leads a session of its own, so its process group holds its own subprocesses and nothing else.
             os.killpg(self.child.pid, signal.SIGKILL)
             self.child.wait()
-        if hasattr(self, "writer"):
-            self.writer.close()
+        self.writer.close()
 
     def _send(self, message: Any) -> None:
         payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)

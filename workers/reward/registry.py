@@ -70,7 +70,7 @@ def find_function(spec: str, key: str) -> Callable[..., Any]:
             names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
             raise ConfigError(f"{key}={spec}: {place} has no {attribute!r}{suggest(attribute, names)}")
         found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def import_file(path: str, key: str) -> ModuleType:

@@ -1,9 +1,11 @@
-"""A rollout engine on plain transformers: for machines without a vLLM build, and as the reference that is easy to reason about.
+"""A rollout engine on plain transformers: for machines without a vLLM build, and as the reference that is easy to
+reason about.
 
-`generate` computes one group by itself (one prefill, then n rows without padding), so its result depends on the prompt, the seed
-and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after group; the event loop
-stays free. `update` slips in between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the
-tokens before stays as it was. Called by `worker.py`; `generate_group` is the synchronous core, for straight-line programs.
+`generate` computes one group by itself (one prefill, then n rows without padding), so its result depends on the prompt,
+the seed and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after
+group; the event loop stays free. `update` slips in between two decode steps: tokens sampled afterwards carry the new
+version, and the KV cache of the tokens before stays as it was. Called by `worker.py`; `generate_group` is the
+synchronous core, for straight-line programs.
 """
 
 import asyncio
@@ -62,7 +64,8 @@ class HfEngine:
         return await call(executor, self.generate_group, prompt_ids, num_samples, sampling)
 
     async def update(self, publication: Publication) -> None:
-        """Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step takes longer than the deadline."""
+        """Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step takes longer than the
+        deadline."""
         executor = self._executor()
         mapped = await asyncio.to_thread(self._checked, publication)
         done: Future[None] = Future()
@@ -72,8 +75,8 @@ class HfEngine:
             await asyncio.wait_for(asyncio.wrap_future(done), self._config.update_timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"weight update to version {publication.version}, phase load: the hf engine did not reach the end of a decode step "
-                f"within {self._config.update_timeout_s:g} s. Raise rollout.update_timeout_s."
+                f"weight update to version {publication.version}, phase load: the hf engine did not reach "
+                f"the end of a decode step within {self._config.update_timeout_s:g} s. Raise rollout.update_timeout_s."
             ) from None
 
     async def version(self) -> int:
@@ -158,7 +161,9 @@ class HfEngine:
 
     def _completion(self, response: _Response) -> Completion:
         text = self._decode(response.token_ids) if response.text is None else response.text
-        return Completion(response.token_ids, response.logprobs, response.versions, text, response.finish_reason or "length")
+        return Completion(
+            response.token_ids, response.logprobs, response.versions, text, response.finish_reason or "length"
+        )
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
@@ -191,7 +196,9 @@ class HfEngine:
         state = self._model.state_dict()
         tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
         missing = sorted(name for name in state if name not in places and name not in tied)
-        strange = sorted(name for name, place in places.items() if name not in state or state[name].shape != place.shape)
+        strange = sorted(
+            name for name, place in places.items() if name not in state or state[name].shape != place.shape
+        )
         if missing or strange:
             raise WeightError(
                 f"{mapped.manifest.file}: not the model that the engine serves ({self._model_path}): "

@@ -1,7 +1,8 @@
 """A rollout engine without a model: deterministic tokens, and time from a model of it.
 
-Takes the place of a real engine in tests of the loops around it and in simulations with many workers: it costs one timer a group,
-imports neither torch nor vLLM, and keeps the contract of `RolloutEngine`, versions of tokens in flight included.
+Takes the place of a real engine in tests of the loops around it and in simulations with many workers: it costs one
+timer a group, imports neither torch nor vLLM, and keeps the contract of `RolloutEngine`, versions of tokens in flight
+included.
 """
 
 import asyncio
@@ -31,15 +32,22 @@ class TimeModel:
 
 
 class ScriptedEngine:
-    """Token j of sample i is a hash of prompt, seed + i and j (greedy: of prompt and j). Never greedy enough to be right.
+    """Token j of sample i is a hash of prompt, seed + i and j (greedy: of prompt and j). Never greedy enough to be
+    right.
 
         engine = ScriptedEngine(TimeModel(tokens_per_s=100), length=lambda prompt, sample: 10 * (sample + 1))
     """
 
     def __init__(
-        self, time_model: TimeModel | None = None, *, length: Length | None = None, vocab_size: int = 96, version: int = 0
+        self,
+        time_model: TimeModel | None = None,
+        *,
+        length: Length | None = None,
+        vocab_size: int = 96,
+        version: int = 0,
     ) -> None:
-        """`length`: response tokens, capped by `max_tokens`; default: `max_tokens` always. Ids are below `vocab_size`."""
+        """`length`: response tokens, capped by `max_tokens`; default: `max_tokens` always. Ids are below
+        `vocab_size`."""
         self._time = time_model or TimeModel()
         self._length = length
         self._vocab_size = vocab_size

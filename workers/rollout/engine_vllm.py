@@ -1,14 +1,16 @@
 """The rollout engine on vLLM's `AsyncLLM`, for GPUs and for vLLM's CPU build.
 
-    generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution, final output only
-    update   ─▶ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline, in-flight sequences kept
+    generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution
+    update   ─▶ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline, sequences kept
 
-Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights had read the
-whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled under which version.
-The engine process and its workers are children of this process. Called by `worker.py`; vLLM is imported in `start`.
+Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights
+had read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
+under which version. The engine process and its workers are children of this process. Called by `worker.py`; vLLM is
+imported in `start`.
 """
 
 import asyncio
+import gc
 import itertools
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
@@ -28,9 +30,9 @@ WARMUP_TOKENS = 4
 class VllmEngine:
     """Lifecycle: `start` once; then `generate` and `update` in any order and concurrency; `close`.
 
-    An update either ends with the new version asserted, or leaves the old weights serving (failures up to `start`), or marks the
-    engine broken (later failures): then every call raises `WorkerDied` and its owner starts another. It never serves weights that it
-    does not know.
+    An update either ends with the new version asserted, or leaves the old weights serving (failures up to `start`), or
+    marks the engine broken (later failures): then every call raises `WorkerDied` and its owner starts another. It never
+    serves weights that it does not know.
     """
 
     def __init__(self, config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0) -> None:
@@ -49,7 +51,8 @@ class VllmEngine:
         self._broken: str | None = None
 
     async def start(self) -> None:
-        """Start the engine process and warm it up. Raises `ResourceError` when it does not come up, `DeadlineExceeded`."""
+        """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
+        `DeadlineExceeded`."""
         await self._in_time("start", self._create(), self._config.start_timeout_s, "rollout.start_timeout_s")
         await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, "rollout.start_timeout_s")
 
@@ -91,6 +94,8 @@ class VllmEngine:
         self._broken = self._broken or "it was closed"
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+            del llm
+            gc.collect()  # a cycle would keep it until the interpreter ends, when its __del__ fails noisily
 
     # Start
 
@@ -109,8 +114,8 @@ class VllmEngine:
                 return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             except (RuntimeError, ValueError, OSError) as error:
                 raise ResourceError(
-                    f"the vLLM engine for {self._model_path} did not start: {error}. Its own log lines are above; a smaller "
-                    "rollout.kv_cache_gib or rollout.max_model_len needs less memory."
+                    f"the vLLM engine for {self._model_path} did not start: {error}. Its own log lines are above; a "
+                    "smaller rollout.kv_cache_gib or rollout.max_model_len needs less memory."
                 ) from None
 
     async def _warm_up(self) -> None:
@@ -129,11 +134,11 @@ class VllmEngine:
         request_id = str(next(self._request_ids))
         output = None
         try:
-            async for output in self._llm.generate({"prompt_token_ids": prompt_ids}, parameters, request_id=request_id):
-                pass
+            async for latest in self._llm.generate({"prompt_token_ids": prompt_ids}, parameters, request_id=request_id):
+                output = latest
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._died(error) from None
-        if output is None or any(sample is None or sample.finish_reason not in ("stop", "length") for sample in output.outputs):
+        if output is None or any(sample.finish_reason not in ("stop", "length") for sample in output.outputs):
             raise self._died("it ended a request without finishing it")
         return output
 
@@ -151,12 +156,14 @@ class VllmEngine:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        version = str(publication.version)
         info = {"directory": publication.directory, "version": publication.version}
+        request = WeightTransferUpdateRequest(update_info=info)
         paused = self._in_flight > 0
         if paused:
             await self._pause(publication)
         try:
-            if not paused:  # nobody to preempt: dropping the cached prefixes of the old weights is all there is to a pause
+            if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
                 await self._phase(publication, "pause", self._llm.reset_prefix_cache())
             await self._phase(publication, "start", self._llm.start_weight_update())
         except PenstockError:
@@ -164,11 +171,11 @@ class VllmEngine:
                 await self._resume(publication)
             raise
         try:
-            await self._phase(publication, "load", self._llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
-            await self._phase(publication, "finish", self._llm.finish_weight_update(weight_version=str(publication.version)))
+            await self._phase(publication, "load", self._llm.update_weights(request))
+            await self._phase(publication, "finish", self._llm.finish_weight_update(weight_version=version))
             served = await self._phase(publication, "version", self._llm.get_weight_version())
-            if served != str(publication.version):
-                raise WeightError(f"weight update to version {publication.version}: the engine says it serves {served!r}.")
+            if served != version:
+                raise WeightError(f"weight update to version {version}: the engine says it serves {served!r}.")
         except PenstockError as error:
             self._broken = str(error)
             raise
@@ -197,16 +204,18 @@ class VllmEngine:
     # Failures
 
     async def _in_time(self, what: str, call: Awaitable[T], timeout_s: float, key: str) -> T:
-        """The call's result. Raises `DeadlineExceeded` naming `what`; the engine's own failures as `WeightError`, `WorkerDied`."""
+        """The call's result. Raises `DeadlineExceeded` naming `what`; the engine's own failures as `WeightError`,
+        `WorkerDied`."""
         try:
             return await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{what}: the vLLM engine for {self._model_path} did not answer within {timeout_s:g} s. Raise {key}, or see its log."
+                f"{what}: the vLLM engine for {self._model_path} did not answer within {timeout_s:g} s. Raise {key}, or "
+                "see its log."
             ) from None
         except PenstockError:
             raise
-        except Exception as error:  # noqa: BLE001 - vLLM reports any failure of its processes as a bare Exception with text
+        except Exception as error:  # noqa: BLE001 - vLLM reports failures of its processes as bare Exceptions with text
             if self._llm is not None and self._llm.errored:
                 raise self._died(error) from None
             raise WeightError(f"{what}: {error}") from None
@@ -217,7 +226,8 @@ class VllmEngine:
 
     def _check_alive(self) -> None:
         if self._broken is not None or self._llm is None:
-            raise WorkerDied(f"the vLLM engine for {self._model_path} is not serving: {self._broken or 'it was never started'}.")
+            reason = self._broken or "it was never started"
+            raise WorkerDied(f"the vLLM engine for {self._model_path} is not serving: {reason}.")
 
 
 def _verify(publication: Publication) -> None:

@@ -6,7 +6,8 @@ from penstock.workers.protocols import RolloutEngine
 
 
 def make_engine(config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0) -> RolloutEngine:
-    """An engine that is not started yet. `version`: of the weights in `model_path`. Raises `ConfigError` for an unknown name."""
+    """An engine that is not started yet. `version`: of the weights in `model_path`. Raises `ConfigError` for an unknown
+    name."""
     if config.engine == "vllm":
         from penstock.workers.rollout.engine_vllm import VllmEngine
 

@@ -1,4 +1,5 @@
-"""What vLLM is started with: engine arguments from the configuration, and the environment variables that have no argument.
+"""What vLLM is started with: engine arguments from the configuration, and the environment variables that have no
+argument.
 
 Called by `engine_vllm.py`. Importing this module does not import vLLM.
 """
@@ -13,7 +14,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.weights.vllm_plugin import BACKEND
 
 CPU_BLOCK_TOKENS = 32
-"""Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared within a group too."""
+"""Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
 
 def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
@@ -70,9 +71,9 @@ def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -
 def _cpu_environment(config: RolloutConfig, num_threads: int) -> dict[str, str]:
     """Threads as asked for and bound nowhere, since trainer and engine share the cores; waiting threads sleep at once.
 
-    With one rank the model runs in the engine's own process, as on a GPU. vLLM's CPU build otherwise puts it into another one to pin
-    its threads, and the two then wait for each other by spinning. `VLLM_ENABLE_V1_MULTIPROCESSING=0` is what vLLM's check asks for;
-    `AsyncLLM` starts its engine process all the same.
+    With one rank the model runs in the engine's own process, as on a GPU. vLLM's CPU build otherwise puts it into
+    another one to pin its threads, and the two then wait for each other by spinning. `VLLM_ENABLE_V1_MULTIPROCESSING=0`
+    is what vLLM's check asks for; `AsyncLLM` starts its engine process all the same.
     """
     values = {
         "OMP_NUM_THREADS": str(max(1, num_threads)),

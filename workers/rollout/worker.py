@@ -1,10 +1,11 @@
-"""The pull loop of a rollout worker: prompts out of the store, samples back in, as many groups at a time as the engine decodes.
+"""The pull loop of a rollout worker: prompts out of the store, samples back in, as many groups at a time as the engine
+decodes.
 
     lease groups ─▶ engine.generate (one task a group) ─▶ write response_ids, behavior_logprobs, token_versions, …
 
-Run by the Ray shell `actor.py` and, in-process, by tests and simulations. The loop never waits for a group while another could
-start; the store's credits say how many there may be. An engine that dies ends the loop with `WorkerDied`; the controller restarts
-the worker and the store hands its leases to others.
+Run by the Ray shell `actor.py` and, in-process, by tests and simulations. The loop never waits for a group while
+another could start; the store's credits say how many there may be. An engine that dies ends the loop with `WorkerDied`;
+the controller restarts the worker and the store hands its leases to others.
 """
 
 import asyncio
@@ -25,7 +26,8 @@ RENEWALS_PER_TIMEOUT = 3
 
 
 def sample_seed(run_seed: int, group_id: int) -> int:
-    """Seed of a group's first sample (sample i uses seed + i): a pure function, so a group re-rolled elsewhere is the same."""
+    """Seed of a group's first sample (sample i uses seed + i): a pure function, so a group re-rolled elsewhere is the
+    same."""
     digest = hashlib.blake2b(f"{run_seed}/{group_id}".encode(), digest_size=6).digest()
     return int.from_bytes(digest, "little")
 
@@ -82,7 +84,8 @@ class RolloutWorker:
             await _cancel({renewals, *self._groups} | ({asking} if asking is not None else set()))
 
     def stats(self) -> dict[str, float]:
-        """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease was over."""
+        """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease
+        was over."""
         return {"busy_s": self._clock.seconds(), **self._counts}
 
     def _start(self, lease: Lease) -> None:
@@ -112,7 +115,9 @@ class RolloutWorker:
         empty = [position for position, completion in enumerate(completions) if not completion.token_ids]
         try:
             if empty:
-                await self._store.drop(lease, rows.row_ids[empty], "empty_response", f"group {group_id}: no token was sampled")
+                await self._store.drop(
+                    lease, rows.row_ids[empty], "empty_response", f"group {group_id}: no token was sampled"
+                )
             if kept:
                 await self._store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
         except LeaseExpired:
@@ -129,12 +134,13 @@ class RolloutWorker:
             return await asyncio.wait_for(generation, self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{self._name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) was not done after "
-                f"{self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower rollout.sampling.max_tokens."
+                f"{self._name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) was not done "
+                f"after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower rollout.sampling.max_tokens."
             ) from None
 
     async def _renew_leases(self) -> None:
-        """Long groups outlive `store.lease_timeout_s`; a lease that is held by a living worker must not be given away."""
+        """Long groups outlive `store.lease_timeout_s`; a lease that is held by a living worker must not be given
+        away."""
         interval_s = (await self._store.spec()).lease_timeout_s / RENEWALS_PER_TIMEOUT
         while True:
             await asyncio.sleep(interval_s)

@@ -81,8 +81,8 @@ def row_lengths(rows: Rows, max_length: int | None = None) -> np.ndarray:
     if max_length is not None and len(lengths) and lengths.max() > max_length:
         position = int(lengths.argmax())
         raise DataError(
-            f"row {rows.row_ids[position]} has {prompts[position]} prompt and {responses[position]} response tokens, more "
-            f"than the model's {max_length} positions. Lower data.max_prompt_tokens or rollout.sampling.max_tokens, "
+            f"row {rows.row_ids[position]} has {prompts[position]} prompt and {responses[position]} response tokens, "
+            f"more than the model's {max_length} positions. Lower data.max_prompt_tokens or rollout.sampling.max_tokens, "
             "or take a model with a longer context."
         )
     return lengths

@@ -9,6 +9,7 @@ batch. Called by `fsdp.py`.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -61,11 +62,11 @@ class ProcessGroup:
     def mesh(self) -> DeviceMesh:
         return init_device_mesh(self.device.type, (self.num_ranks,))
 
-    def gather(self, value: object) -> list:
+    def gather(self, value: Any) -> list[Any]:
         """A small picklable value of each rank, in order of rank. Collective."""
         if self.num_ranks == 1:
             return [value]
-        values: list = [None] * self.num_ranks
+        values: list[Any] = [None] * self.num_ranks
         dist.all_gather_object(values, value)
         return values
 
@@ -80,9 +81,7 @@ class ProcessGroup:
 
 
 class ShardedPolicy:
-    """A policy model under FSDP2. Calls in lockstep on all ranks; `begin`/`last_microbatch` frame the backwards of an
-    optimizer step.
-    """
+    """A policy model under FSDP2. Every rank makes the same calls, since most of them communicate."""
 
     def __init__(self, model: PolicyModel, group: ProcessGroup, compute_dtype: str) -> None:
         num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
@@ -111,7 +110,7 @@ class ShardedPolicy:
             self.model.set_is_last_backward(is_last)
 
     def free(self) -> None:
-        """Let go of gathered parameters, which an optimizer step would leave outdated. After passes without backward."""
+        """Let go of gathered parameters, which an optimizer step outdates. Called after passes without backward."""
         for unit in self.units:
             unit.reshard()
 

@@ -1,10 +1,11 @@
 """Where each tensor lies in a safetensors file, computed before any of its bytes exist.
 
-Trainer ranks compute the same layout from the same names, shapes and dtypes, and then write their shards into their places
-without talking to each other (`publication.py`). Pure: no I/O, no torch.
+Trainer ranks compute the same layout from the same names, shapes and dtypes, and then write their shards into their
+places without talking to each other (`publication.py`). Pure: no I/O, no torch.
 
-Format: 8 bytes header length (little-endian), a JSON header padded with spaces to a multiple of 8, then the tensors back to back.
-Widest dtypes come first and names in order within one dtype, as the safetensors library writes them: same tensors, same bytes.
+Format: 8 bytes header length (little-endian), a JSON header padded with spaces to a multiple of 8, then the tensors
+back to back. Widest dtypes come first and names in order within one dtype, as the safetensors library writes them: same
+tensors, same bytes.
 """
 
 import json

@@ -9,8 +9,8 @@
       writer.finish()                                            for name, tensor in mapped.tensors(): ...
       barrier; rank 0: seal(root, 12, layout, R)
 
-Bytes go through `pwrite`, not a mapping: it is faster on tmpfs (no page fault a page) and a full tmpfs is an error that can be
-reported instead of a SIGBUS. Reading is in `reading.py`.
+Bytes go through `pwrite`, not a mapping: it is faster on tmpfs (no page fault a page) and a full tmpfs is an error that
+can be reported instead of a SIGBUS. Reading is in `reading.py`.
 """
 
 import errno
@@ -59,8 +59,8 @@ def publication_directory(root: str | Path, version: int) -> Path:
 class PublicationWriter:
     """One rank's pen. Writes rows of full tensors into their places; any rank may write any rows, each row once.
 
-    Opening it takes back an earlier publication of the same version (a repeated step), since its bytes are about to change.
-    Raises `WeightError` when the directory's file system cannot hold the layout.
+    Opening it takes back an earlier publication of the same version (a repeated step), since its bytes are about to
+    change. Raises `WeightError` when the directory's file system cannot hold the layout.
     """
 
     def __init__(self, directory: str | Path, version: int, layout: Layout, rank: int = 0, num_ranks: int = 1) -> None:
@@ -80,10 +80,11 @@ class PublicationWriter:
             self._write(layout.header, 0)
 
     def write_rows(self, name: str, first_row: int, tensor: "torch.Tensor") -> None:
-        """Rows `[first_row, first_row + tensor.shape[0])` of tensor `name`, cast to the layout's dtype. A scalar is one row.
+        """Rows `[first_row, first_row + tensor.shape[0])` of tensor `name`, cast to the layout's dtype. A scalar is one
+        row.
 
-        `tensor`: any device and float dtype, the full tensor's shape but for dim 0. No rows (an empty shard): nothing happens.
-        Raises `WeightError` for a wrong name or shape, and when the file system is full.
+        `tensor`: any device and float dtype, the full tensor's shape but for dim 0. No rows (an empty shard): nothing
+        happens. Raises `WeightError` for a wrong name or shape, and when the file system is full.
         """
         place = self.layout.place(name)
         rows = tensor.detach().reshape(1) if not place.shape else tensor.detach()
@@ -133,7 +134,8 @@ def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1
             ranges += [RowRange(*entry) for entry in json.loads(_rank_file(path, rank).read_text())]
         except FileNotFoundError:
             raise WeightError(
-                f"publication {path}: rank {rank} of {num_ranks} did not finish; call seal only after every rank's finish()."
+                f"publication {path}: rank {rank} of {num_ranks} did not finish; call seal only after every rank's "
+                "finish()."
             ) from None
     _check_coverage(path, layout, ranges)
     _write_atomically(path / MANIFEST_NAME, manifest_to_json(Manifest(path, version, layout, tuple(ranges))))
@@ -147,7 +149,9 @@ def write_publication(
 ) -> Publication:
     """All of it by one process: `(name, tensor)` pairs, cast to `dtype` (default: each its own)."""
     pairs = list(tensors)
-    layout = compute_layout((name, tensor.shape, dtype or str(tensor.dtype).removeprefix("torch.")) for name, tensor in pairs)
+    layout = compute_layout(
+        (name, tensor.shape, dtype or str(tensor.dtype).removeprefix("torch.")) for name, tensor in pairs
+    )
     writer = PublicationWriter(directory, version, layout)
     for name, tensor in pairs:
         writer.write_rows(name, 0, tensor)
@@ -190,14 +194,14 @@ def _as_bytes(tensor: "torch.Tensor", dtype: str) -> memoryview:
     import torch
 
     data = tensor.to(device="cpu", dtype=getattr(torch, dtype)).contiguous()
-    return memoryview(data.reshape(-1).view(torch.uint8).numpy())
+    return data.reshape(-1).view(torch.uint8).numpy().data
 
 
 def _check_rows(place: TensorPlace, first_row: int, shape: tuple[int, ...]) -> None:
     if shape[1:] != place.shape[1:] or first_row < 0 or first_row + shape[0] > place.num_rows:
         raise WeightError(
-            f"tensor {place.name!r}: rows of shape {list(shape)} from row {first_row} do not fit into {list(place.shape)}. "
-            "A shard is a range of dim 0 of the full tensor."
+            f"tensor {place.name!r}: rows of shape {list(shape)} from row {first_row} do not fit into "
+            f"{list(place.shape)}. A shard is a range of dim 0 of the full tensor."
         )
 
 
@@ -230,6 +234,7 @@ def _check_space(path: Path, layout: Layout) -> None:
 def _no_space(path: Path, layout: Layout) -> WeightError:
     usage = shutil.disk_usage(path)
     return WeightError(
-        f"no room for a publication in {path}: {layout.num_bytes:,} bytes are needed, {usage.free:,} of {usage.total:,} are free. "
-        "Two publications must fit side by side: enlarge shared memory (docker: --shm-size; else: mount -o remount,size=… /dev/shm)."
+        f"no room for a publication in {path}: {layout.num_bytes:,} bytes are needed, {usage.free:,} of "
+        f"{usage.total:,} are free. Two publications must fit side by side: enlarge shared memory (docker: --shm-size; "
+        "else: mount -o remount,size=… /dev/shm)."
     )

@@ -1,7 +1,7 @@
 """The reading side of a publication: its manifest, its checksums, and its tensors as views of mapped memory.
 
-Called by the rollout engines before and while they load, by `publication.seal` for the manifest's form, and by tests. A reader
-that finds anything wrong raises `WeightError` with file and tensor, before any weight of the engine has changed.
+Called by the rollout engines before and while they load, by `publication.seal` for the manifest's form, and by tests. A
+reader that finds anything wrong raises `WeightError` with file and tensor, before any weight of the engine has changed.
 """
 
 import json
@@ -68,14 +68,15 @@ def manifest_to_json(manifest: Manifest) -> str:
 def open_publication(publication: Publication) -> Manifest:
     """The manifest of a sealed publication, checked for version, size and header.
 
-    Raises `WeightError` when it is missing (or not sealed yet), unreadable, truncated, or of another version. Tensor bytes are
-    not read here: see `MappedWeights.verify`.
+    Raises `WeightError` when it is missing (or not sealed yet), unreadable, truncated, or of another version. Tensor
+    bytes are not read here: see `MappedWeights.verify`.
     """
     directory = Path(publication.directory)
     manifest = _read_manifest(directory)
     if manifest.version != publication.version:
         raise WeightError(
-            f"{directory / MANIFEST_NAME}: holds version {manifest.version}, but version {publication.version} was asked for."
+            f"{directory / MANIFEST_NAME}: holds version {manifest.version}, but version {publication.version} was "
+            "asked for."
         )
     try:
         size = manifest.file.stat().st_size
@@ -84,7 +85,9 @@ def open_publication(publication: Publication) -> Manifest:
     except FileNotFoundError:
         raise WeightError(f"{manifest.file}: missing, though its manifest is there. Publish again.") from None
     if size != manifest.layout.num_bytes:
-        raise WeightError(f"{manifest.file}: {size:,} bytes instead of {manifest.layout.num_bytes:,}: truncated. Publish again.")
+        raise WeightError(
+            f"{manifest.file}: {size:,} bytes instead of {manifest.layout.num_bytes:,}: truncated. Publish again."
+        )
     if header != manifest.layout.header:
         raise WeightError(f"{manifest.file}: its header does not match the manifest: damaged. Publish again.")
     return manifest
@@ -108,7 +111,8 @@ def _read_manifest(directory: Path) -> Manifest:
 class MappedWeights:
     """The file of a publication mapped into memory: tensors are views, nothing is copied until somebody does.
 
-    The mapping ends when the last tensor taken from it is gone. Writing into the views changes this process's copy only.
+    The mapping ends when the last tensor taken from it is gone. Writing into the views changes this process's copy
+    only.
 
         mapped = MappedWeights(open_publication(publication))
         mapped.verify()
@@ -129,8 +133,9 @@ class MappedWeights:
             if found != entry.checksum:
                 last_row = entry.first_row + entry.num_rows - 1
                 raise WeightError(
-                    f"{self.manifest.file}: tensor {entry.name!r}, rows {entry.first_row} to {last_row} (written by rank "
-                    f"{entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after it was written; publish again."
+                    f"{self.manifest.file}: tensor {entry.name!r}, rows {entry.first_row} to {last_row} (written by "
+                    f"rank {entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after it was "
+                    "written; publish again."
                 )
 
     def tensor(self, name: str) -> "torch.Tensor":
@@ -145,6 +150,7 @@ class MappedWeights:
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=place.offset).reshape(place.shape)
 
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
-        """All of them, layer by layer (by name): engines that repack a layer at a time then hold one layer at a time."""
+        """All of them, layer by layer (by name): engines that repack a layer at a time then hold one layer at a
+        time."""
         for name in sorted(self.manifest.layout.by_name):
             yield name, self.tensor(name)

@@ -1,7 +1,7 @@
 """Root directories of publications in shared memory: who owns one, and which are left over from runs that died.
 
-A run claims `/dev/shm/penstock-<run-id>` with an `owner.pid` file; the next run that starts on the node sweeps what dead owners
-left. Shared memory is RAM: nobody else would give it back before a reboot.
+A run claims `/dev/shm/penstock-<run-id>` with an `owner.pid` file; the next run that starts on the node sweeps what
+dead owners left. Shared memory is RAM: nobody else would give it back before a reboot.
 """
 
 import os
@@ -27,7 +27,8 @@ def remove_root(root: str | Path) -> None:
 
 
 def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
-    """Remove roots whose owner is dead; returns them. Roots of other users or PID namespaces, and unclaimed ones, stay."""
+    """Remove roots whose owner is dead; returns them. Roots of other users or PID namespaces, and unclaimed ones,
+    stay."""
     removed = []
     for path in Path(root_parent).glob(f"{PREFIX}*"):
         try:
@@ -46,7 +47,8 @@ def _identity(pid: int) -> tuple[str, str, str]:
 
 
 def _start_ticks(pid: str) -> str | None:
-    """Clock ticks from boot to the process's start (proc(5), stat field 22): unlike a date, no clock change moves it."""
+    """Clock ticks from boot to the process's start (proc(5), stat field 22): unlike a date, no clock change moves
+    it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

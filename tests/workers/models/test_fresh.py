@@ -74,8 +74,9 @@ def test_making_a_model_leaves_the_callers_random_state_alone(tmp_path: Path) ->
     assert torch.equal(torch.get_rng_state(), before)
 
 
-@pytest.mark.parametrize(("sizes", "key"), [({"hidden_size": 30}, "hidden_size"), ({"num_kv_heads": 3}, "num_kv_heads")])
-def test_sizes_that_do_not_fit_name_their_key(tmp_path: Path, sizes: dict[str, int], key: str) -> None:
-    config = FreshModelConfig(**{"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 1, **sizes})
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", 30), ("num_kv_heads", 3)])
+def test_sizes_that_do_not_fit_name_their_key(tmp_path: Path, key: str, value: int) -> None:
+    sizes = {"num_layers": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "num_kv_heads": 1}
+    config = FreshModelConfig(**(sizes | {key: value}))
     with pytest.raises(ModelError, match=f"model.fresh.{key}"):
         build_fresh_model(tmp_path, config, seed=0)

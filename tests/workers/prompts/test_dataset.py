@@ -52,7 +52,7 @@ def test_blank_lines_are_no_rows_but_count_as_lines(tmp_path):
     [
         ('{"question": "q", "answer"}', r"line 2: not valid JSON \(.* at character 27\)"),
         ("[1, 2]", "line 2: a JSON list, where an object"),
-        ('{"prompt": "q", "answer": "1"}', r"line 2: no column 'question', which data\.columns\.prompt.*: answer, prompt"),
+        ('{"prompt": "q", "answer": "1"}', r"line 2: no column 'question', which data\.columns\.prompt.*er, prompt"),
         ('{"question": 7, "answer": "1"}', r"line 2: column 'question' \(data\.columns\.prompt\) holds int 7"),
     ],
 )  # fmt: skip

@@ -20,8 +20,9 @@ from penstock.store.store import Store
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.order import PromptCursor
-from penstock.workers.prompts.source import PromptSource, open_source
+from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
 BOS, EOS = 1, 2
@@ -233,20 +234,14 @@ def test_check_finds_a_long_prompt_and_a_bad_line_wherever_they_are(tmp_path):
 
 
 def test_a_row_without_a_demonstration_is_named():
-    encoder = PromptEncoder(Characters(), DataConfig(), TokenLimits(50, 60))
+    encoder = PromptEncoder(Characters(), DataConfig(), TokenLimits(50, 60, ""))
     with pytest.raises(DataError, match=r"row 3: no demonstration.*data\.columns\.response"):
         encoder.demonstration_ids(SimpleNamespace(prompt="q", response=None, where="row 3"))
 
 
 def test_the_tokenizer_of_a_model_directory_is_used(rows, tmp_path):
     build_fresh_model(tmp_path / "model", FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=32), seed=0)
-    source = open_source(
-        DataConfig(path=str(rows), shuffle=False),
-        EvaluationConfig(),
-        str(tmp_path / "model"),
-        demonstrations=True,
-        max_sequence_tokens=60,
-    )
+    source = open_source(make_config(rows, shuffle=False), str(tmp_path / "model"), demonstrations=True)
     (group,) = source.next_groups(1)
     tokenizer = source.encoder.tokenizer
     assert tokenizer.decode(group["prompt_ids"]) == "0+0\n"
@@ -256,10 +251,9 @@ def test_the_tokenizer_of_a_model_directory_is_used(rows, tmp_path):
 def test_a_model_directory_without_a_tokenizer_is_named(rows, tmp_path):
     (tmp_path / "model").mkdir()
     with pytest.raises(ModelError, match=r"model\.path=.*tokenizer cannot be loaded"):
-        open_source(
-            DataConfig(path=str(rows)),
-            EvaluationConfig(),
-            str(tmp_path / "model"),
-            demonstrations=False,
-            max_sequence_tokens=60,
-        )
+        open_source(make_config(rows), str(tmp_path / "model"))
+
+
+def test_a_held_out_source_needs_held_out_rows(rows):
+    with pytest.raises(DataError, match=r"evaluation\.path=null"):
+        open_source(make_config(rows), "unused", held_out=True)

@@ -30,7 +30,8 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class EngineUnderTest:
-    """An engine on an event loop in a background thread, the weights that it should be serving, and a model to check against."""
+    """An engine on an event loop in a background thread, the weights that it should be serving, and a model to check
+    against."""
 
     def __init__(self, name: str, model_path: Path, root: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -54,7 +55,8 @@ class EngineUnderTest:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
 
     def change_weights(self, seed: int) -> Publication:
-        """Move the checking model's weights, publish them, and return the publication: the engine has not loaded it yet."""
+        """Move the checking model's weights, publish them, and return the publication: the engine has not loaded it
+        yet."""
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for parameter in self.model.parameters():

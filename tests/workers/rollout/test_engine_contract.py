@@ -22,7 +22,9 @@ def generate(served, num_samples: int = 4, prompt: Sequence[int] = PROMPT, **sam
 
 
 @torch.no_grad()
-def expected_logprobs(served, completion: Completion, sampling: Sampling, prompt: Sequence[int] = PROMPT) -> torch.Tensor:
+def expected_logprobs(
+    served, completion: Completion, sampling: Sampling, prompt: Sequence[int] = PROMPT
+) -> torch.Tensor:
     """`[T, V]`: the sampling distribution at each response token, from one forward pass over prompt and response."""
     ids = torch.tensor([[*prompt, *completion.token_ids]])
     logits = served.model(ids).logits[0, len(prompt) - 1 : -1]
@@ -89,7 +91,9 @@ def test_other_groups_in_flight_change_nothing(served) -> None:
 
     async def together() -> list[list[Completion]]:
         prompts = [[10 + i, 30, 40] for i in range(6)]
-        requests = [served.engine.generate(prompt, 4, Sampling(max_tokens=24, seed=i)) for i, prompt in enumerate(prompts)]
+        requests = [
+            served.engine.generate(prompt, 4, Sampling(max_tokens=24, seed=i)) for i, prompt in enumerate(prompts)
+        ]
         return await asyncio.gather(*requests, served.engine.generate(PROMPT, 4, Sampling(max_tokens=24, seed=11)))
 
     assert [c.token_ids for c in served.call(together())[-1]] == [c.token_ids for c in alone]
@@ -187,8 +191,9 @@ def test_sequences_in_flight_go_on_under_the_new_weights_and_say_so(served) -> N
 
 @torch.no_grad()
 def continued_logprobs(served, completion: Completion, switch: int, new_state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """`[T - switch]`: log-probabilities of the tokens after the switch. vLLM recomputes the prefix under the new weights; the hf
-    engine keeps the keys and values that the old ones made. The checking model ends with the new weights."""
+    """`[T - switch]`: log-probabilities of the tokens after the switch. vLLM recomputes the prefix under the new
+    weights; the hf engine keeps the keys and values that the old ones made. The checking model ends with the new
+    weights."""
     from transformers import DynamicCache
 
     ids = torch.tensor([[*PROMPT, *completion.token_ids]])

@@ -183,7 +183,7 @@ def test_a_loss_gets_the_columns_that_it_names_and_the_entropy_with_gradient(
 
 
 def test_a_loss_that_reads_a_column_that_is_not_there_is_refused(make_trainer: Make, make_rows: MakeRows) -> None:
-    with pytest.raises(DataflowError, match="'advantages'.*did you mean 'advantage'"):
+    with pytest.raises(DataflowError, match=r"'advantages'.*did you mean 'advantage'"):
         make_trainer().update(make_rows(4), lambda logprobs, advantages: None)
 
 
@@ -227,7 +227,7 @@ def test_the_schedule_counts_updates_and_goes_on_from_where_it_is_set(make_train
 
 def test_rows_longer_than_the_model_are_refused(make_trainer: Make) -> None:
     rows = Rows.from_lists({"prompt_ids": [[5] * 40], "response_ids": [[6] * 30]})
-    with pytest.raises(DataError, match="40 prompt and 30 response tokens, more than the model's 64 positions"):
+    with pytest.raises(DataError, match=r"40 prompt and 30 response tokens, more than the model's 64 positions"):
         make_trainer().update(rows, sft_loss)
 
 

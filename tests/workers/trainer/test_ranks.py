@@ -15,7 +15,8 @@ from safetensors.torch import load_file
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("trainer_ranks", HERE / "ranks.py")
-assert _spec and _spec.loader
+assert _spec is not None
+assert _spec.loader is not None
 ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
 EXACT = [name for name in ranks.SCENARIOS if name != "bfloat16"]

@@ -22,7 +22,10 @@ def entries_of(tensors: dict[str, torch.Tensor]) -> list[tuple[str, tuple[int, .
 @given(ENTRIES)
 def test_header_and_offsets_are_those_of_the_library(entries: dict[str, tuple[tuple[int, ...], str]]) -> None:
     entries.pop("__metadata__", None)
-    tensors = {name: torch.rand(shape, dtype=torch.float64).to(getattr(torch, dtype)) for name, (shape, dtype) in entries.items()}
+    tensors = {
+        name: torch.rand(shape, dtype=torch.float64).to(getattr(torch, dtype))
+        for name, (shape, dtype) in entries.items()
+    }
     expected = safetensors.torch.save(tensors, metadata={"format": "pt"})
     layout = compute_layout(entries_of(tensors))
     assert layout.header == expected[: len(layout.header)]
@@ -52,5 +55,5 @@ def test_an_unknown_dtype_is_named_with_the_nearest() -> None:
 
 
 def test_an_unknown_tensor_is_named_with_the_nearest() -> None:
-    with pytest.raises(WeightError, match="did you mean 'model.norm.weight'"):
+    with pytest.raises(WeightError, match=r"did you mean 'model\.norm\.weight'"):
         compute_layout([("model.norm.weight", (1,), "float32")]).place("model.norm.weigth")
