@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError, ModelError
-from penstock.conf.model import FreshModelConfig
+from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.compose import load_config
 from penstock.workers.models.fresh import character_tokenizer, vocabulary_size
 from penstock.workers.prompts.tokenization import load_tokenizer
 
@@ -19,19 +20,25 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt
 def check_model(config: RunConfig) -> str:
     """What the policy is, in a few words. Raises `ModelError` naming the missing file, or `ConfigError` for lengths
     that do not fit."""
-    path = config.model.path
     if config.model.reference_path is not None:
         _describe(config.model.reference_path, "model.reference_path", config.rollout.max_model_len)
-    if path is None:
-        return _fresh(config.model.fresh, config.rollout.max_model_len)
-    return _describe(path, "model.path", config.rollout.max_model_len)
+    model = starting_model_config(config)
+    if model.path is None:
+        return _fresh(model.fresh, config.rollout.max_model_len)
+    return _describe(model.path, "model.path", config.rollout.max_model_len)
+
+
+def starting_model_config(config: RunConfig) -> ModelConfig:
+    """Of the run that brings the first weights: this one, or its warm start."""
+    if config.model.path is not None or config.warm_start.recipe is None:
+        return config.model
+    return starting_model_config(load_config([f"recipe={config.warm_start.recipe}", *config.warm_start.overrides]))
 
 
 def tokenizer_of(config: RunConfig) -> Any:
     """The tokenizer that prompts will be encoded with. Raises `ModelError`."""
-    if config.model.path is None:
-        return character_tokenizer(config.model.fresh)
-    return load_tokenizer(config.model.path)
+    model = starting_model_config(config)
+    return character_tokenizer(model.fresh) if model.path is None else load_tokenizer(model.path)
 
 
 def _fresh(model: FreshModelConfig, max_model_len: int) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
@@ -48,8 +49,17 @@ def _parse_word(word: str, parser: OverridesParser) -> Override:
         # welcome.
         value = text if parsed.is_sweep_override() else parsed.value()
     except HydraException:
-        value = text
+        value = _list_of_words(text) or text
     return Override(key, value, word)
+
+
+def _list_of_words(text: str) -> list[Any] | None:
+    """`[trainer.max_steps=300]`: Hydra's grammar wants quotes around such words, YAML does not."""
+    try:
+        value = yaml.safe_load(text) if text.startswith("[") else None
+    except yaml.YAMLError:
+        return None
+    return value if isinstance(value, list) else None
 
 
 def keys_of(tree: DictConfig, prefix: str = "") -> Iterator[str]:

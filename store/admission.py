@@ -1,11 +1,11 @@
 """Backpressure: who may put another group, by credits (groups) and by bytes.
 
 A group is *active* from its admission until `published(v)` covers the update that trained it, or until drops end it.
-With at most `(S + 1) P` active groups, a group admitted while version p is out has fewer than `(S + 1) P` untrained
-or unpublished ones before
-it, so it is trained at the latest by the update that makes version `p + S + 1`, and its tokens are of version p or
-newer: staleness at most S. A window w lets at most w - 1 later groups overtake it, which adds at most `ceil((w - 1) /
-P)` updates.
+With at most `(S + 1) P` of them, a group admitted while version p is out has fewer than `(S + 1) P` active ones before
+it, so the update that makes version `p + S + 1` trains it at the latest, and its tokens are of version p or newer:
+staleness at most S. A window w lets at most w - 1 later groups overtake it, which adds at most `ceil((w - 1) / P)`.
+
+This needs versions to be published no sooner than every engine samples under them.
 """
 
 
@@ -24,9 +24,7 @@ class Credits:
         """Version -> groups whose credits return when it is published."""
 
     def refusal(self, nbytes: int, num_waiting: int) -> str | None:
-        """Why a group of `nbytes` must wait ("credits" or "bytes"), or None. `num_waiting`: groups not yet in a
-        batch.
-        """
+        """Why a group of `nbytes` must wait ("credits" or "bytes"), or None. `num_waiting`: groups in no batch yet."""
         if self.active >= self.max_active:
             return "credits"
         if self.bytes + nbytes > self.max_bytes and num_waiting >= self.groups_per_step:

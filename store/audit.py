@@ -1,4 +1,5 @@
-"""Recompute from scratch what the ledger keeps by counting, and compare. Called by tests after every event, never in a run."""
+"""Recompute from scratch what the ledger keeps by counting, and compare. Called by tests after every event, never in a
+run."""
 
 from penstock.store.errors import BrokenInvariant
 from penstock.store.group import Group

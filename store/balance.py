@@ -8,8 +8,7 @@ def balance(costs: Sequence[int], num_parts: int) -> list[list[int]]:
     """Positions of `costs` in `num_parts` parts with nearly equal sums, each ascending; parts may be empty.
 
     The largest differencing method of Karmarkar and Karp (1982, generalised to k parts): repeatedly merge the two
-    partial solutions that are the most uneven, the heaviest part of one with the lightest of the other. `O(n (log n +
-    k log k))`.
+    partial solutions that are the most uneven, the heaviest part of one with the lightest of the other.
     """
     if num_parts == 1:
         return [list(range(len(costs)))]

@@ -1,10 +1,8 @@
-"""Where the values are: (row, column) -> (block, position). The data plane's index; it moves no data but small inline
-blocks.
+"""Where the values are: (row, column) -> (block, position). The index of the data plane.
 
-A block is what one write brought: an Arrow record batch, here or behind a Ray object reference (which this file
-treats as opaque). It is let go with the last of its cells. Called by `store/store.py`; `assemble` is called by
-`store/client.py` with what `gather`
-has sent, so that large columns are read from shared memory by their consumer and never pass through the store.
+A block is what one write brought: an Arrow record batch, here or behind a reference that this file treats as opaque.
+It goes with the last of its cells. `store/store.py` gathers; `store/client.py` assembles what was gathered, so that
+large columns are read by their consumer from shared memory and pass through no lease.
 """
 
 from collections.abc import Sequence
@@ -40,18 +38,16 @@ GroupCells = dict[str, Cell | list[Cell | None]]
 
 @dataclass
 class Part:
-    """Some rows of one block: `batch` has just these rows; otherwise they are at `positions` of `refs[ref]`."""
+    """Some rows: all of `batch`, or if that is None, those at `positions` of `refs[ref]`."""
 
     batch: pa.RecordBatch | None
-    ref: int = -1
-    positions: np.ndarray | None = None
+    ref: int
+    positions: np.ndarray
 
 
 @dataclass
 class ColumnSet:
-    """Columns whose cells lie side by side. The parts one after the other, permuted by `order`, are the rows of the
-    payload.
-    """
+    """Columns whose cells lie side by side: the parts one after the other, permuted by `order`, are the rows."""
 
     names: list[str]
     parts: list[Part]
@@ -85,9 +81,7 @@ class Blocks:
         self._count(block, len(names))
 
     def add_rows(self, row_ids: Sequence[int], positions: Sequence[int], block: Block, names: Sequence[str]) -> None:
-        """Row `row_ids[p]` of the block's columns is at `p`, for p in `positions`. Cells already there stay as they
-        are.
-        """
+        """Row `row_ids[p]` of the columns is at `p` of the block, for p in `positions`. Cells already there stay."""
         added = 0
         for position in positions:
             group_id, index = divmod(row_ids[position], self._size)
@@ -123,7 +117,7 @@ class Blocks:
             empty = pa.RecordBatch.from_arrays(
                 [pa.array([], type=self._types[name]) for name in names], names=list(names)
             )
-            payload.sets.append(ColumnSet(list(names), [Part(empty)], None))
+            payload.sets.append(ColumnSet(list(names), [Part(empty, 0, ids)], None))
             return payload
         side_by_side: dict[tuple[int, ...], tuple[list[str], list[Cell]]] = {}
         for name in names:
@@ -172,7 +166,6 @@ class Blocks:
         if not block.num_cells:
             self.num_blocks -= 1
             self.bytes -= block.nbytes
-            block.batch = block.ref = None
 
 
 def _has(group: GroupCells, name: str, index: int) -> bool:
@@ -203,7 +196,7 @@ def _column_set(names: list[str], cells: list[Cell], refs: list[Any], known_refs
             ref_places.extend(places)
     if inline:
         joined = inline[0] if len(inline) == 1 else pa.concat_batches(inline)
-        parts.insert(0, Part(joined))
+        parts.insert(0, Part(joined, 0, np.arange(joined.num_rows)))
     return ColumnSet(names, parts, _order(inline_places + ref_places))
 
 
@@ -215,7 +208,7 @@ def _cut(batch: pa.RecordBatch, positions: np.ndarray) -> pa.RecordBatch:
 
 
 def _order(places: list[int]) -> np.ndarray | None:
-    """The permutation that puts values found in the order of `places` into rows 0, 1, 2, …; None if they are already."""
+    """The permutation that puts values found in the order of `places` into rows 0, 1, 2, …; None if none is needed."""
     array = np.asarray(places, dtype=np.int64)
     if np.array_equal(array, np.arange(len(array))):
         return None
@@ -223,9 +216,7 @@ def _order(places: list[int]) -> np.ndarray | None:
 
 
 def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.RecordBatch]) -> Rows:
-    """Rows of a payload; `fetched`: the batches behind its `refs`. Contiguous rows of one block are read in place,
-    without a copy.
-    """
+    """Rows of a payload; `fetched`: the batches behind its `refs`. Rows that lie together are read without a copy."""
     columns: dict[str, pa.Array] = {}
     for together in payload.sets:
         batches = [_resolve(part, together.names, fetched) for part in together.parts]
@@ -239,7 +230,6 @@ def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.Record
 def _resolve(part: Part, names: list[str], fetched: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     if part.batch is not None:
         return part.batch
-    assert part.positions is not None
     batch = fetched[part.ref].select(names)
     first = int(part.positions[0])
     if np.array_equal(part.positions, np.arange(first, first + len(part.positions))):

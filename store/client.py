@@ -1,5 +1,4 @@
-"""How workers speak to the store, in-process or as a Ray actor: the same calls, few round trips, large values in
-shared memory.
+"""How workers speak to the store, in-process or as a Ray actor: the same calls and few round trips.
 
 A worker's loop, which is what every stage looks like:
 
@@ -79,8 +78,7 @@ class StoreClient:
         return list(await self._link.call("put", batch, facts))
 
     async def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
-        """Up to `max_units` units (samples or groups, as the stage's unit is) of the oldest groups, at least one:
-        waits for it.
+        """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
 
         None when the store is closed. `owner`: who it is, for `describe` and `abandon`.
         """
@@ -108,10 +106,10 @@ class StoreClient:
         await self._link.call("complete_shared", lease.id, lease.rank)
 
     async def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
-        """Results of some rows of a lease. A row is complete once it has all columns of the stage; the lease ends
-        with its last row.
+        """Results of some rows of a lease.
 
-        Writing a row again changes nothing. Calls made while one is under way are sent together. Raises
+        A row is complete once it has all columns of the stage; the lease ends with its last row. Writing a row again
+        changes nothing. Calls made while one is under way are sent together. Raises
         `LeaseExpired` if the rows went to another, and what `encode` raises for values that do not fit.
         """
         write = await self._prepare(lease, row_ids, columns)
@@ -126,9 +124,7 @@ class StoreClient:
         await self._link.call("drop", lease.id, lease.stage, _ids(row_ids), reason, detail)
 
     async def release(self, lease: Lease) -> None:
-        """Give the unfinished rows back. A train lease: its update was lost, and the same groups will form a batch
-        again.
-        """
+        """Give the unfinished rows back. Of a train lease: its update was lost, and its groups form a batch again."""
         await self._link.call("release", lease.id)
 
     async def renew(self, lease: Lease) -> None:
@@ -189,7 +185,7 @@ class StoreClient:
     def _take_off(self) -> None:
         """Send all writes that have gathered, in one call."""
         sent, self._outbox = self._outbox, []
-        flight = asyncio.ensure_future(self._link.call("write", [write for write, _ in sent]))
+        flight = asyncio.get_running_loop().create_task(self._link.call("write", [write for write, _ in sent]))
         flight.add_done_callback(lambda flight: self._landed(sent, flight))
         self._flight = flight
 

@@ -1,5 +1,4 @@
-"""What the store refuses, by kind. Each names the column, row or stage, what was expected, and leaves the state
-unchanged.
+"""What the store refuses, by kind. Each names the column, row or stage and what was expected; nothing has changed.
 
 `StoreError`, `LeaseExpired` and `StalenessViolation`, which others handle too, are in `conf/errors.py`. All are built
 from their message alone, so they pickle and cross Ray.

@@ -13,9 +13,7 @@ NO_VERSION = 2**62
 
 @dataclass(frozen=True)
 class Facts:
-    """What the ledger must know of the rows of a write; each list has one entry a row, or is None where no column
-    tells.
-    """
+    """What the ledger must know of the rows of a write: lists of one entry a row, None where no column tells."""
 
     row_bytes: list[int]
     oldest_version: list[int] | None = None
@@ -27,7 +25,8 @@ class Facts:
 
 
 class Group:
-    """State of a group between admission and the end of its last row. Masks are indexed by column or by stage number."""
+    """State of a group between admission and the end of its last row. Masks are indexed by column or by stage
+    number."""
 
     __slots__ = (
         "done",

@@ -6,9 +6,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class HeldLease:
-    """Rows that one owner has taken for one stage. It ends when no row of it is open: completed, dropped, or given
-    back.
-    """
+    """Rows that one owner has taken for one stage. Ends when none is open: completed, dropped, or given back."""
 
     id: int
     stage: int

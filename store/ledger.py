@@ -11,8 +11,7 @@ What it promises:
 - a row is trained at most once, and every row ends trained or dropped with a counted reason;
 - no token of a trained row is more than `max_staleness` updates old (see `store/admission.py` for the proof);
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
-- results of a row enter once, whoever computed them, and a writer whose lease is over is told unless they are there
-already.
+- results of a row enter once, whoever computed them; a writer whose lease is over is told unless they are there.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,15 +37,17 @@ from penstock.store.spec import StoreSpec
 
 
 class Ledger:
-    """All control state of one store.
+    """All control state of one store, driven by events.
 
-    ledger = Ledger(spec)
-    group = ledger.admit(nbytes=100)            # None: no credit, wait
-    lease = ledger.lease("rollout", 1, "engine-0", now=0.0)
-    ledger.write(lease.id, "rollout", ledger.rows_of(lease), ["response_ids", ...], Facts(...), now=1.0)
-    batch = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
-    ledger.complete_shared(batch.lease_id, rank=0)
-    ledger.published(1)
+        ledger = Ledger(spec)
+        group = ledger.admit(nbytes=100)  # None: no credit, wait
+        lease = ledger.lease("rollout", 1, "engine-0", now=0.0)
+        ledger.write(lease.id, "rollout", ledger.rows_of(lease), ["response_ids", ...], Facts(...), now=1.0)
+        batch = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
+        ledger.complete_shared(batch.lease_id, rank=0)
+        ledger.published(1)
+
+    `now` is in seconds on any clock that does not go back.
     """
 
     def __init__(self, spec: StoreSpec) -> None:
@@ -70,7 +71,8 @@ class Ledger:
         return residents.admit(nbytes, prompt_tokens, response_tokens).id
 
     def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
-        """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Raises `UnknownStage`."""
+        """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Raises
+        `UnknownStage`."""
         consumer = self.residents.stage(stage)
         if consumer.unit == "batch":
             raise UnknownStage(f"stage {stage!r} takes whole batches: use lease_shared.")
@@ -140,9 +142,7 @@ class Ledger:
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
 
     def release(self, lease_id: int) -> None:
-        """Give the open rows back. Of a train lease: the update was lost with its trainer, and the batch is formed
-        again.
-        """
+        """Give the open rows back. Of a train lease: its update was lost, and the batch is formed again."""
         lease = self.residents.leases.held.get(lease_id)
         if lease is None:
             return
@@ -177,8 +177,7 @@ class Ledger:
     def lease_shared(
         self, stage: str, number: int, num_ranks: int, max_units: int, owner: str, now: float
     ) -> Round | None:
-        """The round of that number, formed now if it can be; None if its units are not ready. Same answer for every
-        rank.
+        """The round of that number, formed now if it can be; None if its units are not ready. The same for every rank.
 
         The train stage takes exactly `groups_per_step` groups and ignores `max_units`. Raises `LeaseExpired`,
         `StalenessViolation`.
@@ -201,11 +200,9 @@ class Ledger:
         if lease is None:
             return []
         size = self.residents.size
-        shown = (
-            lease.open
-            if not self.residents.stage(made.stage).sees_siblings
-            else {group: lease.granted[group] & self.residents.groups[group].live for group in lease.open}
-        )
+        shown = lease.open
+        if self.residents.stage(made.stage).sees_siblings:
+            shown = {group: lease.granted[group] & self.residents.groups[group].live for group in lease.open}
         return [row for row in made.parts[rank] if shown.get(row // size, 0) >> row % size & 1]
 
     def complete_shared(self, lease_id: int, rank: int) -> None:
@@ -213,14 +210,12 @@ class Ledger:
         self.rounds.complete(lease_id, rank)
 
     def published(self, version: int) -> None:
-        """Version `version` of the policy serves everywhere: groups trained by the updates up to it return their
-        credits.
-        """
+        """Version `version` of the policy serves everywhere: groups trained by updates up to it return their
+        credits."""
         if version > self.rounds.formed:
             raise StoreError(
                 f"published({version}): only {self.rounds.formed} batches were formed, so the newest version can be "
-                f"{self.rounds.formed}. "
-                "Versions count updates, from 0."
+                f"{self.rounds.formed}. Versions count updates, from 0."
             )
         self.residents.credits.publish(version)
 

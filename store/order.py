@@ -10,8 +10,7 @@ def choose_groups(
 
     Groups are numbered in the order of admission; those waiting lie in `[first, end)`. A group may be taken while its
     number is less than `window` above that of the oldest one that still waits. So whichever group lags, at most
-    `window - 1` later
-    ones overtake it: the window does not slide on while its oldest group stays. `window=1` is strict FIFO.
+    `window - 1` later ones overtake it: the window does not slide on while its oldest group stays. 1 is strict FIFO.
 
         complete = {1, 2, 3}; choose_groups(0, 4, 2, 3, ...)  # [1, 2]: group 0 lags and is overtaken by two
         complete = {1, 2, 3}; choose_groups(0, 4, 3, 3, ...)  # None: group 3 would be the third to overtake it

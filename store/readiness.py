@@ -1,8 +1,7 @@
 """Which units may start which stage: counted when a column is written, never searched for.
 
-The ledger calls `refresh` for the few stages that a change can concern, and `take` when somebody leases. Both cost
-the same whatever the number of groups resident (the queue is a heap of group numbers, so oldest groups go first and
-returned ones
+The ledger calls `refresh` for the few stages that a change can concern, and `take` when somebody leases; what they cost
+does not grow with the groups resident. Queues are heaps of group numbers, so oldest groups go first and returned ones
 go back to their place).
 """
 

@@ -1,6 +1,4 @@
-"""What the store says of itself: numbers for the metrics of a step, and a table for people. Reads the ledger, changes
-nothing.
-"""
+"""What the store says of itself: numbers for the metrics of a step, and a table for people. Changes nothing."""
 
 from typing import Any
 
@@ -39,9 +37,7 @@ def _rows_with_response(ledger: Ledger, admitted: int) -> int:
 
 
 def describe(ledger: Ledger, now: float) -> Described:
-    """Rows by stage and state, the oldest group, and who holds what until when. Walks all groups: not for the hot
-    path.
-    """
+    """Rows by stage and state, the oldest group, who holds what until when. Walks all groups: for people only."""
     residents = ledger.residents
     names = [stage.name for stage in residents.readiness.stages]
     oldest = min(residents.waiting, default=None)

@@ -1,5 +1,4 @@
-"""Leases that all ranks of a data-parallel group share: the first rank to ask forms one, the others get their share
-of it.
+"""Leases that all ranks of a data-parallel group share: the first to ask forms one, each gets its part of it.
 
 The train stage's round is the batch of one policy update: exactly `groups_per_step` whole groups in order, each token
 fresh enough. Called by `store/ledger.py` only.
@@ -53,9 +52,7 @@ class Rounds:
         """Largest staleness of any row ever put into a batch, in updates."""
 
     def find(self, stage: Stage, number: int, num_ranks: int) -> Round | None:
-        """The round, if it was formed. Raises `LeaseExpired` if it is void or trained, `StoreError` if the ranks
-        disagree.
-        """
+        """The round, if it was formed. Raises `LeaseExpired` if it is over, `StoreError` if the ranks disagree."""
         known = self._rounds.get(stage.name, {}).get(number)
         if known is None:
             newest = self._newest.get(stage.name)
@@ -77,9 +74,7 @@ class Rounds:
     def form(
         self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float
     ) -> Round | None:
-        """A new round if its units are ready. The train stage takes its batch and no deadline. Raises
-        `StalenessViolation`.
-        """
+        """A new round if its units are ready. The train stage's has no deadline. Raises `StalenessViolation`."""
         residents = self._residents
         if stage.unit == "batch":
             chosen = self._choose_batch(stage)
@@ -115,8 +110,7 @@ class Rounds:
         stage = self._residents.stage(made.stage)
         if stage.unit != "batch":
             raise StoreError(
-                f"stage {stage.name!r} is completed by writing its columns ({', '.join(stage.spec.writes)}), not by "
-                "an ack."
+                f"stage {stage.name!r} is completed by writing {', '.join(stage.spec.writes)}, not by an ack."
             )
         if not 0 <= rank < len(made.parts):
             raise StoreError(
@@ -136,9 +130,7 @@ class Rounds:
             made.void = True
 
     def take_back(self, made: Round) -> None:
-        """Undo the formation of the newest batch, whose update was lost with its trainer. Raises `StoreError` for
-        older ones.
-        """
+        """Undo the formation of the newest batch, whose update was lost. Raises `StoreError` for older ones."""
         residents = self._residents
         if made.version != self.formed - 1:
             raise StoreError(
@@ -158,9 +150,7 @@ class Rounds:
         self._newest[made.stage] = made.number - 1
 
     def _choose_batch(self, stage: Stage) -> list[Group] | None:
-        """The next batch's groups. Groups with a token too old are evicted first, unless the spec is strict: then it
-        raises.
-        """
+        """The next batch's groups, those with a token too old evicted; a strict spec raises instead."""
         residents, spec = self._residents, self._residents.spec
         while stage.num_free >= spec.groups_per_step:
             while residents.head < residents.next_group and residents.head not in residents.waiting:
@@ -196,15 +186,15 @@ class Rounds:
         if self._residents.spec.strict:
             raise StalenessViolation(
                 f"group {group.id} has a token of version {group.oldest_version()}, which the update that makes "
-                "version "
-                f"{self.formed + 1} would train at staleness {age} > "
+                f"version {self.formed + 1} would train at staleness {age} > "
                 f"max_staleness={self._residents.spec.max_staleness}. Admission should "
                 "have made this impossible: were versions published before the engines had loaded them?"
             )
         self._residents.drop(group, group.live, "stale")
 
     def _split(self, stage: Stage, granted: dict[int, int], num_ranks: int) -> list[list[int]]:
-        """Rows (whole groups where the stage's unit is the group) over ranks, balanced by prompt and response tokens."""
+        """Rows (whole groups where the stage's unit is the group) over ranks, balanced by prompt and response
+        tokens."""
         residents = self._residents
         units: list[list[int]] = []
         costs: list[int] = []

@@ -21,15 +21,15 @@ from penstock.store.schema import arrow_type
 class Rows:
     """An immutable table of samples, ordered by group and then by index in the group.
 
-    rows = Rows.from_lists({"prompt_ids": [[5, 6], [5, 6]], "reward": [1.0, 0.0]}, group_ids=[0, 0])
-    rows.values("reward")         # array([1., 0.], dtype=float32)
-    rows.arrays("prompt_ids")[0]  # array([5, 6], dtype=int32)
+        rows = Rows.from_lists({"prompt_ids": [[5, 6], [5, 6]], "reward": [1.0, 0.0]}, group_ids=[0, 0])
+        rows.values("reward")  # array([1., 0.], dtype=float32)
+        rows.arrays("prompt_ids")[0]  # array([5, 6], dtype=int32)
+
+    What returns a table of samples returns a new one.
     """
 
     def __init__(self, row_ids: np.ndarray, group_ids: np.ndarray, table: pa.Table) -> None:
-        """`row_ids`, `group_ids`: `[N]` int64. `table`: N rows, each column in at most one chunk. Raises
-        `WrongLength`.
-        """
+        """`row_ids`, `group_ids`: `[N]` int64. `table`: N rows, columns of at most one chunk. Raises `WrongLength`."""
         if not len(row_ids) == len(group_ids) == (table.num_rows if table.num_columns else len(row_ids)):
             raise WrongLength(
                 f"{len(row_ids)} row ids, {len(group_ids)} group ids and a table of {table.num_rows} rows do not fit "
@@ -56,7 +56,8 @@ class Rows:
 
     @staticmethod
     def concat(parts: "Sequence[Rows]") -> "Rows":
-        """All rows of `parts` in their order. All must have the same columns; at least one part. Raises `StoreError`."""
+        """All rows of `parts` in their order. All must have the same columns; at least one part. Raises
+        `StoreError`."""
         if not parts:
             raise StoreError("Rows.concat got no parts, so their columns are unknown. Pass at least one Rows.")
         names = parts[0].names

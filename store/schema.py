@@ -36,8 +36,7 @@ def encode(columns: dict[str, Column], values: dict[str, Any], row_ids: Sequence
     """One Arrow column for each of `values`, in the declared type.
 
     `values`: by column name one value a row: a list, a `[N]` array, or for ragged columns a list of lists or `[T_i]`
-    arrays. `columns`: the declared columns, of which `values` is a subset. Raises `WrongType`, `WrongLength`,
-    `NotFinite`.
+    arrays. `columns`: the declared ones, of which `values` are some. Raises `WrongType`, `WrongLength`, `NotFinite`.
     """
     arrays: dict[str, pa.Array] = {}
     for name, given in values.items():
@@ -52,9 +51,7 @@ def encode(columns: dict[str, Column], values: dict[str, Any], row_ids: Sequence
 
 
 def check_batch(columns: dict[str, Column], batch: pa.RecordBatch, num_rows: int) -> None:
-    """The store's own look at what a client has encoded: types and number of rows, not values. Raises as `encode`
-    does.
-    """
+    """The store's own look at what came: types and number of rows, not values. Raises `WrongType`, `WrongLength`."""
     if batch.num_columns and batch.num_rows != num_rows:
         raise WrongLength(f"a batch of {batch.num_rows} rows came for {num_rows} row ids. Write through StoreClient.")
     for field in batch.schema:

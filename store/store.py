@@ -1,9 +1,8 @@
-"""The streaming store: the ledger's decisions and the blocks' data behind waiting calls. Runs in-process or as a Ray
-actor.
+"""The streaming store: the ledger's decisions and the blocks' data behind calls that wait. In-process or a Ray actor.
 
-    producers ─ put ─▶ ┌───────┐ ─ lease ─▶ workers
-                       │ Store │ ◀─ write, drop ─
-    controller ─ published ─▶  └───────┘ ─ lease_shared ─▶ trainer ranks
+    producers  ─ put ───────▶ ┌───────┐ ─ lease ────────▶ workers
+                              │ Store │ ◀─ write, drop ── workers
+    controller ─ published ─▶ └───────┘ ─ lease_shared ─▶ trainer ranks
 
 Spoken to through `store/client.py` only. Who waits is woken one after the other when its stage may have become ready,
 so nobody polls and first come is first served. All calls must come from one event loop.
@@ -14,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import pyarrow as pa
 
@@ -25,10 +24,9 @@ from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
 from penstock.store.schema import check_batch
 from penstock.store.spec import StoreSpec
+from penstock.store.turns import Turns
 
-T = TypeVar("T")
 Clock = Callable[[], float]
-Queue = deque["asyncio.Future[None]"]
 
 
 @dataclass(frozen=True)
@@ -54,18 +52,23 @@ class Granted:
 
 
 class Store:
-    """Lifecycle: made with its spec, used until `close`, after which waiting calls return None or raise `StoreClosed`.
+    """Groups come in, are leased, written and trained, and go.
 
-    store = Store(spec)
-    client = StoreClient(store)
-    groups = await client.put_groups([{"prompt_ids": [1, 2, 3], "task": "{}"}])
+    Lifecycle: made with its spec, used until `close`, after which waiting calls return None or raise `StoreClosed`.
+
+        store = Store(spec)
+        client = StoreClient(store)
+        groups = await client.put_groups([{"prompt_ids": [1, 2, 3], "task": "{}"}])
+
+    Calls that change something never wait in between: each is one event of the ledger.
     """
 
     def __init__(
         self, spec: StoreSpec, clock: Clock = time.monotonic, keep: Callable[[pa.RecordBatch], Any] | None = None
     ) -> None:
-        """`clock`: seconds. `keep`: takes a batch larger than `spec.inline_bytes` and returns a reference that consumers can
-        read it by (Ray's object store). None: all batches stay here."""
+        """`clock`: seconds. `keep`: takes a batch larger than `spec.inline_bytes` and returns a reference that
+        consumers can read it by (Ray's object store). None: all batches stay here.
+        """
         self._spec = spec
         self._clock = clock
         self._keep = keep
@@ -73,23 +76,22 @@ class Store:
         self._blocks = Blocks(spec.columns, spec.group_size)
         self._columns = {column.name: column for column in spec.columns}
         self._reads = {stage.name: stage.reads for stage in spec.stages}
-        self._producers: Queue = deque()
-        self._consumers: dict[str, Queue] = {stage.name: deque() for stage in spec.stages}
-        self._ranks: dict[str, Queue] = {stage.name: deque() for stage in spec.stages}
+        self._producers = Turns(self._schedule)
+        self._consumers = {stage.name: Turns(self._schedule) for stage in spec.stages}
+        self._ranks = {stage.name: Turns(self._schedule) for stage in spec.stages}
         self._errors: deque[str] = deque(maxlen=20)
         self._closed: str | None = None
         self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop that the first call came from."""
+        """The event loop that the last event came from: all come from one."""
 
     async def spec(self) -> StoreSpec:
+        self.loop = asyncio.get_running_loop()
         return self._spec
 
     async def put(self, batch: pa.RecordBatch, facts: Facts) -> list[int]:
-        """One group for each row of the batch, admitted in order as credits allow; their numbers. Raises
-        `StoreClosed`.
-        """
+        """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`."""
         names, num_groups = batch.schema.names, len(facts.row_bytes)
         self._check_source(names)
         check_batch(self._columns, batch, num_groups)
@@ -111,7 +113,7 @@ class Store:
                 self._changed()
             return admitted if len(admitted) == num_groups else None
 
-        done = await self._wait(self._producers, admit)
+        done = await self._producers.wait(admit)
         if done is None:
             raise StoreClosed(
                 f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted."
@@ -124,9 +126,9 @@ class Store:
 
         def take() -> Granted | None:
             lease = self.ledger.lease(stage, max_units, owner, self._clock())
-            return lease and self._grant(lease.id, stage, self.ledger.rows_of(lease))
+            return None if lease is None else self._grant(lease.id, stage, self.ledger.rows_of(lease))
 
-        return await self._wait(self._consumers[stage], take)
+        return await self._consumers[stage].wait(take)
 
     async def lease_shared(
         self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
@@ -138,9 +140,11 @@ class Store:
             made = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
             if self.ledger.residents.freed:  # stale groups were evicted
                 self._changed()
-            return made and self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
+            if made is None:
+                return None
+            return self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
 
-        return await self._wait(self._ranks[stage], take)
+        return await self._ranks[stage].wait(take)
 
     async def write(self, writes: list[Write]) -> list[StoreError | None]:
         """Each write stands for itself: its error, or None. See `Ledger.write`."""
@@ -215,9 +219,8 @@ class Store:
             self._closed = reason
         if self._timer is not None:
             self._timer.cancel()
-        for queue in (self._producers, *self._consumers.values(), *self._ranks.values()):
-            while queue:
-                _wake(queue.popleft())
+        for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
+            turns.close()
 
     def _write(self, one: Write) -> None:
         names = one.batch.schema.names
@@ -228,8 +231,9 @@ class Store:
             self._blocks.add_rows(one.row_ids, kept, self._block(one.batch), names)
 
     def _block(self, batch: pa.RecordBatch) -> Block:
-        """Large batches are kept where consumers read them without asking this process, and owned by it: a producer that
-        dies takes nothing along."""
+        """A large batch is kept where consumers read it without asking this process, and owned by this process: a
+        producer that dies takes nothing along.
+        """
         if self._keep is None or batch.nbytes <= self._spec.inline_bytes:
             return Block(batch, None, batch.nbytes)
         return Block(None, self._keep(batch), batch.nbytes)
@@ -255,33 +259,6 @@ class Store:
                     f"the source writes no column {name!r}, only {', '.join(self._spec.source_columns)}."
                 )
 
-    async def _wait(self, queue: Queue, attempt: Callable[[], T | None]) -> T | None:
-        """The first result of `attempt` that is not None, tried whenever it is this caller's turn; None once closed."""
-        self.loop = asyncio.get_running_loop()
-        if not queue and self._closed is None:
-            result = attempt()
-            if result is not None:
-                return result
-        first = True
-        while self._closed is None:
-            turn: asyncio.Future[None] = self.loop.create_future()
-            queue.append(turn) if first else queue.appendleft(turn)
-            try:
-                await turn
-            except asyncio.CancelledError:  # the caller went away: it holds nothing, and its turn is the next one's
-                if turn in queue:
-                    queue.remove(turn)
-                self._schedule()
-                raise
-            if self._closed is not None:
-                return None
-            result = attempt()
-            if result is not None:
-                self._schedule()
-                return result
-            first = False
-        return None
-
     def _changed(self) -> None:
         """After every event: let go of data that is over, and look who may go on."""
         freed = self.ledger.residents.freed
@@ -297,17 +274,14 @@ class Store:
             self.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Give the first in each queue its turn if there may be something for it; it passes the turn on if there was."""
+        """Give the first in each queue its turn if there may be something for it, and all ranks theirs."""
         self._pump_due = False
-        for name, queue in self._consumers.items():
-            if queue and self.ledger.residents.readiness.by_name[name].num_free:
-                _wake(queue.popleft())
+        for name, consumers in self._consumers.items():
+            if self.ledger.residents.readiness.by_name[name].num_free:
+                consumers.wake_first()
         for ranks in self._ranks.values():
-            for turn in list(ranks):
-                _wake(turn)
-            ranks.clear()
-        if self._producers:
-            _wake(self._producers.popleft())
+            ranks.wake_all()
+        self._producers.wake_first()
         self._arm()
 
     def _arm(self) -> None:
@@ -327,8 +301,3 @@ class Store:
 
 def _at(values: list[int] | None, position: int) -> int:
     return values[position] if values is not None else 0
-
-
-def _wake(turn: "asyncio.Future[None]") -> None:
-    if not turn.done():
-        turn.set_result(None)

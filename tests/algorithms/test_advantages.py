@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.algorithms.advantages import group_advantage
 from penstock.conf.errors import ConfigError, ShapeError
 

@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked
 from penstock.conf.algorithm import AGGREGATIONS
 from penstock.conf.errors import ConfigError, ShapeError
@@ -95,7 +96,7 @@ def test_bad_input_is_named():
         aggregate(torch.zeros(2, 3), torch.zeros(2, 2), BatchTotals(1, 1), "token_mean")
     with pytest.raises(ShapeError, match=r"values is float32 \[3\]; expected a tensor \[B, T\]"):
         aggregate(torch.zeros(3), torch.zeros(3), BatchTotals(1, 1), "token_mean")
-    with pytest.raises(ShapeError, match="mask is float32 .* values other than 0 and 1"):
+    with pytest.raises(ShapeError, match=r"mask is float32 .* values other than 0 and 1"):
         aggregate(torch.zeros(1, 2), torch.tensor([[0.5, 1.0]]), BatchTotals(1, 1), "token_mean")
     with pytest.raises(ConfigError, match="did you mean 'token_mean'"):
         aggregate(torch.zeros(1, 2), torch.ones(1, 2), BatchTotals(1, 1), "token_means")

@@ -3,6 +3,7 @@ from functools import partial
 
 import pytest
 import torch
+
 from penstock.algorithms.aggregation import BatchTotals, aggregate
 from penstock.algorithms.corrections import correction_metrics, truncated_importance_weight
 from penstock.conf.errors import ConfigError, ShapeError

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.algorithms.kl import ESTIMATORS, LOG_RATIO_BOUND, kl_estimate, log_ratio
 from penstock.conf.errors import ConfigError, ShapeError
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import per_token, ppo_clip_loss, sft_loss
 from penstock.conf.algorithm import AGGREGATIONS, CORRECTIONS
@@ -14,7 +15,7 @@ ONE = BatchTotals(1, 1)
 
 
 def one_token(ratio, advantage, *, weight=1.0, **settings):
-    """The loss of a single token with π / π_old = `ratio` and π_old / π_behavior = `weight`: loss, gradient, metrics."""
+    """Loss, gradient and metrics of one token with π / π_old = `ratio` and π_old / π_behavior = `weight`."""
     old = torch.tensor([[-1.0]], dtype=torch.float64)
     new = (old + math.log(ratio)).requires_grad_()
     behavior = old - math.log(weight)

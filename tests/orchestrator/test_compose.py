@@ -124,6 +124,11 @@ def test_values_that_are_no_literals_are_text() -> None:
     assert config.name == "first try"
 
 
+def test_lists_may_hold_overrides_as_they_are_typed() -> None:
+    config = load_config(["warm_start.overrides=[trainer.max_steps=300, name=first try]"])
+    assert config.warm_start.overrides == ["trainer.max_steps=300", "name=first try"]
+
+
 def test_free_dictionaries_take_new_keys() -> None:
     config = load_config(["data.options.max_digits=3", "reward.options={scale: 2}", "tracking.tags.team=blue"])
     assert config.data.options == {"max_digits": 3}

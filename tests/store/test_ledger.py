@@ -221,7 +221,7 @@ def test_all_ranks_get_their_share_of_the_same_batch_and_rows_end_with_the_last_
     made = ledger.lease_shared("train", 0, 3, 1, "trainer", 0.0)
     assert ledger.lease_shared("train", 0, 3, 1, "trainer", 0.0) is made
     shares = [ledger.share(made, rank) for rank in range(3)]
-    assert sorted(sum(shares, [])) == [0, 1, 2, 3]
+    assert sorted(row for share in shares for row in share) == [0, 1, 2, 3]
     for rank in (2, 0, 0):
         ledger.complete_shared(made.lease_id, rank)
         ledger.check_invariants()
@@ -281,7 +281,7 @@ def test_other_stages_are_shared_over_ranks_by_whole_units(driver: Driver) -> No
     with pytest.raises(LeaseExpired, match="expired or was released"):
         driver.ledger.lease_shared("reference", 0, 2, 4, "reference", 0.0)
     again = driver.ledger.lease_shared("reference", 1, 2, 9, "reference", 11.0)
-    assert sorted(sum(again.parts, [])) == sorted(set(range(6)) - set(share))
+    assert sorted(row for part in again.parts for row in part) == sorted(set(range(6)) - set(share))
 
 
 def test_everything_that_a_dead_owner_holds_goes_back_at_once(driver: Driver) -> None:

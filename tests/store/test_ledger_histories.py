@@ -1,7 +1,9 @@
-"""Random histories: workers that lag, die, repeat themselves, drop rows and answer late; engines and ranks in any order.
+"""Random histories: workers that lag, die, repeat themselves, drop rows and answer late; engines and ranks in any
+order.
 
-After every event all of the ledger's state is recomputed and compared, and a model that only remembers what was told to it
-checks the promises: trained exactly once, staleness bounded without a single eviction, order kept, nobody waits for ever.
+After every event all of the ledger's state is recomputed and compared, and a model that only remembers what was told to
+it checks the promises: trained exactly once, staleness bounded without a single eviction, order kept, nobody waits for
+ever.
 """
 
 import math

@@ -62,7 +62,7 @@ def _check_sizes(config: FreshModelConfig) -> None:
     if config.num_heads % config.num_kv_heads:
         raise ModelError(
             f"model.fresh.num_heads={config.num_heads} is no multiple of "
-            f"model.fresh.num_kv_heads={config.num_kv_heads}: every key-value head serves the same number of query heads."
+            f"model.fresh.num_kv_heads={config.num_kv_heads}: each serves equally many."
         )
 
 

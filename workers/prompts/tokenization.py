@@ -30,9 +30,10 @@ class TokenLimits:
 
     @classmethod
     def of_run(cls, config: RunConfig, *, demonstrations: bool) -> "TokenLimits":
-        room = config.sequence_room(demonstrations=demonstrations)
-        less = "" if demonstrations else " less rollout.sampling.max_tokens"
-        return cls(config.data.max_prompt_tokens, room, f"rollout.max_model_len{less}")
+        room, means = config.rollout.max_model_len, "rollout.max_model_len"
+        if not demonstrations:
+            room, means = room - config.rollout.sampling.max_tokens, f"{means} less rollout.sampling.max_tokens"
+        return cls(config.data.max_prompt_tokens, room, means)
 
     def check(self, where: str, num_prompt: int, num_response: int = 0) -> None:
         """Raise `PromptTooLong` unless a row with so many tokens fits."""

@@ -210,8 +210,8 @@ class VllmEngine:
             return await asyncio.wait_for(call, timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{what}: the vLLM engine for {self._model_path} did not answer within {timeout_s:g} s. Raise {key}, or "
-                "see its log."
+                f"{what}: the vLLM engine for {self._model_path} did not answer within {timeout_s:g} s. Raise {key}, "
+                "or see its log."
             ) from None
         except PenstockError:
             raise

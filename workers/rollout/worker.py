@@ -134,8 +134,8 @@ class RolloutWorker:
             return await asyncio.wait_for(generation, self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"{self._name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) was not done "
-                f"after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower rollout.sampling.max_tokens."
+                f"{self._name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) was not "
+                f"done after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower rollout.sampling.max_tokens."
             ) from None
 
     async def _renew_leases(self) -> None:

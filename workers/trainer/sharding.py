@@ -91,10 +91,10 @@ class ShardedPolicy:
         policy = MixedPrecisionPolicy()
         if compute_dtype == "bfloat16":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        options = {"mesh": group.mesh(), "mp_policy": policy, "reshard_after_forward": not self.keeps_whole}
+        mesh = group.mesh()
         for layer in decoder_layers(model):
-            fully_shard(layer, **options)
-        fully_shard(model, **{**options, "reshard_after_forward": False})
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps_whole)
+        self.root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         model.to(group.device)  # buffers
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if group.num_ranks > 1:
@@ -105,9 +105,9 @@ class ShardedPolicy:
     def before_backward(self, is_last: bool) -> None:
         """Gradients of a step's micro-batches add up unreduced until the last one, where they may be kept whole."""
         if self.keeps_whole:
-            self.model.set_requires_gradient_sync(is_last)
-            self.model.set_reshard_after_backward(is_last)
-            self.model.set_is_last_backward(is_last)
+            self.root.set_requires_gradient_sync(is_last)
+            self.root.set_reshard_after_backward(is_last)
+            self.root.set_is_last_backward(is_last)
 
     def free(self) -> None:
         """Let go of gathered parameters, which an optimizer step outdates. Called after passes without backward."""

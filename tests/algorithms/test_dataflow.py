@@ -1,0 +1,167 @@
+from functools import partial
+
+import pytest
+
+from penstock.algorithms.columns import STANDARD_COLUMNS, Column, as_column
+from penstock.algorithms.dataflow import Dataflow
+from penstock.conf.errors import DataflowError
+
+
+def advantage(reward):
+    return reward
+
+
+def novelty(response_ids):
+    return response_ids
+
+
+def loss(logprobs, mask, totals, advantage, reference_logprobs=None, *, clip=0.2):
+    return logprobs, {}
+
+
+def grpo_like(*, reads=("reward",), writes=("advantage",), per="group", train=loss):
+    flow = Dataflow().rollout("policy", samples_per_prompt=4).reward()
+    return flow.compute(advantage, per=per, reads=reads, writes=writes).train("policy", loss=train)
+
+
+def test_a_complete_graph_passes_and_knows_its_columns():
+    flow = grpo_like().check()
+    assert [stage.name for stage in flow.stages] == ["source", "rollout", "reward", "advantage", "train"]
+    assert flow.samples_per_prompt == 4
+    assert flow.columns["advantage"] == STANDARD_COLUMNS["advantage"]
+    assert [stage.kind for stage in flow.of_kind("compute")] == ["compute"]
+
+
+def test_demonstrations_need_no_rollout():
+    flow = Dataflow().demonstrations().train(loss=lambda logprobs, mask, totals: None).check()
+    assert flow.stage("train").reads == ("prompt_ids", "response_ids")
+    assert flow.samples_per_prompt == 1
+
+
+def test_a_loss_reads_what_its_parameters_are_named():
+    stage = grpo_like().stage("train")
+    assert stage.reads == ("prompt_ids", "response_ids", "advantage")
+    assert stage.optional_reads == ("reference_logprobs",)
+
+
+def test_settings_bound_by_partial_are_no_columns():
+    def with_settings(logprobs, mask, totals, advantage, *, beta, gamma, **more):
+        return logprobs, {}
+
+    flow = grpo_like(train=partial(with_settings, beta=0.1, gamma=None))
+    assert flow.check().stage("train").reads == ("prompt_ids", "response_ids", "advantage")
+    # a setting bound to None is optional; no stage writes a column of that name, so nothing is read
+    assert flow.reads_of(flow.stage("train")) == ("prompt_ids", "response_ids", "advantage")
+
+
+def test_an_optional_column_is_read_only_where_a_stage_writes_it():
+    flow = grpo_like()
+    assert "reference_logprobs" not in flow.reads_of(flow.stage("train"))
+    flow.logprobs("reference").check()
+    assert "reference_logprobs" in flow.reads_of(flow.stage("train"))
+
+
+def test_logprobs_of_any_model_write_a_column_of_its_name():
+    flow = Dataflow().rollout(samples_per_prompt=1).logprobs("teacher")
+    assert flow.columns["teacher_logprobs"] == Column("teacher_logprobs", "float32", "token")
+
+
+def test_a_new_column_is_declared_with_its_type():
+    flow = Dataflow().rollout(samples_per_prompt=2).reward()
+    flow.compute(novelty, per="sample", reads=["response_ids"], writes=[Column("novelty", "float32")])
+    flow.train(loss=lambda logprobs, novelty: None).check()
+    assert flow.stage("novelty").unit == "sample"
+
+
+def test_a_compute_stage_is_named_after_its_function():
+    flow = Dataflow().compute(partial(advantage), reads=["reward"], writes=["advantage"])
+    assert flow.stages[0].name == "advantage"
+    named = Dataflow().compute(advantage, reads=["reward"], writes=["advantage"], name="baseline")
+    assert named.stages[0].name == "baseline"
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (
+            lambda: grpo_like(reads=["rewards"]).check(),
+            r"stage 'advantage' reads column 'rewards', which no stage writes; did you mean 'reward'\?",
+        ),
+        (
+            lambda: grpo_like(train=lambda logprobs, advantages: None).check(),
+            r"stage 'train' reads column 'advantages'.*did you mean 'advantage'.*partial\(loss, setting=...\)",
+        ),
+        (
+            lambda: grpo_like(writes=["advantag"]),
+            r"writes column 'advantag', which is not standard.*did you mean .advantage.*Column\(.advantag., .float32.\)",
+        ),
+        (
+            lambda: grpo_like(writes=["reward"]).check(),
+            "column 'reward' is written by stage 'reward' and by 'advantage'; a column has one writer",
+        ),
+        (
+            lambda: grpo_like(writes=[Column("mask", "float32")]).check(),
+            "writes column 'mask', a name that the trainer gives to a loss itself",
+        ),
+        (
+            lambda: grpo_like(per="groups").check(),
+            r"stage 'advantage': per='groups' is unknown; did you mean 'group'\?",
+        ),
+        (lambda: grpo_like(per="batch").check(), "stage 'advantage': per='batch' is for training only"),
+        (
+            lambda: grpo_like(reads=[]).check(),
+            "stage 'advantage': a compute stage reads and writes at least one column",
+        ),
+        (
+            lambda: grpo_like(writes=[]).check(),
+            "stage 'advantage': a compute stage reads and writes at least one column",
+        ),
+        (
+            lambda: grpo_like(writes=[Column("advantage", "float32", per_group=True)]).check(),
+            "stage 'advantage': only the source writes columns that a group shares",
+        ),
+        (lambda: Dataflow().train(loss=loss).check(), "the dataflow has no rows: call flow.rollout"),
+        (
+            lambda: Dataflow().rollout(samples_per_prompt=2).check(),
+            r"has 0 train stages; it needs exactly one flow.train",
+        ),
+        (lambda: grpo_like().reward(), "stage 'reward' is there twice; give the second one another name"),
+        (lambda: grpo_like().demonstrations(), "stage 'source' is there twice"),
+        (lambda: Dataflow().rollout(samples_per_prompt=0), "rollout: samples_per_prompt=0 must be at least 1"),
+    ],
+)
+def test_a_graph_that_cannot_run_fails_by_the_name_of_its_stage_and_column(build, message):
+    with pytest.raises(DataflowError, match=message):
+        build()
+
+
+def test_a_circle_is_named_in_order():
+    flow = grpo_like()
+    flow.compute(advantage, name="a", reads=["b"], writes=[Column("a", "float32")])
+    flow.compute(advantage, name="b", reads=["a"], writes=[Column("b", "float32")])
+    with pytest.raises(DataflowError, match="in a circle: a → b → a"):
+        flow.check()
+
+
+def test_a_stage_that_reads_what_it_writes_is_a_circle():
+    flow = grpo_like(reads=["advantage"])
+    with pytest.raises(DataflowError, match="in a circle: advantage → advantage"):
+        flow.check()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("x", "float16"), "dtype 'float16' is none of int32"),
+        (("x", "int32", "group"), "shape 'group' is none of sample"),
+    ],
+)
+def test_a_column_has_a_known_type(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Column(*arguments)
+
+
+def test_as_column_takes_names_of_the_standard_schema():
+    assert as_column("reward").dtype == "float32"
+    with pytest.raises(KeyError, match="nonsense"):
+        as_column("nonsense")

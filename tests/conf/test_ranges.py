@@ -1,0 +1,105 @@
+import math
+
+import pytest
+
+from penstock.conf.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.cluster import ClusterConfig, TrackingConfig
+from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.errors import ConfigError
+from penstock.conf.model import FreshModelConfig, ModelConfig
+from penstock.conf.reward import RewardConfig
+from penstock.conf.rollout import RolloutConfig, SamplingConfig
+from penstock.conf.run import RunConfig, validate
+from penstock.conf.store import StoreConfig
+from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+
+OUT_OF_RANGE = [
+    (RunConfig, "max_staleness", -1),
+    (GrpoConfig, "algorithm.group_size", 0),
+    (GrpoConfig, "algorithm.clip_low", -0.1),
+    (GrpoConfig, "algorithm.clip_high", -0.1),
+    (GrpoConfig, "algorithm.kl_coef", -1.0),
+    (GrpoConfig, "algorithm.kl_coef", math.nan),
+    (GrpoConfig, "algorithm.correction_cap", -1.0),
+    (GrpoConfig, "algorithm.aggregation", "mean"),
+    (GrpoConfig, "algorithm.correction", "clipped"),
+    (SftConfig, "algorithm.aggregation", "mean"),
+    (ClusterConfig, "cluster.cpus_per_worker", -1.0),
+    (ClusterConfig, "cluster.object_store_mib", 10),
+    (ClusterConfig, "cluster.shutdown_timeout_s", 0.0),
+    (ClusterConfig, "cluster.num_gpus", -1),
+    (TrackingConfig, "tracking.samples_every_steps", -1),
+    (DataConfig, "data.source", "json"),
+    (DataConfig, "data.too_long", "cut"),
+    (DataConfig, "data.max_prompt_tokens", 0),
+    (DataConfig, "data.size", 0),
+    (EvaluationConfig, "evaluation.every_steps", -1),
+    (EvaluationConfig, "evaluation.num_problems", 0),
+    (FreshModelConfig, "model.fresh.num_layers", 0),
+    (FreshModelConfig, "model.fresh.max_position_embeddings", 8),
+    (ModelConfig, "model.attention", "flash"),
+    (RewardConfig, "reward.num_processes", 0),
+    (RewardConfig, "reward.timeout_s", 0.0),
+    (RewardConfig, "reward.max_error_share", 1.5),
+    (RewardConfig, "reward.error_window", 0),
+    (SamplingConfig, "rollout.sampling.temperature", 0.0),
+    (SamplingConfig, "rollout.sampling.top_p", 0.0),
+    (SamplingConfig, "rollout.sampling.top_p", 1.1),
+    (SamplingConfig, "rollout.sampling.top_k", -1),
+    (SamplingConfig, "rollout.sampling.min_p", 2.0),
+    (SamplingConfig, "rollout.sampling.max_tokens", 0),
+    (RolloutConfig, "rollout.engine", "vlm"),
+    (RolloutConfig, "rollout.dtype", "float16"),
+    (RolloutConfig, "rollout.num_workers", 0),
+    (RolloutConfig, "rollout.num_gpus_per_worker", -1),
+    (RolloutConfig, "rollout.max_model_len", 1),
+    (RolloutConfig, "rollout.gpu_memory_utilization", 1.5),
+    (RolloutConfig, "rollout.update_timeout_s", 0.0),
+    (StoreConfig, "store.window", 0),
+    (StoreConfig, "store.max_bytes", 0),
+    (StoreConfig, "store.inline_bytes", -1),
+    (StoreConfig, "store.lease_timeout_s", 0.0),
+    (OptimizerConfig, "trainer.optimizer.lr", -1e-6),
+    (OptimizerConfig, "trainer.optimizer.clip_norm", -1.0),
+    (OptimizerConfig, "trainer.optimizer.warmup_steps", -1),
+    (OptimizerConfig, "trainer.optimizer.min_lr_share", 2.0),
+    (OptimizerConfig, "trainer.optimizer.schedule", "linear"),
+    (TrainerConfig, "trainer.engine", "ddp"),
+    (TrainerConfig, "trainer.dtype", "float16"),
+    (TrainerConfig, "trainer.num_ranks", 0),
+    (TrainerConfig, "trainer.max_tokens_per_microbatch", 0),
+    (TrainerConfig, "trainer.logprob_chunk_tokens", 0),
+    (TrainerConfig, "trainer.step_timeout_s", 0.0),
+]
+
+
+@pytest.mark.parametrize(("config_class", "key", "value"), OUT_OF_RANGE, ids=lambda value: str(value)[:40])
+def test_a_value_out_of_range_is_refused_by_its_full_key(config_class, key, value):
+    field = key.rpartition(".")[2]
+    with pytest.raises(ConfigError) as caught:
+        config_class(**{field: value})
+    assert str(caught.value).startswith(f"{key}={value}:")
+
+
+def test_every_default_is_within_its_range():
+    validate(RunConfig(algorithm=GrpoConfig()))
+
+
+def test_what_hydra_has_not_resolved_yet_is_left_alone():
+    at_least("key", "???", 1)
+    above("key", "${seed}", 1)
+    within("key", "???", 0, 1)
+    one_of("key", "${model.name}", ["a"])
+
+
+def test_the_bounds_themselves_are_allowed():
+    at_least("key", 1, 1)
+    within("key", 0, 0, 1)
+    within("key", 1, 0, 1)
+    with pytest.raises(ConfigError, match="key=1: must be greater than 1"):
+        above("key", 1, 1)
+
+
+def test_an_algorithm_of_ones_own_need_not_check_anything():
+    assert AlgorithmConfig().group_size == 1

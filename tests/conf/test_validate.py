@@ -1,0 +1,60 @@
+import pytest
+
+from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.errors import ConfigError
+from penstock.conf.rollout import RolloutConfig, SamplingConfig
+from penstock.conf.run import RunConfig, validate
+from penstock.conf.store import StoreConfig
+from penstock.conf.trainer import TrainerConfig
+
+
+def config(**sections):
+    return RunConfig(algorithm=GrpoConfig(), **sections)
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "window", "groups_per_step", "window_staleness", "max_active_groups"),
+    [
+        # S = max_staleness - ceil((w - 1) / P); active = (S + 1) P
+        (0, 1, 8, 0, 8),
+        (1, 1, 8, 0, 16),
+        (2, 1, 8, 0, 24),
+        (1, 9, 8, 1, 8),  # ceil(8 / 8) = 1, S = 0
+        (2, 2, 8, 1, 16),  # ceil(1 / 8) = 1, S = 1
+        (2, 10, 8, 2, 8),  # ceil(9 / 8) = 2, S = 0
+    ],
+)
+def test_admission_leaves_the_window_its_share_of_the_staleness(
+    max_staleness, window, groups_per_step, window_staleness, max_active_groups
+):
+    run = config(
+        max_staleness=max_staleness,
+        store=StoreConfig(window=window),
+        trainer=TrainerConfig(groups_per_step=groups_per_step),
+    )
+    validate(run)
+    assert run.window_staleness == window_staleness
+    assert run.max_active_groups == max_active_groups
+
+
+def test_a_window_larger_than_the_staleness_allows_is_refused_with_both_keys():
+    with pytest.raises(ConfigError, match=r"store.window=2 .* by 1 update.* max_staleness=0.* store.window=1 or raise"):
+        validate(config(store=StoreConfig(window=2)))
+
+
+def test_a_response_must_leave_room_for_a_prompt():
+    rollout = RolloutConfig(max_model_len=64, sampling=SamplingConfig(max_tokens=64))
+    with pytest.raises(ConfigError, match=r"rollout.sampling.max_tokens=64 leaves no room .* rollout.max_model_len=64"):
+        validate(config(rollout=rollout))
+
+
+def test_held_out_problems_need_a_seed_of_their_own():
+    data, evaluation = DataConfig(source="reasoning_gym", path="chain_sum", seed=5), EvaluationConfig(seed=5)
+    with pytest.raises(ConfigError, match=r"evaluation.seed=5 equals data.seed"):
+        validate(config(data=data, evaluation=evaluation))
+
+
+def test_a_minibatch_needs_at_least_one_group():
+    with pytest.raises(ConfigError, match=r"trainer.num_minibatches=9 exceeds trainer.groups_per_step=8"):
+        validate(config(trainer=TrainerConfig(num_minibatches=9)))

@@ -1,0 +1,33 @@
+"""Engines by name."""
+
+import subprocess
+import sys
+
+import pytest
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.rollout.engine_scripted import ScriptedEngine
+from penstock.workers.rollout.factory import make_engine
+
+
+def test_the_scripted_engine_is_made_by_name() -> None:
+    assert isinstance(make_engine(RolloutConfig(engine="scripted"), "", num_threads=1), ScriptedEngine)
+
+
+def test_an_unknown_engine_is_named_with_the_nearest() -> None:
+    config = RolloutConfig(engine="hf")
+    config.engine = "vlm"
+    with pytest.raises(ConfigError, match=r"rollout\.engine=vlm: unknown; did you mean 'vllm'"):
+        make_engine(config, "", num_threads=1)
+
+
+@pytest.mark.parametrize("name", ["vllm", "scripted"])
+def test_making_an_engine_imports_neither_vllm_nor_torch(name: str) -> None:
+    program = (
+        "import sys; from penstock.conf.rollout import RolloutConfig; "
+        "from penstock.workers.rollout.factory import make_engine; "
+        f"make_engine(RolloutConfig(engine={name!r}), '', num_threads=1); "
+        "assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)

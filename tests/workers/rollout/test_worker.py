@@ -1,0 +1,217 @@
+"""The pull loop: everything leased is written once, as much at a time as the engine takes, and failures are named."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
+from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied
+from penstock.store.client import StoreClient
+from penstock.store.spec import StageSpec, StoreSpec
+from penstock.store.store import Store
+from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
+from penstock.workers.rollout.worker import RolloutWorker, sample_seed
+
+GROUP_SIZE = 3
+
+
+def make_store(**changes: Any) -> Store:
+    columns = (*PROMPT_COLUMNS, *ROLLOUT_COLUMNS)
+    options: dict[str, Any] = {
+        "columns": tuple(STANDARD_COLUMNS[name] for name in columns),
+        "source_columns": PROMPT_COLUMNS,
+        "stages": (
+            StageSpec("rollout", "group", ("prompt_ids",), ROLLOUT_COLUMNS),
+            StageSpec("train", "batch", ("prompt_ids", *ROLLOUT_COLUMNS), ()),
+        ),
+        "group_size": GROUP_SIZE,
+        "groups_per_step": 4,
+        "max_active_groups": 4,
+        "max_staleness": 0,
+        **changes,
+    }
+    return Store(StoreSpec(**options))
+
+
+def make_worker(engine: Any, client: StoreClient, **changes: Any) -> RolloutWorker:
+    options = {"num_samples": GROUP_SIZE, "max_concurrent_samples": 12, **changes}
+    return RolloutWorker(engine, client, Sampling(max_tokens=5), "Rollout-0", 17, **options)
+
+
+def prompts(count: int) -> list[dict[str, Any]]:
+    return [{"prompt_ids": [10 + index, 20], "task": "{}"} for index in range(count)]
+
+
+async def run_until_written(worker: RolloutWorker, client: StoreClient, num_groups: int = 4) -> Any:
+    """The batch that the worker's samples form; the worker ends because the store is closed."""
+    running = asyncio.create_task(worker.run())
+    await client.put_groups(prompts(num_groups))
+    batch = await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10)
+    await client.close("the test is over")
+    await asyncio.wait_for(running, 10)
+    assert batch is not None
+    return batch.rows
+
+
+class CountingEngine(ScriptedEngine):
+    """Counts how many groups are in it at a time."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.now = self.most = 0
+
+    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        self.now += 1
+        self.most = max(self.most, self.now)
+        try:
+            return await super().generate(prompt_ids, num_samples, sampling)
+        finally:
+            self.now -= 1
+
+
+def test_what_the_engine_sampled_is_what_the_store_gets() -> None:
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        rows = await run_until_written(make_worker(ScriptedEngine(version=0), client), client)
+        assert len(rows) == 4 * GROUP_SIZE
+        for group_id, positions in rows.groups():
+            prompt = rows.arrays("prompt_ids")[positions[0]].tolist()
+            sampling = Sampling(max_tokens=5, seed=sample_seed(17, group_id))
+            expected = await ScriptedEngine().generate(prompt, GROUP_SIZE, sampling)
+            for position, completion in zip(positions, expected, strict=True):
+                assert rows.arrays("response_ids")[position].tolist() == completion.token_ids
+                assert rows.arrays("token_versions")[position].tolist() == completion.versions
+                assert rows.arrays("behavior_logprobs")[position].tolist() == pytest.approx(completion.logprobs)
+                assert rows.strings("response_text")[position] == completion.text
+                assert rows.strings("finish_reason")[position] == "length"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("max_concurrent_samples", "most"), [(12, 4), (6, 2), (8, 2), (1, 1)])
+def test_as_many_groups_run_at_a_time_as_fit(max_concurrent_samples: int, most: int) -> None:
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        engine = CountingEngine(TimeModel(tokens_per_s=200))
+        await run_until_written(make_worker(engine, client, max_concurrent_samples=max_concurrent_samples), client)
+        assert engine.most == most
+
+    asyncio.run(scenario())
+
+
+def test_counters_tell_samples_tokens_and_busy_time() -> None:
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        worker = make_worker(ScriptedEngine(TimeModel(tokens_per_s=100)), client)
+        assert worker.stats()["busy_s"] == 0
+        await run_until_written(worker, client)
+        stats = worker.stats()
+        assert (stats["samples"], stats["tokens"], stats["groups"]) == (12, 60, 4)
+        assert 0.05 <= stats["busy_s"] < 1
+
+    asyncio.run(scenario())
+
+
+def test_empty_responses_are_dropped_and_counted() -> None:
+    async def scenario() -> dict[str, float]:
+        client = StoreClient(make_store())
+        engine = ScriptedEngine(length=lambda prompt, index: 0 if prompt[0] == 10 else 5)
+        running = asyncio.create_task(make_worker(engine, client).run())
+        await client.put_groups(prompts(5))
+        assert await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10) is not None
+        stats = await client.stats()
+        await client.close("the test is over")
+        await running
+        return stats
+
+    assert asyncio.run(scenario())["dropped/empty_response"] == GROUP_SIZE
+
+
+def test_a_prompt_that_the_engine_refuses_is_dropped_with_the_reason() -> None:
+    class Refusing(ScriptedEngine):
+        async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+            if prompt_ids[0] == 10:
+                raise DataError("a prompt of 9999 tokens leaves no room")
+            return await super().generate(prompt_ids, num_samples, sampling)
+
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        running = asyncio.create_task(make_worker(Refusing(), client).run())
+        await client.put_groups(prompts(5))
+        assert await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10) is not None
+        assert (await client.stats())["dropped/invalid_prompt"] == GROUP_SIZE
+        assert any("9999 tokens" in line for line in await client.errors())
+        await client.close("the test is over")
+        await running
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_engine_ends_the_loop_with_its_error() -> None:
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        engine = ScriptedEngine()
+        await engine.close()
+        await client.put_groups(prompts(4))
+        with pytest.raises(WorkerDied, match="closed"):
+            await asyncio.wait_for(make_worker(engine, client).run(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_a_group_that_takes_too_long_names_the_key() -> None:
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        worker = make_worker(ScriptedEngine(TimeModel(latency_s=60)), client, generate_timeout_s=0.05)
+        await client.put_groups(prompts(4))
+        with pytest.raises(DeadlineExceeded, match=r"Rollout-0: group \d .* rollout\.generate_timeout_s"):
+            await asyncio.wait_for(worker.run(), 10)
+
+    asyncio.run(scenario())
+
+
+def test_leases_of_long_groups_are_renewed() -> None:
+    async def scenario() -> None:
+        client = StoreClient(make_store(lease_timeout_s=0.15))
+        worker = make_worker(ScriptedEngine(TimeModel(latency_s=0.6)), client)
+        await run_until_written(worker, client)
+        assert worker.stats()["late_groups"] == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_result_that_comes_after_its_lease_is_discarded_and_counted() -> None:
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        worker = make_worker(ScriptedEngine(TimeModel(latency_s=0.3)), client)
+        running = asyncio.create_task(worker.run())
+        await client.put_groups(prompts(4))
+        await asyncio.sleep(0.1)
+        assert await client.abandon("Rollout-0") > 0
+        assert await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10) is not None
+        await client.close("the test is over")
+        await running
+        assert worker.stats()["groups"] + worker.stats()["late_groups"] >= 4
+
+    asyncio.run(scenario())
+
+
+def test_the_loop_ends_when_the_store_closes_with_nothing_to_do() -> None:
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        running = asyncio.create_task(make_worker(ScriptedEngine(), client).run())
+        await asyncio.sleep(0.01)
+        await client.close("the test is over")
+        await asyncio.wait_for(running, 5)
+
+    asyncio.run(scenario())
+
+
+def test_seeds_depend_on_run_and_group_alone() -> None:
+    seeds = {sample_seed(run, group) for run in range(20) for group in range(50)}
+    assert len(seeds) == 1000
+    assert all(0 <= seed < 2**48 for seed in seeds)
+    assert sample_seed(1, 2) == sample_seed(1, 2)
