@@ -1,0 +1,218 @@
+"""What the vLLM engine does when an update or its process fails: it resumes, or it says that it is broken. Never silence."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.protocols import Publication, Sampling
+from penstock.workers.rollout.engine_vllm import VllmEngine
+from penstock.workers.weights.publication import write_publication
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
+
+Action = Callable[[], Any]
+
+
+class FakeLLM:
+    """Plays the part of `AsyncLLM` in an update and writes down what it was told. `troubles`: by call, what goes wrong."""
+
+    def __init__(self, **troubles: Action) -> None:
+        self.calls: list[str] = []
+        self.version = "0"
+        self.errored = False
+        self._troubles = troubles
+
+    async def _do(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self._troubles:
+            result = self._troubles[name]()
+            if asyncio.iscoroutine(result):
+                await result
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", True)
+        await self._do("pause")
+
+    async def reset_prefix_cache(self) -> bool:
+        await self._do("reset")
+        return True
+
+    async def start_weight_update(self) -> None:
+        await self._do("start")
+
+    async def update_weights(self, request: Any) -> None:
+        await self._do("load")
+
+    async def finish_weight_update(self, weight_version: str) -> None:
+        self.version = weight_version
+        await self._do("finish")
+
+    async def get_weight_version(self) -> str:
+        await self._do("version")
+        return self.version
+
+    async def resume_generation(self) -> None:
+        await self._do("resume")
+
+
+def hang() -> Any:
+    return asyncio.sleep(60)
+
+
+def fail() -> Any:
+    raise Exception("the worker says: cannot")
+
+
+@pytest.fixture
+def publication(tmp_path: Path) -> Publication:
+    return write_publication(tmp_path, 1, [("w", torch.ones(3))])
+
+
+def update(llm: FakeLLM, publication: Publication, *, in_flight: int = 0) -> tuple[VllmEngine, PenstockError | None]:
+    """The engine after an update through `llm`, and what the update raised."""
+    engine = VllmEngine(RolloutConfig(update_timeout_s=0.2), "a-model", num_threads=1)
+    engine._llm = llm
+    engine._in_flight = in_flight
+    try:
+        asyncio.run(engine.update(publication))
+    except PenstockError as error:
+        return engine, error
+    return engine, None
+
+
+def is_serving(engine: VllmEngine) -> bool:
+    try:
+        engine._check_alive()
+    except WorkerDied:
+        return False
+    return True
+
+
+def test_an_update_in_flight_goes_through_its_phases_in_order(publication: Publication) -> None:
+    llm = FakeLLM()
+    engine, error = update(llm, publication, in_flight=2)
+    assert error is None
+    assert llm.calls == ["pause", "start", "load", "finish", "version", "resume"]
+    assert is_serving(engine)
+
+
+def test_an_idle_engine_needs_no_pause_but_forgets_cached_prefixes(publication: Publication) -> None:
+    llm = FakeLLM()
+    _, error = update(llm, publication)
+    assert error is None
+    assert llm.calls == ["reset", "start", "load", "finish", "version"]
+
+
+@pytest.mark.parametrize("phase", ["pause", "start"])
+@pytest.mark.parametrize(("trouble", "expected"), [(hang, DeadlineExceeded), (fail, WeightError)])
+def test_a_failure_before_loading_resumes_under_the_old_weights(
+    publication: Publication, phase: str, trouble: Action, expected: type[PenstockError]
+) -> None:
+    llm = FakeLLM(**{phase: trouble})
+    engine, error = update(llm, publication, in_flight=1)
+    assert isinstance(error, expected)
+    assert f"version 1, phase {phase}" in str(error)
+    assert llm.calls[-1] == "resume"
+    assert is_serving(engine)
+
+
+@pytest.mark.parametrize("phase", ["load", "finish", "version", "resume"])
+@pytest.mark.parametrize(("trouble", "expected"), [(hang, DeadlineExceeded), (fail, WeightError)])
+def test_a_failure_from_loading_on_marks_the_engine_broken(
+    publication: Publication, phase: str, trouble: Action, expected: type[PenstockError]
+) -> None:
+    llm = FakeLLM(**{phase: trouble})
+    engine, error = update(llm, publication, in_flight=1)
+    assert isinstance(error, expected)
+    assert f"version 1, phase {phase}" in str(error)
+    assert not is_serving(engine)
+    with pytest.raises(WorkerDied, match=f"phase {phase}"):
+        asyncio.run(engine.generate([1], 1, Sampling()))
+
+
+def test_an_engine_that_serves_another_version_than_asked_for_is_broken(publication: Publication) -> None:
+    llm = FakeLLM(finish=lambda: setattr(llm, "version", "default"))
+    engine, error = update(llm, publication)
+    assert isinstance(error, WeightError)
+    assert "it serves 'default'" in str(error)
+    assert not is_serving(engine)
+
+
+def test_a_damaged_publication_never_reaches_the_engine(publication: Publication) -> None:
+    file = Path(publication.directory) / "model.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    llm = FakeLLM()
+    engine, error = update(llm, publication, in_flight=1)
+    assert isinstance(error, WeightError)
+    assert llm.calls == []
+    assert is_serving(engine)
+
+
+def test_prompts_wait_while_weights_are_exchanged(publication: Publication) -> None:
+    order: list[str] = []
+
+    async def slow() -> None:
+        await asyncio.sleep(0.05)
+        order.append("loaded")
+
+    async def scenario() -> None:
+        engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1)
+        engine._llm = FakeLLM(load=slow)
+
+        async def request(*_: Any) -> Any:
+            order.append("requested")
+            raise WorkerDied("far enough")
+
+        engine._request = request  # type: ignore[method-assign]
+        updating = asyncio.create_task(engine.update(publication))
+        while "load" not in engine._llm.calls:
+            await asyncio.sleep(0.001)
+        with pytest.raises(WorkerDied, match="far enough"):
+            await engine.generate([1], 1, Sampling())
+        await updating
+
+    asyncio.run(scenario())
+    assert order == ["loaded", "requested"]
+
+
+def test_an_engine_that_was_never_started_says_so() -> None:
+    engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1)
+    with pytest.raises(WorkerDied, match="never started"):
+        asyncio.run(engine.generate([1], 1, Sampling()))
+
+
+def test_a_model_that_is_not_there_is_a_resource_error(tmp_path: Path) -> None:
+    engine = VllmEngine(RolloutConfig(), str(tmp_path / "nothing"), num_threads=1)
+    with pytest.raises(ResourceError, match="did not start"):
+        asyncio.run(engine.start())
+
+
+def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path) -> None:
+    async def scenario() -> None:
+        engine = VllmEngine(RolloutConfig(max_model_len=512, kv_cache_gib=0.25), str(tiny_model), num_threads=1)
+        before = {process.pid for process in psutil.Process().children(recursive=True)}
+        await engine.start()
+        started = {process.pid for process in psutil.Process().children(recursive=True)} - before
+        group = asyncio.create_task(engine.generate([5, 6], 2, Sampling(max_tokens=500, ignore_eos=True)))
+        await asyncio.sleep(0.2)
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerDied, match="is gone"):
+            await asyncio.wait_for(group, 60)
+        with pytest.raises(WorkerDied):
+            await engine.generate([5], 1, Sampling())
+        await engine.close()
+
+    asyncio.run(scenario())
