@@ -28,7 +28,7 @@ def test_a_run_without_a_name_is_called_after_recipe_and_time(tmp_path: Path) ->
     assert (
         directory.path.name == config.name == time.strftime("arithmetic-%Y%m%d-%H%M%S", time.localtime(1_800_000_000))
     )
-    assert directory.read_config()["data"]["path"] == "chain_sum"
+    assert directory.read_config()["recipe"] == "arithmetic"
 
 
 def test_two_runs_of_one_second_get_two_directories(tmp_path: Path) -> None:

@@ -135,7 +135,8 @@ class RolloutWorker:
         except TimeoutError:
             raise DeadlineExceeded(
                 f"{self._name}: group {group_id} ({num_samples} samples, prompt of {len(prompt_ids)} tokens) was not "
-                f"done after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower rollout.sampling.max_tokens."
+                f"done after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower "
+                "rollout.sampling.max_tokens."
             ) from None
 
     async def _renew_leases(self) -> None:

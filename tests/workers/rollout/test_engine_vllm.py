@@ -1,4 +1,4 @@
-"""What the vLLM engine does when an update or its process fails: it resumes, or it says that it is broken. Never silence."""
+"""What the vLLM engine does when an update or its process fails: it resumes, or says that it is broken. Never silence."""
 
 import asyncio
 import os
@@ -24,7 +24,7 @@ Action = Callable[[], Any]
 
 
 class FakeLLM:
-    """Plays the part of `AsyncLLM` in an update and writes down what it was told. `troubles`: by call, what goes wrong."""
+    """Plays `AsyncLLM` in an update and writes down what it was told. `troubles`: by call, what goes wrong."""
 
     def __init__(self, **troubles: Action) -> None:
         self.calls: list[str] = []
