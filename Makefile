@@ -23,7 +23,7 @@ check: setup .typing/penstock ## ruff, mypy, import-linter
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy --strict $(STRICT:%=-p penstock.%)
 	$(BIN)/mypy -p penstock.workers -p penstock.recipes
-	$(BIN)/lint-imports
+	cd .typing && ../$(BIN)/lint-imports --config ../pyproject.toml
 
 format: setup ## what `make check` asks of layout, done
 	$(BIN)/ruff check --fix $(SOURCES)

@@ -1,17 +1,17 @@
 """Recipes: directories with a `recipe.yaml` that says what differs from the defaults. Found here, composed in
 `compose.py`.
 
-recipe=arithmetic          a directory of the package `penstock.recipes`
-recipe=path/to/directory   any other one, or its YAML file
+    recipe=arithmetic          a directory of the package `penstock.recipes`
+    recipe=path/to/directory   any other one, or its YAML file
 """
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-import penstock.recipes
 from penstock.conf.errors import ConfigError, suggest
 
 FILE_NAME = "recipe.yaml"
@@ -46,7 +46,10 @@ class Recipe:
 def packaged_recipes() -> dict[str, Path]:
     """Directories of the recipes that come with Penstock, by name."""
     found: dict[str, Path] = {}
-    for root in penstock.recipes.__path__:
+    package = importlib.util.find_spec(
+        "penstock.recipes"
+    )
+    for root in (package.submodule_search_locations or []) if package else []:
         for file in sorted(Path(root).glob(f"*/{FILE_NAME}")):
             found.setdefault(file.parent.name, file.parent)
     return found

@@ -95,10 +95,9 @@ class Ledger:
     ) -> list[int]:
         """`columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
 
-        Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has
-        ended. Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `RowNotLeased`,
-        `UnknownRow`, `UnknownColumn`,
-        `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
+        Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has ended.
+        Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `RowNotLeased`, `UnknownRow`,
+        `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """
         producer = self.residents.stage(stage)
         written = self._columns(producer, columns)

@@ -47,7 +47,7 @@ def main(overrides: list[str]) -> None:
     config = penstock.load_config(["recipe=custom_algorithm", *overrides])
     loss = partial(asymmetric_loss, negative_weight=config.algorithm.negative_weight)
     with penstock.session(config) as run:
-        for step in range(config.trainer.max_steps):
+        for step in range(1, config.trainer.max_steps + 1):
             prompts = run.prompts.next(config.trainer.groups_per_step)
             rows = run.policy.generate(prompts, n=config.algorithm.group_size)
             rows = rows.with_column("reward", run.reward(rows))

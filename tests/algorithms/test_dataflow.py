@@ -93,7 +93,7 @@ def test_a_compute_stage_is_named_after_its_function():
         ),
         (
             lambda: grpo_like(writes=["advantag"]),
-            r"writes column 'advantag', which is not standard.*did you mean .advantage.*Column\(.advantag., .float32.\)",
+            r"writes column 'advantag', which is not standard.*mean .advantage.*Column\(.advantag., .float32.\)",
         ),
         (
             lambda: grpo_like(writes=["reward"]).check(),

@@ -370,3 +370,15 @@ def test_a_stage_without_columns_is_completed_by_an_empty_write() -> None:
         assert (await client.describe())["rows"]["log"]["done"] == 2
 
     run(body, stages=(*make_spec().stages, StageSpec("log", "sample", ("task",), ())))
+
+
+def test_groups_admitted_after_all_others_of_their_put_have_ended_still_have_their_data() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        producer = asyncio.ensure_future(client.put_groups([group(number) for number in range(5)]))
+        lease = await client.lease("rollout", 4, "engine")
+        await client.drop(lease, lease.rows.row_ids, "engine_failed")
+        await producer
+        lease = await client.lease("rollout", 1, "engine")
+        assert lease.rows.lists("prompt_ids")[0] == [1, 2, 14]
+
+    run(body)

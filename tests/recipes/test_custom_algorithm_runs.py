@@ -1,0 +1,39 @@
+"""Both forms of `recipes/custom_algorithm`, as a user starts them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import penstock.recipes
+
+RECIPE = next(path for root in penstock.recipes.__path__ if (path := Path(root) / "custom_algorithm").is_dir())
+SMALL = [
+    "warm_start.recipe=null", "model.fresh.num_layers=2", "model.fresh.hidden_size=64",
+    "model.fresh.intermediate_size=128", "rollout.engine=hf", "rollout.num_threads=1", "trainer.num_threads=1",
+    "reward.function=digits", "algorithm.group_size=4", "trainer.max_steps=2", "trainer.groups_per_step=4",
+    "trainer.optimizer.lr=1e-3", "evaluation.every_steps=0",
+]  # fmt: skip
+
+
+def metrics_of(command, directory, name):
+    """The metrics of a run started in a process of its own."""
+    arguments = [*SMALL, f"output_dir={directory}", f"name={name}"]
+    ended = subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_the_graph_and_the_for_loop_train_the_same(tmp_path):
+    graph = ["-m", "penstock.orchestrator.cli", "run", "recipe=custom_algorithm"]
+    declarative = metrics_of(graph, tmp_path, "declarative")
+    imperative = metrics_of([str(RECIPE / "imperative.py")], tmp_path, "imperative")
+    assert len(declarative) == len(imperative) == 2
+    for one, other in zip(declarative, imperative, strict=True):
+        assert one["actor/grad_norm"] > 0
+        for name in ("step", "policy_version", "reward/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+            assert other[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
