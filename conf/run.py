@@ -57,7 +57,8 @@ class RunConfig:
         at_least("max_staleness", self.max_staleness, 0)
 
     def sequence_room(self, *, demonstrations: bool) -> int:
-        """Tokens that a prompt may take, a sampled response's share set aside; or a prompt and its demonstration together."""
+        """Tokens that a prompt may take, a sampled response's share set aside; or a prompt and its demonstration
+        together."""
         return self.rollout.max_model_len - (0 if demonstrations else self.rollout.sampling.max_tokens)
 
     @property

@@ -23,12 +23,15 @@ def count_local_gpus() -> int:
 
 
 def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
-    """Before anything starts: raise `ResourceError` if a local Ray could not hold the plan. A cluster is asked once connected."""
+    """Before anything starts: raise `ResourceError` if a local Ray could not hold the plan. A cluster is asked once
+    connected."""
     if os.environ.get("RAY_ADDRESS") or ray.is_initialized():
         return
     gpus = count_local_gpus()
     if config.cluster.num_gpus is not None and config.cluster.num_gpus > gpus:
-        raise ResourceError(f"cluster.num_gpus={config.cluster.num_gpus}, and this machine has {gpus}. Lower it or leave it out.")
+        raise ResourceError(
+            f"cluster.num_gpus={config.cluster.num_gpus}, and this machine has {gpus}. Lower it or leave it out."
+        )
     cpus = config.cluster.num_cpus if config.cluster.num_cpus is not None else needed(actors)[0]
     check_fits(actors, cpus, gpus if config.cluster.num_gpus is None else config.cluster.num_gpus)
 
@@ -71,6 +74,9 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
             ) from error
         return
     wanted = max(1, round(needed(actors)[0] + 0.5))
+    # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that shares its
+    # core with any other process: a step becomes twenty times slower.
+    os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         num_cpus=config.cluster.num_cpus or wanted,
         num_gpus=config.cluster.num_gpus,

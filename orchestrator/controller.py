@@ -8,9 +8,9 @@
                        Rollout-i.update      pause, load, verify, resume; then the store hears `published(v+1)`,
                                              which gives the Prompts their credits back
 
-The controller waits only for the trainers; everybody else works on rows as they become ready, and no row passes through here.
-With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out. With k > 0
-the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
+The controller waits only for the trainers; everybody else works on rows as they become ready, and no row passes through
+here. With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out.
+With k > 0 the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
 
 Called by `run.py`. Whatever fails in any task ends the run with the first error, by its own name.
 """
@@ -41,7 +41,16 @@ from penstock.workers.weights.publication import reclaim
 QUICK_S = 60.0
 """Deadline of calls that only read counters."""
 PUBLICATIONS_KEPT = 2
-SAMPLE_COLUMNS = ("task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions")
+SAMPLE_COLUMNS = (
+    "task",
+    "prompt_ids",
+    "response_ids",
+    "response_text",
+    "finish_reason",
+    "reward",
+    "advantage",
+    "token_versions",
+)
 
 
 @dataclass
@@ -151,7 +160,9 @@ class Controller:
         """Every rank writes its shard of this version into shared memory."""
         start = time.time()
         calls = [(name, handle.publish.remote(str(self.weights_root), version)) for name, handle in self.trainers]
-        publications = await answers(calls, phase=f"publish version {version}", timeout_s=self.config.rollout.update_timeout_s)
+        publications = await answers(
+            calls, phase=f"publish version {version}", timeout_s=self.config.rollout.update_timeout_s
+        )
         self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
         return publications[0], time.time() - start
 
@@ -170,7 +181,9 @@ class Controller:
         phases = {"publish": publish_s + update_s} | ({"evaluation": evaluation_s} if accuracy is not None else {})
         await self._log(round, reports, phases, accuracy)
 
-    async def _log(self, round: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None) -> None:
+    async def _log(
+        self, round: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None
+    ) -> None:
         usage = await self._usage.since_last(QUICK_S)
         store = await self.store.stats()
         now = time.time()
@@ -217,7 +230,9 @@ class Controller:
         if goal is not None and accuracy >= goal and not last:
             self._stop = True
             self.directory.event("stopped_early", step=version, accuracy=accuracy, goal=goal)
-            self.progress.note(f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g}: ending here")
+            self.progress.note(
+                f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g}: ending here"
+            )
         return accuracy, seconds
 
     async def _evaluate(self) -> tuple[float, float]:

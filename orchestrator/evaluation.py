@@ -10,8 +10,8 @@ from typing import Any
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.waiting import answer, answers
-from penstock.workers.protocols import Sampling
 from penstock.workers.prompts.opening import open_source
+from penstock.workers.protocols import Sampling
 
 CORRECT = 1.0
 """A response counts as right when its reward is at least this: partial credit is none."""
@@ -44,7 +44,11 @@ class Evaluator:
         """In [0, 1]. A response whose reward fails counts as wrong."""
         shares = [range(index, len(self._held_out.prompts), len(rollouts)) for index in range(len(rollouts))]
         parts = await asyncio.gather(
-            *(self._score(rollout, reward, share) for rollout, share in zip(rollouts, shares, strict=True) if len(share))
+            *(
+                self._score(rollout, reward, share)
+                for rollout, share in zip(rollouts, shares, strict=True)
+                if len(share)
+            )
         )
         return sum(parts) / max(1, len(self._held_out.prompts))
 

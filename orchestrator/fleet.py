@@ -1,6 +1,7 @@
 """The actors of a run: started from the plan, named for the dashboard, ended without leaving a process behind.
 
-`controller.py` drives a fleet over a store; `handles.py` drives one without a store, for people who write their own loop.
+`controller.py` drives a fleet over a store; `handles.py` drives one without a store, for people who write their own
+loop.
 """
 
 import contextlib
@@ -62,17 +63,28 @@ class Fleet:
             ranks = self.role(role)
             for stage in dict.fromkeys(actor.stage for actor in self.plan if actor.role == role):
                 members = [(name, handle) for name, handle in ranks if self._plan_of(name).stage == stage]
-                address = get_all([(members[0][0], members[0][1].address.remote())], phase="start", timeout_s=timeout_s)[0]
+                address = get_all(
+                    [(members[0][0], members[0][1].address.remote())], phase="start", timeout_s=timeout_s
+                )[0]
                 calls += [(name, handle.start.remote(address)) for name, handle in members]
-        calls += [(name, handle.start.remote()) for name, handle in self.actors.items() if self._plan_of(name).role not in ("trainer", "reference")]
+        calls += [
+            (name, handle.start.remote())
+            for name, handle in self.actors.items()
+            if self._plan_of(name).role not in ("trainer", "reference")
+        ]
         get_all(calls, phase="start", timeout_s=timeout_s)
 
     def role(self, role: str) -> list[tuple[str, Any]]:
         """Names and handles of one role."""
-        return [(actor.name, self.actors[actor.name]) for actor in self.plan if actor.role == role and actor.name in self.actors]
+        return [
+            (actor.name, self.actors[actor.name])
+            for actor in self.plan
+            if actor.role == role and actor.name in self.actors
+        ]
 
     def close(self) -> None:
-        """End every actor: ask first, kill what does not answer in time. Never raises for an actor that is dead already."""
+        """End every actor: ask first, kill what does not answer in time. Never raises for an actor that is dead
+        already."""
         grace_s = self.config.cluster.shutdown_timeout_s
         refs = []
         for handle in self.actors.values():
@@ -115,7 +127,9 @@ class Fleet:
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self.config
         threads = threads_per_worker(config.rollout.num_threads, config, os.cpu_count() or 1)
-        return RolloutSpec(actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt)
+        return RolloutSpec(
+            actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt
+        )
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
         config, stages = self.config, self.flow.of_kind("reward")
@@ -133,7 +147,7 @@ class Fleet:
             path = config.model.reference_path or self.model_path
             if stage.model != "reference":
                 raise ModelError(
-                    f"stage {stage.name!r} asks for the model {stage.model!r}; this version knows 'policy' and 'reference'."
+                    f"stage {stage.name!r} asks for the model {stage.model!r}; only 'policy' and 'reference' are known."
                 )
         return TrainerSpec(
             actor.name,
@@ -159,7 +173,11 @@ def wait_gone(names: list[str], namespace: str, timeout_s: float) -> bool:
     """Whether actors of these names have left the cluster's name table within the deadline. For tests and restarts."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        listed = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == namespace}
+        listed = {
+            actor["name"]
+            for actor in ray.util.list_named_actors(all_namespaces=True)
+            if actor["namespace"] == namespace
+        }
         if not listed.intersection(names):
             return True
         time.sleep(0.1)

@@ -8,7 +8,8 @@
             run.policy.publish()
             run.log(step, metrics)
 
-Each call is one line here and one SPMD program on the group. There is no store and no staleness: every call waits for its result.
+Each call is one line here and one SPMD program on the group. There is no store and no staleness: every call waits for
+its result.
 """
 
 import contextlib
@@ -74,14 +75,17 @@ class Group:
     def _all(self, method: str, arguments: Sequence[tuple[Any, ...]], timeout_s: float) -> list[Any]:
         """Call `method` on every rank with its own arguments."""
         calls = [
-            (name, getattr(handle, method).remote(*own)) for (name, handle), own in zip(self._ranks, arguments, strict=True)
+            (name, getattr(handle, method).remote(*own))
+            for (name, handle), own in zip(self._ranks, arguments, strict=True)
         ]
         return get_all(calls, phase=method, timeout_s=timeout_s)
 
     def _shares(self, rows: Rows) -> list[np.ndarray]:
         """Positions of `rows` by rank, balanced by tokens."""
         costs = rows.lengths("prompt_ids") + rows.lengths("response_ids")
-        return [np.asarray(sorted(share), np.int64) for share in balance([int(cost) for cost in costs], len(self._ranks))]
+        return [
+            np.asarray(sorted(share), np.int64) for share in balance([int(cost) for cost in costs], len(self._ranks))
+        ]
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Log-probabilities of each row's response tokens under this model's weights, `[T_i]` float32."""
@@ -110,7 +114,9 @@ class Policy(Group):
         behavior_logprobs, token_versions; `group_ids` are the prompts' indices."""
         chosen = sampling or self._sampling
         seeded = self._config.rollout.sampling.seeded and chosen.temperature > 0
-        samplings = [chosen.seeded(sample_seed(self._config.seed, prompt.index) if seeded else None) for prompt in prompts]
+        samplings = [
+            chosen.seeded(sample_seed(self._config.seed, prompt.index) if seeded else None) for prompt in prompts
+        ]
         engines = len(self._engines)
         calls = [
             (name, handle.generate.remote([p.prompt_ids for p in prompts[i::engines]], n, samplings[i::engines]))
@@ -123,7 +129,8 @@ class Policy(Group):
         return _rows(prompts, groups)
 
     def update(self, rows: Rows, loss: Loss) -> dict[str, float]:
-        """One policy update on these rows. `loss` reads columns by the names of its parameters. Returns the batch's metrics."""
+        """One policy update on these rows. `loss` reads columns by the names of its parameters. Returns the batch's
+        metrics."""
         arguments = [(rows.select(share), loss) for share in self._shares(rows)]
         reports = self._all("update", arguments, self._config.trainer.step_timeout_s)
         return dict(reports[0].metrics)
@@ -178,7 +185,12 @@ class Session:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append one step to metrics.jsonl and the other sinks."""
-        line = {"step": step, "policy_version": self.policy.version, **metrics, "wall_s": time.monotonic() - self.started}
+        line = {
+            "step": step,
+            "policy_version": self.policy.version,
+            **metrics,
+            "wall_s": time.monotonic() - self.started,
+        }
         for sink in self.sinks:
             sink.log(step, line)
 
@@ -187,7 +199,8 @@ class Session:
 def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session]:
     """Start the actors of a run without its loop; end them on leaving, whatever happened.
 
-    Raises what `penstock.run` raises before it starts. `flow` (default: the configured algorithm's) says which actors there are.
+    Raises what `penstock.run` raises before it starts. `flow` (default: the configured algorithm's) says which actors
+    there are.
     """
     validate(config)
     flow = flow.check() if flow is not None else build_dataflow(config.algorithm)

@@ -1,4 +1,5 @@
-"""Which actors a dataflow needs, and what each reserves: decided before anything starts, from the graph and the configuration.
+"""Which actors a dataflow needs, and what each reserves: decided before anything starts, from the graph and the
+configuration.
 
 `penstock validate` prints the plan, `cluster.py` checks it against the cluster, `fleet.py` carries it out.
 """
@@ -54,7 +55,8 @@ def check_fits(actors: list[ActorPlan], num_cpus: float, num_gpus: float) -> Non
     if gpus > num_gpus:
         raise ResourceError(
             f"The run asks for {gpus:g} GPU(s) and the cluster has {num_gpus:g}. Lower rollout.num_gpus_per_worker, "
-            "rollout.num_workers, trainer.num_gpus_per_rank or trainer.num_ranks, or point RAY_ADDRESS to a larger cluster."
+            "rollout.num_workers, trainer.num_gpus_per_rank or trainer.num_ranks, point RAY_ADDRESS to a larger "
+            "cluster, or run a small model on the CPU: model=tiny."
         )
     if cpus > num_cpus:
         raise ResourceError(
@@ -66,8 +68,8 @@ def check_fits(actors: list[ActorPlan], num_cpus: float, num_gpus: float) -> Non
 def threads_per_worker(requested: int, config: RunConfig, num_cores: int) -> int:
     """CPU threads of an engine or a rank.
 
-    With `max_staleness=0` generation and training take turns, so each gets every core; otherwise they run at the same time and
-    share them evenly.
+    With `max_staleness=0` generation and training take turns, so each gets every core; otherwise they run at the same
+    time and share them evenly.
     """
     if requested:
         return requested

@@ -46,9 +46,7 @@ class Recipe:
 def packaged_recipes() -> dict[str, Path]:
     """Directories of the recipes that come with Penstock, by name."""
     found: dict[str, Path] = {}
-    package = importlib.util.find_spec(
-        "penstock.recipes"
-    )
+    package = importlib.util.find_spec("penstock.recipes")
     for root in (package.submodule_search_locations or []) if package else []:
         for file in sorted(Path(root).glob(f"*/{FILE_NAME}")):
             found.setdefault(file.parent.name, file.parent)

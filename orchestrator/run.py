@@ -47,11 +47,14 @@ class RunResult:
         return self.directory / "model"
 
 
-def run(config: RunConfig, flow: Dataflow | None = None, *, sinks: Sequence[Sink] = (), quiet: bool = False) -> RunResult:
-    """Train. `flow`: a dataflow of one's own; otherwise the one that `config.algorithm` names. `sinks`: further places for the
-    numbers, closed at the end. `quiet`: print nothing.
+def run(
+    config: RunConfig, flow: Dataflow | None = None, *, sinks: Sequence[Sink] = (), quiet: bool = False
+) -> RunResult:
+    """Train. `flow`: a dataflow of one's own; otherwise the one that `config.algorithm` names. `sinks`: further places
+    for the numbers, closed at the end. `quiet`: print nothing.
 
-    Raises `ConfigError`, `DataError`, `ModelError` or `ResourceError` before any actor starts, and other `PenstockError`s later.
+    Raises `ConfigError`, `DataError`, `ModelError` or `ResourceError` before any actor starts, and other
+    `PenstockError`s later.
     """
     validate(config)
     start = time.monotonic()
@@ -112,7 +115,8 @@ def starting_model(config: RunConfig, directory: RunDirectory) -> str:
         return config.model.path
     if config.warm_start.recipe is not None:
         overrides = [
-            f"recipe={config.warm_start.recipe}", f"seed={config.seed}", "name=warm_start", f"output_dir={directory.path}",
+            f"recipe={config.warm_start.recipe}", f"seed={config.seed}", "name=warm_start",
+            f"output_dir={directory.path}",
             f"evaluation.seed={config.evaluation.seed}", f"evaluation.num_problems={config.evaluation.num_problems}",
             *config.warm_start.overrides,
         ]  # fmt: skip

@@ -28,13 +28,18 @@ class Usage:
         self._last: dict[str, dict[str, float]] = defaultdict(dict)
 
     async def since_last(self, timeout_s: float) -> StepUsage:
-        """Seconds and lengths since the previous call. Each worker's `stats()` has busy_s; a rollout's also tokens, samples."""
+        """Seconds and lengths since the previous call. Each worker's `stats()` has busy_s; a rollout's also tokens,
+        samples."""
         calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for _, name, handle in self._workers]
         counters = await answers(calls, phase="collect metrics", timeout_s=timeout_s)
         seconds: dict[str, list[float]] = defaultdict(list)
         tokens = samples = 0.0
         for (role, name, _), now in zip(self._workers, counters, strict=True):
-            gained = {key: value - self._last[name].get(key, 0.0) for key, value in now.items() if isinstance(value, int | float)}
+            gained = {
+                key: value - self._last[name].get(key, 0.0)
+                for key, value in now.items()
+                if isinstance(value, int | float)
+            }
             self._last[name] = now
             seconds[role].append(gained.get("busy_s", 0.0))
             tokens += gained.get("tokens", 0.0)

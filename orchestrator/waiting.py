@@ -25,8 +25,9 @@ def translate(error: Exception, name: str) -> Exception:
         return WorkerDied(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
     if isinstance(error, RayActorError):
         return WorkerDied(
-            f"{name} has died ({_first_line(str(error))}). Its log is in Ray's session directory, /tmp/ray/session_latest/logs; "
-            "out of memory is the usual reason (rollout.kv_cache_gib, trainer.max_tokens_per_microbatch)."
+            f"{name} has died ({_first_line(str(error))}). Its log is in Ray's session directory, "
+            "/tmp/ray/session_latest/logs; out of memory is the usual reason (rollout.kv_cache_gib, "
+            "trainer.max_tokens_per_microbatch)."
         )
     return error
 

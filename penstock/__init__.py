@@ -5,8 +5,8 @@
     config = penstock.load_config(["recipe=arithmetic", "trainer.max_steps=20"])
     result = penstock.run(config)
 
-`run` executes a `Dataflow` (declarative); `session` hands out the actors for a loop of one's own (imperative). Algorithms and
-rewards of one's own are registered with `@algorithm("name")` and `@reward("name")`.
+`run` executes a `Dataflow` (declarative); `session` hands out the actors for a loop of one's own (imperative).
+Algorithms and rewards of one's own are registered with `@algorithm("name")` and `@reward("name")`.
 """
 
 import importlib

@@ -1,6 +1,8 @@
-"""What a role promises, whoever plays it. Each has a real implementation and a deterministic fake, held to the same tests.
+"""What a role promises, whoever plays it. Each has a real implementation and a deterministic fake, held to the same
+tests.
 
-The loop that calls an engine is `workers/rollout/worker.py`; the one that calls a trainer is `workers/trainer/worker.py`.
+The loop that calls an engine is `workers/rollout/worker.py`; the one that calls a trainer is
+`workers/trainer/worker.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +32,13 @@ class Sampling:
     @classmethod
     def of(cls, config: SamplingConfig) -> "Sampling":
         return cls(
-            config.temperature, config.top_p, config.top_k, config.min_p, config.max_tokens, tuple(config.stop), config.ignore_eos
+            config.temperature,
+            config.top_p,
+            config.top_k,
+            config.min_p,
+            config.max_tokens,
+            tuple(config.stop),
+            config.ignore_eos,
         )
 
     def seeded(self, seed: int | None) -> "Sampling":
@@ -42,7 +50,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """One sampled response. The three lists have one entry a token; the end-of-sequence token, if sampled, is the last one."""
+    """One sampled response. The three lists have one entry a token; the end-of-sequence token, if sampled, is the last
+    one."""
 
     token_ids: list[int]
     logprobs: list[float]
@@ -57,7 +66,8 @@ class Completion:
 
 @dataclass(frozen=True)
 class Publication:
-    """One version of the weights in node-local shared memory: a directory with `model.safetensors` and `manifest.json`."""
+    """One version of the weights in node-local shared memory: a directory with `model.safetensors` and
+    `manifest.json`."""
 
     directory: str
     version: int
@@ -97,7 +107,8 @@ class UpdateReport:
 
 
 class Trainer(Protocol):
-    """One rank of an SPMD group: every rank gets the same calls in the same order, each with its own rows (maybe none)."""
+    """One rank of an SPMD group: every rank gets the same calls in the same order, each with its own rows (maybe
+    none)."""
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """`[T_i]` float32 for each row: log-probabilities of the response tokens under the current weights."""

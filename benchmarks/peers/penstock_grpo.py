@@ -1,8 +1,9 @@
 """Penstock's GRPO on the end-to-end benchmark's workload, driven round by round: the same protocol as `trl_grpo.py`.
 
-The run is an ordinary one. Its only guest is a sink that, when a round's steps are logged, answers on standard output and blocks
-until the next request. While it blocks, an asynchronous run finishes what its credits allow and then idles; what it has thus
-made in advance is used up by the first steps of the next round, which are not measured (`SETTLE_STEPS`).
+The run is an ordinary one. Its only guest is a sink that, when a round's steps are logged, answers on standard output
+and blocks until the next request. While it blocks, an asynchronous run finishes what its credits allow and then idles;
+what it has thus made in advance is used up by the first steps of the next round, which are not measured
+(`SETTLE_STEPS`).
 """
 
 import argparse
@@ -86,11 +87,13 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     arguments = parser.parse_args()
     words = [
-        f"model.path={arguments.model}", "data.source=jsonl", f"data.path={arguments.prompts}", "data.columns.prompt=prompt",
-        "data.columns.answer=null", "data.chat_template=false", "reward.function=digits", f"max_staleness={arguments.max_staleness}",
+        f"model.path={arguments.model}", "data.source=jsonl", f"data.path={arguments.prompts}",
+        "data.columns.prompt=prompt", "data.columns.answer=null", "data.chat_template=false",
+        "reward.function=digits", f"max_staleness={arguments.max_staleness}",
         "trainer.max_steps=1000000", "trainer.groups_per_step=8", "algorithm.group_size=8", "trainer.optimizer.lr=1e-5",
         f"rollout.sampling.max_tokens={arguments.max_new_tokens}", "rollout.sampling.seeded=false",
-        f"rollout.sampling.ignore_eos={str(arguments.workload == 'fixed').lower()}", f"output_dir={arguments.output_dir}",
+        f"rollout.sampling.ignore_eos={str(arguments.workload == 'fixed').lower()}",
+        f"output_dir={arguments.output_dir}",
         "tracking.samples_every_steps=0", "tracking.export_model=false", "tracking.progress=false",
     ]  # fmt: skip
     try:

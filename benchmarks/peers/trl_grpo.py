@@ -175,14 +175,16 @@ def main(argv: list[str] | None = None) -> int:
 
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 0 and not self.left:  # the first step of all
-                protocol.send({
-                    "ready": True,
-                    "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
-                    "settings": {
-                        name: getattr(arguments, name)
-                        for name in ("workload", "threads", "micro_batch", "attention", "cache", "optimizer")
-                    },
-                })
+                protocol.send(
+                    {
+                        "ready": True,
+                        "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
+                        "settings": {
+                            name: getattr(arguments, name)
+                            for name in ("workload", "threads", "micro_batch", "attention", "cache", "optimizer")
+                        },
+                    }
+                )
                 if not self.wait():
                     finish()
             return control

@@ -1,7 +1,7 @@
 """A teacher that knows all answers but is shy: where an addition needs a carry it mostly shrugs.
 
-A model trained on such demonstrations can do more than it dares: it has seen enough carries to add them, but a shrug is the
-likeliest first token. That hidden ability is what reinforcement learning then brings out, in `recipe=arithmetic`.
+A model trained on such demonstrations can do more than it dares: it has seen enough carries to add them, but a shrug is
+the likeliest first token. That hidden ability is what reinforcement learning then brings out, in `recipe=arithmetic`.
 """
 
 import re

@@ -1,7 +1,10 @@
-"""GRPO as one straight line: no Ray, no store, no stages, no FSDP. What the real run with `max_staleness=0` must equal, bit for bit."""
+"""GRPO as one straight line: no Ray, no store, no stages, no FSDP. What the real run with `max_staleness=0` must equal,
+bit for bit."""
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
+
 from penstock.algorithms.advantages import group_advantage
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
@@ -12,7 +15,6 @@ from penstock.workers.reward.functions import digits
 from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trainer.batching import plan
-from transformers import AutoModelForCausalLM
 
 
 def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
@@ -33,7 +35,9 @@ def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
             seed = sample_seed(config.seed, step * num_groups + index)
             completions = engine.generate_group(group["prompt_ids"], config.algorithm.group_size, sampling.seeded(seed))
             advantage = group_advantage(torch.tensor([digits(c.text, {}) for c in completions]))
-            rows += [(group["prompt_ids"], c.token_ids, c.logprobs, a) for c, a in zip(completions, advantage, strict=True)]
+            rows += [
+                (group["prompt_ids"], c.token_ids, c.logprobs, a) for c, a in zip(completions, advantage, strict=True)
+            ]
         totals = BatchTotals(sum(len(row[1]) for row in rows), len(rows))
         lengths = np.array([len(row[0]) + len(row[1]) for row in rows])
         for cut in plan(lengths, config.trainer.max_tokens_per_microbatch):

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.compose import load_config
 from penstock.orchestrator.run import run
 from penstock.workers.models.fresh import build_fresh_model
-from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 import reference_loop

@@ -131,6 +131,15 @@ class Histories(RuleBasedStateMachine):
                     self.sampled.update((rows[position], self.served) for position in kept)
 
     @rule(shuffled=st.randoms(use_true_random=False))
+    def straggle(self, shuffled: Random) -> None:
+        """One engine takes the oldest group that is free and lags; everybody else goes on as far as they may."""
+        self.admit(100)
+        self.lease("rollout", 1, "a")
+        self.work_everything_off()
+        for _ in range(3):
+            self.train(shuffled)
+
+    @rule(shuffled=st.randoms(use_true_random=False))
     def train(self, shuffled: Random) -> None:
         """All ranks, in any order; strict, so a staleness violation raises and fails the test."""
         made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
@@ -205,5 +214,5 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -14,7 +14,7 @@ from penstock.conf.run import RunConfig
 from penstock.workers.prompts.dataset import Task
 
 
-class PromptTooLong(DataError):  # noqa: N818 - says what the row is, as StoreClosed does
+class PromptTooLong(DataError):
     """A row that does not fit; skipped instead with `data.too_long=skip`."""
 
 

@@ -1,7 +1,7 @@
 """`Rollout-i`: the Ray shell around one engine and its pull loop.
 
-Started by `orchestrator/fleet.py`. `run` leases prompts from the store until it closes; `update` is the controller's call
-after each training step; `generate` serves evaluation and the imperative API.
+Started by `orchestrator/fleet.py`. `run` leases prompts from the store until it closes; `update` is the controller's
+call after each training step; `generate` serves evaluation and the imperative API.
 """
 
 import asyncio
@@ -60,7 +60,11 @@ class Rollout:
     ) -> list[list[Completion]]:
         """`num_samples` responses to each prompt, at the weights that the engine has now."""
         requests = zip(prompts, samplings, strict=True)
-        return list(await asyncio.gather(*(self._engine.generate(prompt, num_samples, sampling) for prompt, sampling in requests)))
+        return list(
+            await asyncio.gather(
+                *(self._engine.generate(prompt, num_samples, sampling) for prompt, sampling in requests)
+            )
+        )
 
     async def update(self, publication: Publication) -> None:
         await self._engine.update(publication)

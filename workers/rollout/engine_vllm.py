@@ -64,7 +64,8 @@ class VllmEngine:
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
                 f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
             )
-        await self._admission.wait()
+        while not self._admission.is_set():  # another update may have begun between the event and this task's turn
+            await self._admission.wait()
         self._check_alive()
         self._in_flight += 1
         try:
@@ -93,25 +94,26 @@ class VllmEngine:
         llm, self._llm = self._llm, None
         self._broken = self._broken or "it was closed"
         if llm is not None:
-            await asyncio.to_thread(llm.shutdown)
+            llm.shutdown()  # blocks on purpose: its output task must not run and report the end as a failure
+            await asyncio.sleep(0.01)  # its cancelled tasks end
             del llm
             gc.collect()  # a cycle would keep it until the interpreter ends, when its __del__ fails noisily
 
     # Start
 
     async def _create(self) -> None:
-        self._llm = await asyncio.to_thread(self._build)
+        await asyncio.to_thread(self._build)
         self._tokenizer = self._llm.get_tokenizer()
         await self._llm.update_weight_version(str(self._version))
 
-    def _build(self) -> Any:
+    def _build(self) -> None:
         with vllm_environment(self._config, self._model_path, self._num_threads):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             arguments = engine_arguments(self._config, self._model_path)
             try:
-                return AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             except (RuntimeError, ValueError, OSError) as error:
                 raise ResourceError(
                     f"the vLLM engine for {self._model_path} did not start: {error}. Its own log lines are above; a "

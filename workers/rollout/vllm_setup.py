@@ -32,6 +32,7 @@ def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "enable_prefix_caching": True,
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
         "seed": 0,
     }
     if config.num_gpus_per_worker:
@@ -69,7 +70,8 @@ def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -
 
 
 def _cpu_environment(config: RolloutConfig, num_threads: int) -> dict[str, str]:
-    """Threads as asked for and bound nowhere, since trainer and engine share the cores; waiting threads sleep at once.
+    """Threads as asked for and bound nowhere, since trainer and engine share the cores; waiting threads sleep at once:
+    ones that spin make two processes on the same cores several times slower.
 
     With one rank the model runs in the engine's own process, as on a GPU. vLLM's CPU build otherwise puts it into
     another one to pin its threads, and the two then wait for each other by spinning. `VLLM_ENABLE_V1_MULTIPROCESSING=0`

@@ -1,7 +1,8 @@
 """`Trainer-<model>-<rank>`: the Ray shell around one rank. Started by `orchestrator/fleet.py`.
 
 All ranks of a group get the same calls in the same order; torch.distributed does the rest between them. A trainer that
-updates is driven step by step by the controller; one that only computes log-probabilities pulls its rows by itself (`run`).
+updates is driven step by step by the controller; one that only computes log-probabilities pulls its rows by itself
+(`run`).
 """
 
 import socket

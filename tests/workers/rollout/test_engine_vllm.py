@@ -1,4 +1,4 @@
-"""What the vLLM engine does when an update or its process fails: it resumes, or says that it is broken. Never silence."""
+"""What the vLLM engine does when an update or its process fails: it resumes, or says that it is broken."""
 
 import asyncio
 import os
