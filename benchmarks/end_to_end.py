@@ -23,6 +23,10 @@ from penstock.workers.models.fresh import build_fresh_model
 
 NUM_PROMPTS = 512
 WORKLOADS = {"fixed": 64, "long_tailed": 256}
+"""Most new tokens."""
+STEPS = {"fixed": 8, "long_tailed": 5}
+"""Measured steps a round."""
+NUM_ROUNDS = 4
 TARGETS = {("fixed", "sync"): 1.0, ("fixed", "async"): 1.2, ("long_tailed", "sync"): 1.5, ("long_tailed", "async"): 2.0}
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 
@@ -113,7 +117,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
     if not TRL_PYTHON.exists():
         raise SystemExit("There is no .venv-trl: run `make bench-env` first.")
-    num_rounds, num_steps = (1, 4) if arguments.quick else (5, 20)
+    num_rounds = 1 if arguments.quick else NUM_ROUNDS
     workloads = ["fixed"] if arguments.quick else list(WORKLOADS)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
@@ -121,7 +125,7 @@ def main() -> None:
         build_fresh_model(work / "model", FreshModelConfig(), seed=0)
         write_prompts(work / "prompts.jsonl")
         for workload in workloads:
-            rounds += measure(workload, work, num_rounds, num_steps)
+            rounds += measure(workload, work, num_rounds, STEPS[workload])
     targets = [
         Target(
             f"{workload}, {side}: samples/s over TRL's",

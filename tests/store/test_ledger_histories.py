@@ -85,13 +85,23 @@ class Histories(RuleBasedStateMachine):
         facts = facts_for(stage if all_columns else "", len(some), version)
         if not all_columns and "token_versions" in columns:
             facts = facts_for("rollout", len(some), version)
+        over = lease.id not in self.ledger.residents.leases.held
+        undone = {row for row in some if self.is_undone(row, stage)}
         try:
             kept = self.ledger.write(lease.id, stage, some, columns, facts, self.now)
         except LeaseExpired:
-            assert lease.id not in self.ledger.residents.leases.held
+            assert over
+            assert undone
             return
+        assert not (over and undone), "a late writer was not told"
+        assert {some[position] for position in kept} <= undone, "a result was taken twice, or for a row that has ended"
         if "token_versions" in columns:
             self.sampled.update((some[position], version) for position in kept)
+
+    def is_undone(self, row: int, stage: str) -> bool:
+        group = self.ledger.residents.groups.get(row // self.spec.group_size)
+        index = self.ledger.residents.stage(stage).index
+        return group is not None and bool((group.live & ~group.done[index]) >> row % self.spec.group_size & 1)
 
     @precondition(lambda self: self.leases)
     @rule(data=st.data(), reason=st.sampled_from(["reward_timeout", "too_long"]))

@@ -1,0 +1,21 @@
+"""A tiny model and prompts for whole runs."""
+
+import json
+
+import pytest
+from penstock.conf.model import FreshModelConfig
+from penstock.workers.models.fresh import build_fresh_model
+
+
+@pytest.fixture(scope="session")
+def small_run(tmp_path_factory):
+    """Words of a run that takes seconds: add `output_dir`, an engine and what the test is about."""
+    folder = tmp_path_factory.mktemp("small")
+    build_fresh_model(folder / "model", FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128), seed=3)
+    lines = [json.dumps({"question": f"{i} and {i * i} are numbers", "answer": str(i)}) for i in range(64)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return [
+        f"model.path={folder}/model", f"data.path={folder}/prompts.jsonl", "rollout.max_model_len=64",
+        "rollout.sampling.max_tokens=12", "reward.function=digits", "trainer.groups_per_step=4",
+        "algorithm.group_size=4", "rollout.kv_cache_gib=0.1", "trainer.optimizer.lr=1e-3",
+    ]  # fmt: skip

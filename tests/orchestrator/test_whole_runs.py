@@ -1,0 +1,136 @@
+"""Whole runs on a local Ray: engines, staleness, ranks, a reference, bad rewards, Ctrl-C, jobs."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from penstock.conf.errors import RewardFailure
+from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.run import run
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+def metrics_of(directory):
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.vllm
+def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(small_run, tmp_path):
+    words = [*small_run, "rollout.engine=vllm", "max_staleness=1", "trainer.max_steps=5", "name=async"]
+    result = run(load_config([*words, f"output_dir={tmp_path}"]), quiet=True)
+    steps = metrics_of(result.directory)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
+    assert all(line["staleness/max"] <= 1 for line in steps)
+    assert any(line["staleness/max"] == 1 for line in steps), "nothing overlapped"
+    assert steps[0]["mismatch/logprob_abs_mean"] < 1e-4
+    for name in ("config.yaml", "events.jsonl", "timeline.json", "report.html", "model/model.safetensors"):
+        assert (result.directory / name).stat().st_size > 0
+    assert list((result.directory / "samples").glob("step_*.parquet"))
+    assert list((result.directory / "plots").glob("*.png"))
+    assert not list(Path("/dev/shm").glob("penstock-async-*")), "weights left in shared memory"
+
+
+def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path):
+    words = [*small_run, "rollout.engine=hf", "trainer.num_ranks=2", "algorithm.kl_coef=0.1", "trainer.max_steps=3"]
+    result = run(load_config([*words, "trainer.num_threads=1", "name=kl", f"output_dir={tmp_path}"]), quiet=True)
+    steps = metrics_of(result.directory)
+    assert abs(steps[0]["actor/kl"]) < 1e-6
+    assert steps[-1]["actor/kl"] > 0
+    assert "timing_s/reference" in steps[-1]
+
+
+REWARDS = """
+import time
+calls = 0
+def sometimes(response, task):
+    global calls
+    calls += 1
+    if calls % 10 == 3:
+        raise ValueError("no opinion")
+    return float(len(response))
+def never(response, task):
+    raise RuntimeError("broken on purpose")
+"""
+
+
+def test_a_reward_that_sometimes_fails_costs_its_samples_only(small_run, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    words = [*small_run, "rollout.engine=hf", "trainer.max_steps=3", f"output_dir={tmp_path}", "name=some"]
+    result = run(load_config([*words, f"reward.function={tmp_path}/rewards.py:sometimes"]), quiet=True)
+    assert metrics_of(result.directory)[-1]["dropped/reward_error"] >= 2
+
+
+def test_a_reward_that_always_fails_ends_the_run_with_its_message(small_run, tmp_path):
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    words = [*small_run, "rollout.engine=hf", "trainer.max_steps=3", f"output_dir={tmp_path}", "name=none"]
+    with pytest.raises(RewardFailure, match="broken on purpose"):
+        run(load_config([*words, f"reward.function={tmp_path}/rewards.py:never"]), quiet=True)
+    events = [json.loads(line)["kind"] for line in (tmp_path / "none" / "events.jsonl").read_text().splitlines()]
+    assert events[-1] == "failed"
+
+
+def test_ctrl_c_leaves_no_process_and_a_valid_run_directory(small_run, tmp_path):
+    words = [*small_run, "rollout.engine=hf", "trainer.max_steps=100000", f"output_dir={tmp_path}", "name=stopped"]
+    command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    file = tmp_path / "stopped" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None and not (file.exists() and file.stat().st_size):
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 130, output[-2000:]
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+    assert len(metrics_of(file.parent)) >= 1
+    events = [json.loads(line)["kind"] for line in (file.parent / "events.jsonl").read_text().splitlines()]
+    assert events[-1] == "interrupted"
+    assert (file.parent / "report.html").exists()
+    assert not list(Path("/dev/shm").glob("penstock-stopped-*"))
+
+
+def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_path):
+    scripts = Path(sys.executable).parent
+    environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "RAY_worker_niceness": "0"}
+    environment.pop("RAY_ADDRESS", None)
+    start = ["ray", "start", "--head", "--block", "--num-cpus=4", "--port=26379", "--dashboard-port=28265"]
+    head = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:28265", "--", str(scripts / "penstock"), "run"]
+        words = [*small_run, "rollout.engine=hf", "trainer.max_steps=2", f"output_dir={tmp_path}", "name=job"]
+        _wait_for_port(28265, timeout_s=90)
+        done = subprocess.run([*submit, *words], env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
+        assert len(metrics_of(tmp_path / "job")) == 2
+    finally:
+        _end_tree(head)
+
+
+def _wait_for_port(port, timeout_s):
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.5)
+    raise AssertionError(f"nothing listens on port {port}")
+
+
+def _end_tree(process):
+    """End a process and all that it started, by id."""
+    tree = [process, *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    _, alive = psutil.wait_procs(tree[1:], timeout=30)
+    for child in alive:
+        child.kill()
+    process.wait(30)
