@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.models.fresh import build_fresh_model
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from penstock.conf.errors import RewardFailure
 from penstock.orchestrator.compose import load_config
 from penstock.orchestrator.run import run

@@ -32,7 +32,7 @@ def cluster() -> Iterator[None]:
 def handle(cluster: None, request: pytest.FixtureRequest) -> Iterator[Any]:
     from penstock.store.actor import create_store_actor
 
-    handle = create_store_actor(make_spec(lease_timeout_s=1.0), "store-test", name=request.node.name)
+    handle = create_store_actor(make_spec(lease_timeout_s=3.0), "store-test", name=request.node.name)
     yield handle
     ray.kill(handle)
 
@@ -105,13 +105,14 @@ def test_the_rows_of_a_killed_consumer_come_back_and_a_second_client_finishes_th
         client = StoreClient(handle)
         await client.put_groups(groups(2))
         victim, survivor = (ray.remote(num_cpus=0)(Engine).remote(handle) for _ in range(2))
+        pid, _ = await asyncio.gather(victim.process.remote(), survivor.process.remote())  # both are up
         assert await victim.lease.remote("rollout") == [0, 1]
-        os.kill(await victim.process.remote(), signal.SIGKILL)
         assert await survivor.lease.remote("rollout") == [2, 3]
+        os.kill(pid, signal.SIGKILL)
         await survivor.respond.remote(4)
         start = time.monotonic()
         assert await survivor.lease.remote("rollout") == [0, 1]  # waits for the dead lease to expire
-        assert time.monotonic() - start < 10
+        assert time.monotonic() - start < 30
         await survivor.respond.remote(4)
         assert (await client.stats())["completed/rollout"] == 4
 
