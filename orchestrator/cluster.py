@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import ray
 from ray.job_config import JobConfig
@@ -58,7 +59,7 @@ def connect(actors: list[ActorPlan], config: RunConfig, run_id: str) -> Iterator
 
 def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
     metadata = {"penstock.run": config.name or "", "penstock.algorithm": config.algorithm.name, **config.tracking.tags}
-    common = {
+    common: dict[str, Any] = {
         "namespace": namespace,
         "job_config": JobConfig(metadata=metadata),
         "log_to_driver": config.cluster.worker_logs,

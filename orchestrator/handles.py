@@ -237,7 +237,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 
 def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Rows:
     pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    columns = {
+    columns: dict[str, list[Any]] = {
         "prompt_ids": [prompt.prompt_ids for prompt, _ in pairs],
         "task": [prompt.task for prompt, _ in pairs],
         "response_ids": [completion.token_ids for _, completion in pairs],
