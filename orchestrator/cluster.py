@@ -79,6 +79,7 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
     # core with any other process: a step becomes twenty times slower.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
+        address="local",  # not whatever cluster somebody has started on this machine
         num_cpus=config.cluster.num_cpus or wanted,
         num_gpus=config.cluster.num_gpus,
         include_dashboard=config.cluster.dashboard,

@@ -123,7 +123,8 @@ def apply(tree: DictConfig, override: Override) -> None:
         nested = {part: nested}
     check_keys(tree, nested)
     try:
-        OmegaConf.update(tree, override.key, override.value, merge=True, force_add=True)
+        # A mapping is merged into what is there; an empty one empties it: reward.options={}
+        OmegaConf.update(tree, override.key, override.value, merge=override.value != {}, force_add=True)
     except OmegaConfBaseException as error:
         raise wrong_type(tree, error, override.key, override.value) from None
 

@@ -7,12 +7,15 @@ import pytest
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.models.fresh import build_fresh_model
 
+SMALL_MODEL = FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2)
+"""Heads of 32: the smallest that vLLM's attention takes on a CPU."""
+
 
 @pytest.fixture(scope="session")
 def small_run(tmp_path_factory):
     """Words of a run that takes seconds: add `output_dir`, an engine and what the test is about."""
     folder = tmp_path_factory.mktemp("small")
-    build_fresh_model(folder / "model", FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128), seed=3)
+    build_fresh_model(folder / "model", SMALL_MODEL, seed=3)
     lines = [json.dumps({"question": f"{i} and {i * i} are numbers", "answer": str(i)}) for i in range(64)]
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     return [

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -100,11 +101,12 @@ def test_ctrl_c_leaves_no_process_and_a_valid_run_directory(small_run, tmp_path)
     assert not list(Path("/dev/shm").glob("penstock-stopped-*"))
 
 
-def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_path):
+def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_path, ray_directory):
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "RAY_worker_niceness": "0"}
     environment.pop("RAY_ADDRESS", None)
     start = ["ray", "start", "--head", "--block", "--num-cpus=4", "--port=26379", "--dashboard-port=28265"]
+    start.append(f"--temp-dir={ray_directory}")
     head = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:28265", "--", str(scripts / "penstock"), "run"]
@@ -115,6 +117,13 @@ def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_
         assert len(metrics_of(tmp_path / "job")) == 2
     finally:
         _end_tree(head)
+
+
+@pytest.fixture
+def ray_directory():
+    """A place of its own for the cluster's sockets and for the note by which clients find it; their paths must be short."""
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        yield directory
 
 
 def _wait_for_port(port, timeout_s):

@@ -23,7 +23,9 @@ LONG = 40_000
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=120 * 2**20, logging_level="ERROR")
+    ray.init(
+        address="local", num_cpus=4, include_dashboard=False, object_store_memory=120 * 2**20, logging_level="ERROR"
+    )
     yield
     ray.shutdown()
 
