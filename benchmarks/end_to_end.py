@@ -24,7 +24,7 @@ from penstock.workers.models.fresh import build_fresh_model
 NUM_PROMPTS = 512
 WORKLOADS = {"fixed": 64, "long_tailed": 256}
 """Most new tokens."""
-STEPS = {"fixed": 8, "long_tailed": 5}
+STEPS = {"fixed": 6, "long_tailed": 3}
 """Measured steps a round."""
 NUM_ROUNDS = 4
 TARGETS = {("fixed", "sync"): 1.0, ("fixed", "async"): 1.2, ("long_tailed", "sync"): 1.5, ("long_tailed", "async"): 2.0}
@@ -117,7 +117,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
     if not TRL_PYTHON.exists():
         raise SystemExit("There is no .venv-trl: run `make bench-env` first.")
-    num_rounds = 1 if arguments.quick else NUM_ROUNDS
+    num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
     workloads = ["fixed"] if arguments.quick else list(WORKLOADS)
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:

@@ -85,6 +85,7 @@ def parse_arguments(description: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--json", type=Path, help="write the raw rounds and the targets here")
     parser.add_argument("--quick", action="store_true", help="about a minute: shows that it runs, measures little")
+    parser.add_argument("--rounds", type=int, help="rounds of each side; more of them settle the medians")
     return parser.parse_args()
 
 

@@ -75,8 +75,8 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
             ) from error
         return
     wanted = max(1, round(needed(actors)[0] + 0.5))
-    # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that shares its
-    # core with any other process: a step becomes twenty times slower.
+    # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that
+    # shares its core with any other process: a step becomes twenty times slower.
     os.environ.setdefault("RAY_worker_niceness", "0")
     ray.init(
         address="local",  # not whatever cluster somebody has started on this machine

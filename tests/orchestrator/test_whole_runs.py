@@ -121,7 +121,7 @@ def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_
 
 @pytest.fixture
 def ray_directory():
-    """A place of its own for the cluster's sockets and for the note by which clients find it; their paths must be short."""
+    """A place for the cluster's sockets, and for the note by which clients find it. Sockets need short paths."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         yield directory
 

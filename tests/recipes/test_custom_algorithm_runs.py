@@ -13,8 +13,8 @@ RECIPE = next(path for root in penstock.recipes.__path__ if (path := Path(root) 
 SMALL = [
     "warm_start.recipe=null", "model.fresh.num_layers=2", "model.fresh.hidden_size=64",
     "model.fresh.intermediate_size=128", "rollout.engine=hf", "rollout.num_threads=1", "trainer.num_threads=1",
-    "reward.function=digits", "reward.options={}", "algorithm.group_size=4", "trainer.max_steps=2", "trainer.groups_per_step=4",
-    "trainer.optimizer.lr=1e-3", "evaluation.every_steps=0",
+    "reward.function=digits", "reward.options={}", "algorithm.group_size=4", "trainer.max_steps=2",
+    "trainer.groups_per_step=4", "trainer.optimizer.lr=1e-3", "evaluation.every_steps=0",
 ]  # fmt: skip
 
 
