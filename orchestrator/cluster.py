@@ -49,7 +49,7 @@ def connect(actors: list[ActorPlan], config: RunConfig, run_id: str) -> Iterator
         check_resources(actors, config)
         _start(actors, config, namespace)
     try:
-        resources = ray.cluster_resources()
+        resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
         check_fits(actors, resources.get("CPU", 0.0), resources.get("GPU", 0.0))
         yield namespace
     finally:

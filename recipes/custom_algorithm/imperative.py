@@ -45,7 +45,7 @@ def asymmetric_loss(
 
 def main(overrides: list[str]) -> None:
     config = penstock.load_config(["recipe=custom_algorithm", *overrides])
-    loss = partial(asymmetric_loss, negative_weight=config.algorithm.negative_weight)
+    loss = partial(asymmetric_loss, negative_weight=config.algorithm.negative_weight)  # type: ignore[attr-defined]
     with penstock.session(config) as run:
         for step in range(1, config.trainer.max_steps + 1):
             prompts = run.prompts.next(config.trainer.groups_per_step)
