@@ -6,7 +6,6 @@ loop.
 
 import contextlib
 import os
-import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,18 +166,3 @@ class Fleet:
 
 def _remote(cls: type, options: dict[str, Any]) -> Any:
     return ray.remote(cls).options(**options)
-
-
-def wait_gone(names: list[str], namespace: str, timeout_s: float) -> bool:
-    """Whether actors of these names have left the cluster's name table within the deadline. For tests and restarts."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        listed = {
-            actor["name"]
-            for actor in ray.util.list_named_actors(all_namespaces=True)
-            if actor["namespace"] == namespace
-        }
-        if not listed.intersection(names):
-            return True
-        time.sleep(0.1)
-    return False
