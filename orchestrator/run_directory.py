@@ -5,8 +5,9 @@
     timeline.json   Chrome trace              model/          final weights as a HF model
     report.html     plots/                    tensorboard/
 
-The controller writes through `RunDirectory`; the report reads through the same class. A line is written whole by one
-call, any other file under another name and then renamed: a run that is killed leaves whole lines and whole files.
+The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call,
+any other file written under another name and then renamed. A run that is killed leaves whole files and whole lines but
+perhaps the last one, since a kill can cut a write short: readers leave such an end out, and the next writer removes it.
 """
 
 import json
@@ -25,6 +26,9 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.compose import recipe_name, to_yaml
 from penstock.orchestrator.timeline import Timeline
+
+_TAIL = 1 << 16
+"""Bytes read at a time when looking for the end of the last whole line."""
 
 
 class RunDirectory:
@@ -158,9 +162,11 @@ class RunDirectory:
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
         if name not in self._files:
-            self._files[name] = os.open(self.path / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            self._files[name] = _open_for_lines(self.path / name)
         line = json.dumps({key: _plain(value) for key, value in values.items()}, ensure_ascii=False) + "\n"
-        os.write(self._files[name], line.encode())
+        rest = memoryview(line.encode())
+        while rest:  # a full disk raises; a signal may make one call write less than all
+            rest = rest[os.write(self._files[name], rest) :]
 
     # Reading.
 
@@ -227,12 +233,26 @@ def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | bool) else str(value)
 
 
+def _open_for_lines(file: Path) -> int:
+    """Open for appending, after the last whole line: what a killed writer left of another is cut away."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    kept = end
+    while kept and b"\n" not in (tail := os.pread(descriptor, min(kept, _TAIL), max(0, kept - _TAIL))):
+        kept -= len(tail)
+    if kept:
+        kept = max(0, kept - _TAIL) + tail.rindex(b"\n") + 1
+    if kept != end:
+        os.ftruncate(descriptor, kept)
+    return descriptor
+
+
 def _read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file; a last line that was cut off is left out."""
     if not file.is_file():
         return []
     lines = []
-    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
         try:
             value = json.loads(line)
         except json.JSONDecodeError:

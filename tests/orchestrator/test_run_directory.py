@@ -89,7 +89,25 @@ def test_a_line_that_was_cut_off_is_left_out(tmp_path: Path) -> None:
     assert directory.read_metrics() == [{"step": 1}]
 
 
-def test_a_run_killed_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [5, 70_000, 200_000])
+def test_who_appends_after_a_kill_removes_the_line_that_was_cut_off(tmp_path: Path, size: int) -> None:
+    directory = RunDirectory.create(config_in(tmp_path))
+    directory.log_metrics({"step": 1})
+    directory.log_metrics({"step": 2, "text": "x" * size})
+    with directory.metrics_file.open("a") as file:
+        file.write('{"step": 3, "text": "' + "x" * size)
+    RunDirectory.open(directory.path).log_metrics({"step": 3})
+    lines = directory.metrics_file.read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_a_text_with_unicode_line_ends_stays_one_line(tmp_path: Path) -> None:
+    directory = RunDirectory.create(config_in(tmp_path))
+    directory.log_metrics({"step": 1, "text": "a\u2028b\x85c"})
+    assert directory.read_metrics() == [{"step": 1, "text": "a\u2028b\x85c"}]
+
+
+def test_a_run_killed_at_any_moment_leaves_whole_lines_but_perhaps_the_last(tmp_path: Path) -> None:
     script = (
         "import sys, itertools\nfrom penstock.orchestrator.compose import load_config\n"
         "from penstock.orchestrator.run_directory import RunDirectory\n"
@@ -103,9 +121,12 @@ def test_a_run_killed_at_any_moment_leaves_whole_lines(tmp_path: Path) -> None:
     process.kill()
     process.wait()
     process.stdout.close()
-    lines = (tmp_path / "killed" / "metrics.jsonl").read_text().splitlines()
-    assert len(lines) > 50
-    assert [json.loads(line)["step"] for line in lines] == list(range(len(lines)))
+    directory = RunDirectory.open(tmp_path / "killed")
+    text = directory.metrics_file.read_text()
+    whole = text[: text.rindex("\n")].split("\n")
+    assert len(whole) > 50
+    assert [json.loads(line)["step"] for line in whole] == list(range(len(whole)))
+    assert [line["step"] for line in directory.read_metrics()] == list(range(len(whole)))
 
 
 def test_opening_what_is_no_run_is_refused(tmp_path: Path) -> None:
