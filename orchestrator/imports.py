@@ -1,13 +1,13 @@
 """Python files that a user brings: loaded once, and pickled by value so that what they define reaches every actor.
 
 Called while a configuration is composed (`imports=[file.py]`, `algorithm=file.py:name`), before anything starts. Reward
-processes import the same files by their path (`workers/reward/registry.py`).
+processes import the same files by their path (`workers/user_code.py`).
 """
 
 from pathlib import Path
 from types import ModuleType
 
-from penstock.workers.reward.registry import import_file
+from penstock.workers.user_code import import_file
 
 
 def load_file(path: Path, key: str) -> ModuleType:

@@ -15,7 +15,7 @@ from penstock.workers.environments.reasoning_gym import Problems
 from penstock.workers.prompts.huggingface import open_huggingface
 from penstock.workers.prompts.jsonl import JsonLines
 from penstock.workers.prompts.teacher import TaughtDataset
-from penstock.workers.reward.registry import find_function
+from penstock.workers.user_code import find_function
 
 DEFAULT_PROBLEMS = 100_000
 

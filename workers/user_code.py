@@ -1,0 +1,66 @@
+"""Code that a user brings: a Python file or an importable module, and the function in it that a configuration names.
+
+Used wherever a key takes `file.py:function` or `package.module:function` (`reward.function`, `data.teacher`,
+`algorithm`, `imports`), on the driver and again in every process that has to resolve the name anew.
+"""
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from penstock.conf.errors import ConfigError, suggest
+
+
+def find_function(spec: str, key: str) -> Callable[..., Any]:
+    """What `file.py:name` or `package.module:name` stands for. Raises `ConfigError`; `key` is the one it names."""
+    place, colon, attribute = spec.rpartition(":")
+    if not colon:
+        raise ConfigError(f"{key}={spec}: write it as `file.py:function` or `package.module:function`.")
+    module = import_file(place, key) if place.endswith(".py") else _import_module(spec, place, key)
+    found: Any = module
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            raise ConfigError(f"{key}={spec}: {place} has no {attribute!r}{suggest(attribute, names)}")
+        found = getattr(found, part)
+    return found
+
+
+def import_file(path: str, key: str) -> ModuleType:
+    """Run a Python file as a module, once a process; it may import its neighbours. `ConfigError` names `key`."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        near = sorted(other.name for other in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        hint = suggest(file.name, near) if near else "."
+        raise ConfigError(f"{key}={path}: there is no file {file}{hint}")
+    name = f"penstock_file_{file.stem}_{hashlib.sha1(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    if module_spec is None or module_spec.loader is None:
+        raise ConfigError(f"{key}={path}: not a Python file.")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise ConfigError(f"{key}={path}: importing it failed: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _import_module(spec: str, place: str, key: str) -> ModuleType:
+    try:
+        return importlib.import_module(place)
+    except (ImportError, SyntaxError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={spec}: module {place!r} cannot be imported: {error}. "
+            "A file is written with its ending, `file.py:function`."
+        ) from error
