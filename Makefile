@@ -35,11 +35,11 @@ format: setup ## what `make check` asks of layout, done
 	@for file in penstock/*; do ln -s ../../$$file $@/; done
 	@for layer in conf algorithms store workers orchestrator recipes; do ln -s ../../$$layer $@/$$layer; done
 
-bench-env: setup .venv-trl/.locked ## the environment of the peer that benchmarks compare with
-.venv-trl/.locked: requirements/trl.lock
-	python3 -m venv .venv-trl
-	.venv-trl/bin/python -m pip install --quiet --no-deps -r $< || \
-	  .venv-trl/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r $<
+bench-env: setup .venv-trl/.locked .venv-tq/.locked ## the environments of the peers that benchmarks compare with
+.venv-%/.locked: requirements/%.lock
+	python3 -m venv .venv-$*
+	.venv-$*/bin/python -m pip install --quiet --no-deps -r $< || \
+	  .venv-$*/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r $<
 	@touch $@
 
 bench: bench-env ## every benchmark, results in benchmarks/results/
@@ -47,5 +47,5 @@ bench: bench-env ## every benchmark, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
-	rm -rf .venv .venv-trl .typing runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-tq .typing runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
