@@ -109,6 +109,19 @@ class Blocks:
                     self._uncount(cells[index])
                     cells[index] = None
 
+    def copy(self) -> "Blocks":
+        """The same cells at this moment; the values are shared. What happens to either index does not concern the
+        other.
+        """
+        copied = Blocks.__new__(Blocks)
+        copied._types, copied._size = self._types, self._size
+        copied.num_blocks, copied.bytes = self.num_blocks, self.bytes
+        copied._cells = {
+            group: {name: list(cells) if isinstance(cells, list) else cells for name, cells in columns.items()}
+            for group, columns in self._cells.items()
+        }
+        return copied
+
     def gather(self, row_ids: Sequence[int], names: Sequence[str]) -> Payload:
         """The columns `names` of the rows. Raises `UnknownColumn` if a row lacks one."""
         ids = np.asarray(row_ids, dtype=np.int64)

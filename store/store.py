@@ -13,12 +13,14 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from penstock.store import snapshot
 from penstock.store.blocks import Block, Blocks, Payload
-from penstock.store.errors import MissingColumn, StoreClosed, StoreError, UnknownColumn
+from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.group import Facts
 from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
@@ -41,6 +43,25 @@ class Write:
 
 
 @dataclass(frozen=True)
+class Ask:
+    """Somebody's wish for leases of a stage."""
+
+    stage: str
+    max_units: int
+    """Of one lease: samples or groups, as the stage's unit is."""
+    owner: str
+    """Who it is, for people and for `abandon`."""
+    max_tokens: int = 0
+    """Of one lease, prompts and responses; 0 for no bound."""
+    max_leases: int = 1
+    wait: bool = True
+    """Until at least one unit is free. False: an empty list at once if none is."""
+    client: str = ""
+    ticket: int = 0
+    """What `withdraw` names the wish by: unique in the client, which is unique."""
+
+
+@dataclass(frozen=True)
 class Granted:
     """A lease on its way to its owner."""
 
@@ -49,6 +70,12 @@ class Granted:
     names: tuple[str, ...]
     payload: Payload
     version: int = 0
+    siblings: tuple["Granted", ...] = ()
+    """The rest of the lease, where it has rows of several partitions."""
+
+
+Result = tuple[Any, StoreError | None]
+"""What a call of `many` returned, or raised."""
 
 
 class Store:
@@ -64,21 +91,36 @@ class Store:
     """
 
     def __init__(
-        self, spec: StoreSpec, clock: Clock = time.monotonic, keep: Callable[[pa.RecordBatch], Any] | None = None
+        self,
+        spec: StoreSpec,
+        clock: Clock = time.monotonic,
+        keep: Callable[[pa.RecordBatch], Any] | None = None,
+        fetch: snapshot.Fetch | None = None,
+        restore: str | Path | None = None,
     ) -> None:
         """`clock`: seconds. `keep`: takes a batch larger than `spec.inline_bytes` and returns a reference that
-        consumers can read it by (Ray's object store). None: all batches stay here.
+        consumers can read it by (Ray's object store); `fetch` reads it here. None: all batches stay here.
+        `restore`: a snapshot, or a directory of them, to go on from; raises `CorruptSnapshot`, `StoreError`.
         """
         self._spec = spec
         self._clock = clock
         self._keep = keep
+        self._fetch = fetch
         self.ledger = Ledger(spec)
         self._blocks = Blocks(spec.columns, spec.group_size)
+        if restore is not None:
+            loaded = snapshot.load(restore, spec)
+            self.ledger = loaded.ledger
+            snapshot.refill(self._blocks, loaded, self._block)
         self._columns = {column.name: column for column in spec.columns}
         self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._producers = Turns(self._schedule)
         self._consumers = {stage.name: Turns(self._schedule) for stage in spec.stages}
         self._ranks = {stage.name: Turns(self._schedule) for stage in spec.stages}
+        self._clients: dict[str, set[str]] = {}
+        """Owner -> its clients that have asked for leases."""
+        self._gone: set[str] = set()
+        """Clients whose owner is known to be dead: what they asked for on their way is not given."""
         self._errors: deque[str] = deque(maxlen=20)
         self._closed: str | None = None
         self._pump_due = False
@@ -90,7 +132,17 @@ class Store:
         self.loop = asyncio.get_running_loop()
         return self._spec
 
-    async def put(self, batch: pa.RecordBatch, facts: Facts) -> list[int]:
+    async def many(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Result]:
+        """Several calls that do not wait, in one message; each stands for itself."""
+        results: list[Result] = []
+        for method, arguments in calls:
+            try:
+                results.append((await getattr(self, method)(*arguments), None))
+            except StoreError as error:
+                results.append((None, error))
+        return results
+
+    async def put(self, batch: pa.RecordBatch, facts: Facts, priority: int = 0) -> list[int]:
         """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`."""
         names, num_groups = batch.schema.names, len(facts.row_bytes)
         self._check_source(names)
@@ -103,7 +155,11 @@ class Store:
             while len(admitted) < num_groups:
                 number = len(admitted)
                 group = self.ledger.admit(
-                    facts.row_bytes[number], _at(facts.prompt_tokens, number), _at(facts.response_tokens, number)
+                    self._clock(),
+                    facts.row_bytes[number],
+                    _at(facts.prompt_tokens, number),
+                    _at(facts.response_tokens, number),
+                    priority,
                 )
                 if group is None:
                     break
@@ -120,15 +176,31 @@ class Store:
             )
         return done
 
-    async def lease(self, stage: str, max_units: int, owner: str) -> Granted | None:
-        """Waits for at least one free unit. None when the store is closed."""
-        self.ledger.residents.stage(stage)
+    async def lease(self, ask: Ask) -> list[Granted] | None:
+        """Waits for at least one free unit. None when the store is closed, or the wish was withdrawn."""
+        self.ledger.residents.stage(ask.stage)
+        if ask.client in self._gone:
+            return None
+        self._clients.setdefault(ask.owner, set()).add(ask.client)
 
-        def take() -> Granted | None:
-            lease = self.ledger.lease(stage, max_units, owner, self._clock())
-            return None if lease is None else self._grant(lease.id, stage, self.ledger.rows_of(lease))
+        def take() -> list[Granted] | None:
+            granted: list[Granted] = []
+            while len(granted) < max(1, ask.max_leases):
+                lease = self.ledger.lease(ask.stage, ask.max_units, ask.owner, self._clock(), ask.max_tokens)
+                if lease is None:
+                    break
+                granted.append(self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)))
+            return granted or None
 
-        return await self._consumers[stage].wait(take)
+        turns = self._consumers[ask.stage]
+        if not ask.wait:
+            return None if self._closed is not None else ([] if len(turns) else take() or [])
+        return await turns.wait(take, ask.client, ask.ticket)
+
+    async def withdraw(self, stage: str, client: str, ticket: int) -> None:
+        """The wish of that ticket no longer waits: its call returns None, unless it has returned leases already."""
+        self._consumers[stage].withdraw(client, ticket)
+        self._schedule()
 
     async def lease_shared(
         self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
@@ -146,17 +218,15 @@ class Store:
 
         return await self._ranks[stage].wait(take)
 
-    async def write(self, writes: list[Write]) -> list[StoreError | None]:
-        """Each write stands for itself: its error, or None. See `Ledger.write`."""
-        results: list[StoreError | None] = []
-        for one in writes:
-            try:
-                self._write(one)
-                results.append(None)
-            except StoreError as error:
-                results.append(error)
+    async def write(self, one: Write) -> None:
+        """See `Ledger.write`."""
+        names = one.batch.schema.names
+        self.ledger.check_columns(one.stage, names)
+        check_batch(self._columns, one.batch, len(one.row_ids))
+        kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, names, one.facts, self._clock())
+        if kept and names:
+            self._blocks.add_rows(one.row_ids, kept, self._block(one.batch), names)
         self._changed()
-        return results
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
         self.ledger.drop(lease_id, stage, row_ids, reason)
@@ -169,11 +239,24 @@ class Store:
         self.ledger.release(lease_id)
         self._changed()
 
-    async def renew(self, lease_id: int) -> None:
-        self.ledger.renew(lease_id, self._clock())
+    async def renew(self, lease_ids: list[int]) -> list[int]:
+        """Their time starts anew; those that are over are returned."""
+        over = []
+        for lease_id in lease_ids:
+            try:
+                self.ledger.renew(lease_id, self._clock())
+            except LeaseExpired:
+                over.append(lease_id)
+        return over
 
     async def abandon(self, owner: str) -> int:
-        """Everything that a dead owner holds goes back; how many leases that were."""
+        """Everything that a dead owner holds goes back, and its clients wait for nothing more; how many leases it
+        had. A new owner of that name speaks through a new client."""
+        clients = self._clients.pop(owner, set())
+        self._gone |= clients
+        for client in clients:
+            for turns in self._consumers.values():
+                turns.withdraw(client)
         lost = self.ledger.abandon(owner)
         self._changed()
         return lost
@@ -194,6 +277,13 @@ class Store:
             if name not in self._columns:
                 raise UnknownColumn(f"column {name!r} is not in the dataflow; it has {', '.join(self._columns)}.")
         return self._grant(-1, "", rows, names=chosen)
+
+    async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
+        """Write the state of this moment as `ROOT/snapshot-<number>`, and go on meanwhile; its path. `keep`: so many
+        of the newest stay. See `store/snapshot.py`.
+        """
+        state = snapshot.cut(self._spec, self.ledger, self._blocks)
+        return str(await asyncio.to_thread(snapshot.write, root, number, state, self._fetch, keep=keep))
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)
@@ -221,14 +311,6 @@ class Store:
             self._timer.cancel()
         for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
             turns.close()
-
-    def _write(self, one: Write) -> None:
-        names = one.batch.schema.names
-        self.ledger.check_columns(one.stage, names)
-        check_batch(self._columns, one.batch, len(one.row_ids))
-        kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, names, one.facts, self._clock())
-        if kept and names:
-            self._blocks.add_rows(one.row_ids, kept, self._block(one.batch), names)
 
     def _block(self, batch: pa.RecordBatch) -> Block:
         """A large batch is kept where consumers read it without asking this process, and owned by this process: a

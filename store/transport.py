@@ -19,7 +19,11 @@ class Link(Protocol):
 
 
 def link_to(handle: "Store | Any") -> Link:
-    """`handle`: a `Store`, or a Ray actor handle of one."""
+    """`handle`: a `Store`, or a Ray actor handle of one; a list of more than one is a partitioned store."""
+    if isinstance(handle, list | tuple):
+        from penstock.store.partitions import Partitioned  # late: it is made of links
+
+        return link_to(handle[0]) if len(handle) == 1 else Partitioned([link_to(part) for part in handle])
     return InProcess(handle) if isinstance(handle, Store) else OverRay(handle)
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.store.client import StoreClient, SyncStoreClient
+from penstock.store.client import StoreClient
 from penstock.store.errors import LeaseExpired, StoreError, UnknownStage
+from penstock.store.sync_client import SyncStoreClient
 from tests.store.driver import make_spec
 
 ray = pytest.importorskip("ray")

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.store.errors import LeaseExpired
 from penstock.store.leases import HeldLease
-from tests.store.driver import Driver, facts_for, make_spec
+from tests.store.driver import Driver, facts_for, facts_of, make_spec
 
 WORKED = ("rollout", "reward", "reference", "group_advantage")
 
@@ -82,9 +82,7 @@ class Histories(RuleBasedStateMachine):
         # A token is at the oldest of the version that was served when its group was admitted.
         admitted_under = max(self.admitted_under[row // self.spec.group_size] for row in some)
         version = data.draw(st.integers(admitted_under, self.served))
-        facts = facts_for(stage if all_columns else "", len(some), version)
-        if not all_columns and "token_versions" in columns:
-            facts = facts_for("rollout", len(some), version)
+        facts = facts_of(columns, len(some), version)
         over = lease.id not in self.ledger.residents.leases.held
         undone = {row for row in some if self.is_undone(row, stage)}
         try:
@@ -96,7 +94,8 @@ class Histories(RuleBasedStateMachine):
         assert not (over and undone), "a late writer was not told"
         assert {some[position] for position in kept} <= undone, "a result was taken twice, or for a row that has ended"
         if "token_versions" in columns:
-            self.sampled.update((some[position], version) for position in kept)
+            for position in kept:
+                self.sampled.setdefault(some[position], version)
 
     def is_undone(self, row: int, stage: str) -> bool:
         group = self.ledger.residents.groups.get(row // self.spec.group_size)
