@@ -28,6 +28,7 @@ from penstock.orchestrator.progress import Progress
 from penstock.orchestrator.report import write_report
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.sinks import Sink, make_sinks
+from penstock.orchestrator.status import note_connection
 from penstock.orchestrator.validate import check_run
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.weights.roots import SHARED_MEMORY, claim_root, remove_root, sweep_stale
@@ -65,6 +66,7 @@ def run(
     directory.event("start", recipe=config.recipe, algorithm=config.algorithm.name, max_staleness=config.max_staleness)
     try:
         with connect(_with_warm_start(plan, config), config, directory.path.name) as namespace:
+            note_connection(directory, namespace)
             model_path = starting_model(config, directory)
             progress = Progress(config, directory.path.name, console=Console(quiet=True) if quiet else None)
             outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks))

@@ -238,6 +238,9 @@ class Partitioned:
             **parts[0],
             "rows": {stage: dict(counts) for stage, counts in rows.items()},
             "leases": [lease for part in parts for lease in part["leases"]],
+            "wait_s": {stage: sum(part["wait_s"][stage] for part in parts) / len(parts) for stage in rows},
+            "counters": dict(sum((Counter(part["counters"]) for part in parts), Counter[str]())),
+            "waiters": {stage: [name for part in parts for name in part["waiters"][stage]] for stage in rows},
             "waiting": dict(sum((Counter(part["waiting"]) for part in parts), Counter[str]())),
             "credits": {
                 "active": sum(part["credits"]["active"] for part in parts),

@@ -294,8 +294,13 @@ class Store:
 
     async def describe(self) -> dict[str, Any]:
         waiters = {name: len(self._consumers[name]) + len(self._ranks[name]) for name in self._consumers}
+        owners = {client: owner for owner, clients in self._clients.items() for client in clients}
         return describe(self.ledger, self._clock()) | {
             "waiting": waiters | {"put": len(self._producers)},
+            "waiters": {
+                name: [owners.get(str(client), "?") for client in turns.clients]
+                for name, turns in self._consumers.items()
+            },
             "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
             "closed": self._closed,
         }

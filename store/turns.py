@@ -38,6 +38,11 @@ class Turns:
         """Callers that wait."""
         return len(self._queue)
 
+    @property
+    def clients(self) -> list[Hashable]:
+        """Of those that wait, in order."""
+        return [waiting.client for waiting in self._queue]
+
     async def wait(self, attempt: Callable[[], T | None], client: Hashable = None, ticket: int = 0) -> T | None:
         """The first result of `attempt` that is not None; it is tried now, and when it is this caller's turn.
 

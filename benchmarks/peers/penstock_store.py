@@ -146,17 +146,14 @@ class Worker:
     async def train(self) -> Request:
         """Stage 3: the batches in order."""
         nbytes, start = 0, time.perf_counter()
-
-        async def one(round: int) -> None:
-            nonlocal nbytes
+        tasks: list[asyncio.Task[None]] = []
+        for round in range(self.rows // self.batch):
             asked = time.perf_counter()
             lease = await self.client.lease_shared("train", round, 0, 1)
             assert lease is not None
             nbytes += read(lease, RESPONSE)
-            await self.client.complete_shared(lease)
+            tasks.append(await self._start(self.client.complete_shared(lease)))
             self.latencies.append(1000 * (time.perf_counter() - asked))
-
-        tasks = [await self._start(one(round)) for round in range(self.rows // self.batch)]
         await asyncio.gather(*tasks)
         return self._answer(start, nbytes)
 
