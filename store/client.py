@@ -26,6 +26,7 @@ from penstock.conf.errors import suggest
 from penstock.store.blocks import assemble
 from penstock.store.errors import LeaseExpired, MissingColumn, UnknownColumn
 from penstock.store.heartbeat import Heartbeat
+from penstock.store.inlet import Inlet
 from penstock.store.lease import Lease, SharedLease, Values
 from penstock.store.outbox import Outbox
 from penstock.store.rows import Rows
@@ -48,6 +49,7 @@ class StoreClient:
         partitions."""
         self._link = link_to(handle)
         self._outbox = Outbox(self._link)
+        self._inlet = Inlet(self._link)
         self._heartbeat = Heartbeat(lambda ids: self._outbox.call("renew", ids))
         self._name = uuid.uuid4().hex
         self._tickets = itertools.count()
@@ -67,7 +69,7 @@ class StoreClient:
         spec = await self.spec()
         values = _by_column(groups, spec.source_columns)
         batch, facts = encode(self._columns, values, list(range(len(groups))))
-        return list(await self._link.call("put", batch, facts, priority))
+        return await self._inlet.put(batch, facts, priority)
 
     async def lease(self, stage: str, max_units: int, owner: str, max_tokens: int = 0) -> Lease | None:
         """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
@@ -78,7 +80,9 @@ class StoreClient:
         leases = await self._ask(Ask(stage, max_units, owner, max_tokens))
         return leases[0] if leases else None
 
-    def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1, max_tokens: int = 0) -> LeaseStream:
+    def leases(
+        self, stage: str, max_units: int, owner: str, *, ahead: int = 1, max_tokens: int = 0
+    ) -> LeaseStream[Lease]:
         """One lease after the other, `ahead` of them fetched while the present one is worked on."""
         return LeaseStream(
             lambda count: self._ask(Ask(stage, max_units, owner, max_tokens, count)), self.release, ahead
@@ -93,16 +97,33 @@ class StoreClient:
         ranks by tokens and ordered by row id. Asking again gives the same rows, less those finished since. None when
         the store is closed.
         """
-        granted = await self._link.call(
-            "lease_shared", stage, round, rank, num_ranks, max_units, owner or f"{stage} ranks"
-        )
-        if granted is None:
-            return None
-        spec = await self.spec()
-        rows = await self._rows(granted)
-        if self._stages[stage].unit != "batch":  # a batch in training does not run out
-            self._heartbeat.hold(granted.lease_id, len(rows), spec.lease_timeout_s)
-        return SharedLease(granted.lease_id, stage, rows, round, rank, granted.version)
+        leases = await self._ask_rounds(stage, round, rank, num_ranks, max_units, owner, 1)
+        return leases[0] if leases else None
+
+    def rounds(
+        self,
+        stage: str,
+        rank: int,
+        num_ranks: int,
+        *,
+        first: int = 0,
+        max_units: int = 1,
+        owner: str = "",
+        ahead: int = 1,
+    ) -> LeaseStream[SharedLease]:
+        """This rank's rows of one round after the other, `ahead` of them fetched while the present one is worked on.
+
+        What is fetched ahead of its time is formed then: of what was ready, in the same order and within the same
+        bound of staleness, which counts updates.
+        """
+        upcoming = [first]
+
+        async def ask(count: int) -> list[SharedLease] | None:
+            leases = await self._ask_rounds(stage, upcoming[0], rank, num_ranks, max_units, owner, count)
+            upcoming[0] += len(leases or ())
+            return leases
+
+        return LeaseStream(ask, None, ahead)
 
     async def complete_shared(self, lease: SharedLease) -> None:
         """This rank has trained its rows. They end when all ranks have said so; saying it twice is harmless."""
@@ -201,6 +222,25 @@ class StoreClient:
             self._undoing.add(undoing)
             undoing.add_done_callback(self._undoing.discard)
             raise
+
+    async def _ask_rounds(
+        self, stage: str, round: int, rank: int, num_ranks: int, max_units: int, owner: str, count: int
+    ) -> list[SharedLease] | None:
+        """None when the store has closed."""
+        spec = await self.spec()
+        owner = owner or f"{stage} ranks"
+        granted: list[Granted] | None = await self._link.call(
+            "lease_shared", stage, round, rank, num_ranks, max_units, owner, count
+        )
+        if granted is None:
+            return None
+        leases = []
+        for number, one in enumerate(granted):
+            rows = await self._rows(one)
+            if self._stages[stage].unit != "batch":  # a batch in training does not run out
+                self._heartbeat.hold(one.lease_id, len(rows), spec.lease_timeout_s)
+            leases.append(SharedLease(one.lease_id, stage, rows, round + number, rank, one.version))
+        return leases
 
     async def _undo(self, ask: Ask, answer: "asyncio.Future[list[Granted] | None]") -> None:
         """Nobody waits for this answer any more: what it brings, or would bring, goes back."""

@@ -126,25 +126,25 @@ class Partitioned:
     # What goes to all parts, or to those that a lease is of.
 
     async def _lease_shared(
-        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
-    ) -> Granted | None:
-        """This rank's share in each part. Rank numbers are rotated from part to part, which evens out who gets the
-        heavier halves."""
+        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str, max_rounds: int
+    ) -> list[Granted] | None:
+        """This rank's share in each part, one round at a time. Rank numbers are rotated from part to part, which evens
+        out who gets the heavier halves."""
         await self._size()
         shares = await asyncio.gather(
             *(
-                part.call("lease_shared", stage, number, (rank + index) % num_ranks, num_ranks, max_units, owner)
+                part.call("lease_shared", stage, number, (rank + index) % num_ranks, num_ranks, max_units, owner, 1)
                 for index, part in enumerate(self._parts)
             )
         )
         if any(share is None for share in shares):
             return None
         lease_id = next(self._round_ids)
-        self._rounds[lease_id] = num_ranks, [share.lease_id for share in shares]
+        self._rounds[lease_id] = num_ranks, [share[0].lease_id for share in shares]
         if len(self._rounds) > MAX_ROUNDS:
             del self._rounds[next(iter(self._rounds))]
-        parts = [self._renumbered(share, index) for index, share in enumerate(shares)]
-        return replace(parts[0], lease_id=lease_id, siblings=tuple(parts[1:]))
+        parts = [self._renumbered(share[0], index) for index, share in enumerate(shares)]
+        return [replace(parts[0], lease_id=lease_id, siblings=tuple(parts[1:]))]
 
     async def _complete_shared(self, lease_id: int, rank: int) -> None:
         num_ranks, leases = self._round(lease_id)

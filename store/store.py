@@ -203,18 +203,24 @@ class Store:
         self._schedule()
 
     async def lease_shared(
-        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
-    ) -> Granted | None:
-        """This rank's share of a round. Waits until the round is formed. None when the store is closed."""
+        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str, max_rounds: int = 1
+    ) -> list[Granted] | None:
+        """This rank's shares of the rounds from `number` on: of those that can be formed now, at most `max_rounds`.
+        Waits until the first is formed. None when the store is closed.
+        """
         self.ledger.residents.stage(stage)
 
-        def take() -> Granted | None:
-            made = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
-            if self.ledger.residents.freed:  # stale groups were evicted
-                self._changed()
-            if made is None:
-                return None
-            return self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
+        def take() -> list[Granted] | None:
+            granted: list[Granted] = []
+            while len(granted) < max(1, max_rounds):
+                round = number + len(granted)
+                made = self.ledger.lease_shared(stage, round, num_ranks, max_units, owner, self._clock())
+                if self.ledger.residents.freed:  # stale groups were evicted
+                    self._changed()
+                if made is None:
+                    break
+                granted.append(self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version))
+            return granted or None
 
         return await self._ranks[stage].wait(take)
 

@@ -5,12 +5,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Self
+from typing import Generic, Self, TypeVar
 
 from penstock.store.lease import Lease
 
+L = TypeVar("L", bound=Lease)
 
-class LeaseStream:
+
+class LeaseStream(Generic[L]):
     """All leases of a stage until the store closes.
 
         async with client.leases("reward", max_units=16, owner="reward-0", ahead=1) as leases:
@@ -23,16 +25,17 @@ class LeaseStream:
 
     def __init__(
         self,
-        ask: Callable[[int], Awaitable[list[Lease] | None]],
-        release: Callable[[Lease], Awaitable[None]],
+        ask: Callable[[int], Awaitable[list[L] | None]],
+        release: Callable[[L], Awaitable[None]] | None,
         ahead: int,
     ) -> None:
-        """`ask(n)`: up to n leases, at least one; None when the store has closed."""
+        """`ask(n)`: up to n leases, at least one; None when the store has closed. `release`: None for rounds, which
+        can be asked for again by their number."""
         self._ask = ask
         self._release = release
         self._ahead = ahead
-        self._ready: deque[Lease] = deque()
-        self._asking: asyncio.Task[list[Lease] | None] | None = None
+        self._ready: deque[L] = deque()
+        self._asking: asyncio.Task[list[L] | None] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -45,13 +48,13 @@ class LeaseStream:
             self._asking.cancel()
             with suppress(asyncio.CancelledError):
                 self._ready.extend(await self._asking or [])
-        while self._ready:
+        while self._ready and self._release is not None:
             await self._release(self._ready.popleft())
 
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> Lease:
+    async def __anext__(self) -> L:
         self._fetch()
         if not self._ready and self._asking is not None:
             await self._asking

@@ -92,6 +92,7 @@ class Worker:
         self.rows, self.batch = request["rows"], request["batch"]
         self.responses = Responses(request)
         self.lanes = asyncio.Semaphore(IN_FLIGHT if self.batch == 1 else 2)
+        self.ahead = IN_FLIGHT - 1 if self.batch == 1 else 1
         self.latencies: list[float] = []
 
     async def ready(self) -> None:
@@ -122,7 +123,7 @@ class Worker:
 
     async def lease(self) -> Request:
         nbytes, left, start = 0, self.rows, time.perf_counter()
-        async with self.client.leases("reward", self.batch, "reader", ahead=1 if self.batch > 1 else 31) as leases:
+        async with self.client.leases("reward", self.batch, "reader", ahead=self.ahead) as leases:
             while left:
                 asked = time.perf_counter()
                 lease = await anext(leases)
@@ -147,13 +148,13 @@ class Worker:
         """Stage 3: the batches in order."""
         nbytes, start = 0, time.perf_counter()
         tasks: list[asyncio.Task[None]] = []
-        for round in range(self.rows // self.batch):
-            asked = time.perf_counter()
-            lease = await self.client.lease_shared("train", round, 0, 1)
-            assert lease is not None
-            nbytes += read(lease, RESPONSE)
-            tasks.append(await self._start(self.client.complete_shared(lease)))
-            self.latencies.append(1000 * (time.perf_counter() - asked))
+        async with self.client.rounds("train", 0, 1, ahead=self.ahead) as rounds:
+            for _ in range(self.rows // self.batch):
+                asked = time.perf_counter()
+                lease = await anext(rounds)
+                nbytes += read(lease, RESPONSE)
+                tasks.append(await self._start(self.client.complete_shared(lease)))
+                self.latencies.append(1000 * (time.perf_counter() - asked))
         await asyncio.gather(*tasks)
         return self._answer(start, nbytes)
 
@@ -164,7 +165,7 @@ class Worker:
         async def one(lease: Lease) -> None:
             await self.client.write(lease, lease.rows.row_ids, values(lease))
 
-        async with self.client.leases(stage, self.batch, stage, ahead=1 if self.batch > 1 else 31) as leases:
+        async with self.client.leases(stage, self.batch, stage, ahead=self.ahead) as leases:
             while left:
                 lease = await anext(leases)
                 left -= len(lease.rows)
