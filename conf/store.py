@@ -18,12 +18,19 @@ class StoreConfig:
     lease_timeout_s: float = 60.0
     """A worker whose process gives no sign of life for so long loses its rows to another. Clients renew what they hold
     three times in it, however long the work takes."""
-    inline_bytes: int = 65536
-    """A write smaller than this travels in the call itself; a larger one goes through shared memory."""
+    inline_bytes: int = 2**20
+    """A write up to this size travels in the call itself; a larger one goes through a file in shared memory. Below a
+    megabyte the copy is cheaper than the file."""
+    shared_memory_mib: int = 1024
+    """Shared memory of each store actor for large writes, in MiB. What exceeds it is moved to disk and read from
+    there."""
+    spill_dir: str | None = None
+    """Where it is moved to. null: the system's temporary directory."""
 
     def __post_init__(self) -> None:
         at_least("store.window", self.window, 1)
         at_least("store.num_partitions", self.num_partitions, 1)
         at_least("store.max_bytes", self.max_bytes, 1)
+        at_least("store.shared_memory_mib", self.shared_memory_mib, 1)
         at_least("store.inline_bytes", self.inline_bytes, 0)
         above("store.lease_timeout_s", self.lease_timeout_s, 0)

@@ -7,6 +7,7 @@ loop.
 import contextlib
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -42,6 +43,8 @@ class Fleet:
     model_path: str
     namespace: str
     with_store: bool = True
+    shared_memory: Path | None = None
+    """Directory of the run in shared memory, removed by its creator."""
     store: list[Any] = field(default_factory=list)
     """The store's actors, one a partition."""
     actors: dict[str, Any] = field(default_factory=dict)
@@ -50,7 +53,8 @@ class Fleet:
         """Create every actor; models are not loaded yet."""
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
-            self.store = create_store_actors(spec, self.namespace, self.config.store.num_partitions)
+            partitions = self.config.store.num_partitions
+            self.store = create_store_actors(spec, self.namespace, partitions, self.shared_memory)
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue

@@ -93,8 +93,8 @@ def _train(
     sinks: list[Sink],
 ) -> Outcome:
     """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
-    fleet = Fleet(plan, config, flow, model_path, namespace)
     with weights_root(directory.path.name) as root:
+        fleet = Fleet(plan, config, flow, model_path, namespace, shared_memory=root / "store")
         try:
             progress.phase(_starting_text(plan, config))
             evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None

@@ -47,11 +47,11 @@ class StoreClient:
     def __init__(self, handle: "Store | Any") -> None:
         """`handle`: a `Store` in this process, or the handle of the Ray actor around one, or a list of either: its
         partitions."""
-        self._link = link_to(handle)
+        self._name = uuid.uuid4().hex
+        self._link = link_to(handle, self._name)
         self._outbox = Outbox(self._link)
         self._inlet = Inlet(self._link)
         self._heartbeat = Heartbeat(lambda ids: self._outbox.call("renew", ids))
-        self._name = uuid.uuid4().hex
         self._tickets = itertools.count()
         self._known: StoreSpec | None = None
         self._columns: dict[str, Column] = {}
@@ -69,7 +69,7 @@ class StoreClient:
         spec = await self.spec()
         values = _by_column(groups, spec.source_columns)
         batch, facts = encode(self._columns, values, list(range(len(groups))))
-        return await self._inlet.put(batch, facts, priority)
+        return await self._inlet.put(batch, facts, priority, spec.inline_bytes)
 
     async def lease(self, stage: str, max_units: int, owner: str, max_tokens: int = 0) -> Lease | None:
         """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
@@ -261,7 +261,7 @@ class StoreClient:
         return together.select(np.argsort(together.row_ids))
 
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
-        await self.spec()
+        spec = await self.spec()
         rows = _ids(row_ids)
         for name in columns:
             if name not in self._columns:
@@ -270,7 +270,8 @@ class StoreClient:
                     f"lacks{suggest(name, self._columns)}"
                 )
         batch, facts = encode(self._columns, columns, rows)
-        return Write(lease.id, lease.stage, rows, batch, facts)
+        parcel = await self._link.ship(batch, spec.inline_bytes)
+        return Write(lease.id, lease.stage, rows, batch.schema.names, parcel, facts)
 
 
 def _ids(row_ids: "Sequence[int] | np.ndarray") -> list[int]:

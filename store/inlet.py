@@ -28,11 +28,13 @@ class Inlet:
 
     def __init__(self, link: Link) -> None:
         self._link = link
+        self._inline_bytes = 0
         self._waiting: list[Incoming] = []
         self._putting: asyncio.Task[list[int]] | None = None
 
-    async def put(self, batch: pa.RecordBatch, facts: Facts, priority: int) -> list[int]:
+    async def put(self, batch: pa.RecordBatch, facts: Facts, priority: int, inline_bytes: int) -> list[int]:
         """The numbers of the groups, once all are admitted. Raises what the store raises."""
+        self._inline_bytes = inline_bytes
         incoming = Incoming(batch, facts, priority, asyncio.get_running_loop().create_future())
         self._waiting.append(incoming)
         if self._putting is None:
@@ -46,8 +48,12 @@ class Inlet:
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
         batch = sent[0].batch if count == 1 else pa.concat_batches([one.batch for one in sent])
         facts = sent[0].facts if count == 1 else _together([one.facts for one in sent])
-        self._putting = asyncio.ensure_future(self._link.call("put", batch, facts, first))
+        self._putting = asyncio.ensure_future(self._send(batch, facts, first))
         self._putting.add_done_callback(lambda putting: self._landed(sent, putting))
+
+    async def _send(self, batch: pa.RecordBatch, facts: Facts, priority: int) -> list[int]:
+        parcel = await self._link.ship(batch, self._inline_bytes)
+        return list(await self._link.call("put", batch.schema.names, parcel, facts, priority))
 
     def _landed(self, sent: list[Incoming], putting: "asyncio.Task[list[int]]") -> None:
         self._putting = None

@@ -24,7 +24,7 @@ from penstock.store.errors import StoreError
 from penstock.store.group import Facts
 from penstock.store.spec import StoreSpec
 from penstock.store.store import Ask, Granted, Result, Write
-from penstock.store.transport import Link
+from penstock.store.transport import Link, Parcel
 
 MAX_ROUNDS = 64
 """Shared leases that are remembered, for late acknowledgements."""
@@ -60,6 +60,7 @@ class Partitioned:
         self._turn = 0
         """The part that the next group goes to."""
         self._group_size: int | None = None
+        self._inline_bytes = 0
         self._rounds: dict[int, tuple[int, list[int]]] = {}
         """Shared lease -> number of ranks, and lease of each part. Their ids are negative."""
         self._round_ids = itertools.count(-2, -1)
@@ -70,12 +71,18 @@ class Partitioned:
             return await special(*args)
         return (await self._all(method, *args))[0]
 
-    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
-        return await self._parts[0].fetch(refs)
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+        """Not yet: each part has its own place."""
+        self._inline_bytes = inline_bytes
+        return batch
+
+    async def fetch(self, names: Sequence[Any]) -> list[pa.RecordBatch]:
+        """`names`: (part, name there)."""
+        return [(await self._parts[part].fetch([name]))[0] for part, name in names]
 
     # What goes to one part.
 
-    async def _put(self, batch: pa.RecordBatch, facts: Facts, priority: int) -> list[int]:
+    async def _put(self, names: list[str], batch: pa.RecordBatch, facts: Facts, priority: int) -> list[int]:
         """Each part gets every N-th group, going on where the last call ended."""
         count, num_parts = len(facts.row_bytes), len(self._parts)
         first, self._turn = self._turn, (self._turn + count) % num_parts
@@ -86,7 +93,8 @@ class Partitioned:
             if chosen:
                 places.append((part, chosen))
                 some = batch.take(pa.array(chosen)) if len(chosen) < count else batch
-                puts.append(self._parts[part].call("put", some, _pick(facts, chosen), priority))
+                parcel = await self._parts[part].ship(some, self._inline_bytes)
+                puts.append(self._parts[part].call("put", names, parcel, _pick(facts, chosen), priority))
         for (part, chosen), admitted in zip(places, await asyncio.gather(*puts), strict=True):
             for position, number in zip(chosen, admitted, strict=True):
                 numbers[position] = number * num_parts + part
@@ -175,9 +183,11 @@ class Partitioned:
             chosen = np.flatnonzero(group_ids % num_parts == part).tolist()
             if chosen:
                 rows = [_local_row(one.row_ids[position], size, num_parts) for position in chosen]
-                batch = one.batch.take(pa.array(chosen)) if len(chosen) < len(one.row_ids) else one.batch
-                facts = _pick(one.facts, chosen)
-                writes.append(self._parts[part].call("write", Write(local, one.stage, rows, batch, facts)))
+                assert not isinstance(one.parcel, str)
+                batch = one.parcel.take(pa.array(chosen)) if len(chosen) < len(one.row_ids) else one.parcel
+                parcel = await self._parts[part].ship(batch, self._inline_bytes)
+                write = Write(local, one.stage, rows, one.names, parcel, _pick(one.facts, chosen))
+                writes.append(self._parts[part].call("write", write))
         await asyncio.gather(*writes)
 
     async def _drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
@@ -284,7 +294,8 @@ class Partitioned:
         size, payload = self._group_size, granted.payload
         group_ids = payload.group_ids * len(self._parts) + part
         row_ids = group_ids * size + payload.row_ids % size
-        return replace(granted, payload=replace(payload, row_ids=row_ids, group_ids=group_ids))
+        refs = [(part, name) for name in payload.refs]
+        return replace(granted, payload=replace(payload, row_ids=row_ids, group_ids=group_ids, refs=refs))
 
 
 def _local_row(row: int, size: int, num_parts: int) -> int:

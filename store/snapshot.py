@@ -34,7 +34,7 @@ ROWS_PER_BATCH = 256
 """Rows of one record batch, which is what memory must hold at a time, and what a restored block consists of."""
 
 Fetch = Callable[[Any], pa.RecordBatch]
-"""What a block's reference stands for: `ray.get` around the actor."""
+"""What a block's reference stands for: the batch of a segment."""
 
 
 @dataclass(frozen=True)

@@ -25,20 +25,26 @@ from penstock.store.group import Facts
 from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
 from penstock.store.schema import check_batch
+from penstock.store.segments import Segments
+from penstock.store.server import Endpoint, Server
 from penstock.store.spec import StoreSpec
 from penstock.store.turns import Turns
 
 Clock = Callable[[], float]
+SWEEP_AT = 1000
+"""Ended leases whose client is remembered at most."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """One write on its way: the columns of `batch`, one row for each of `row_ids`."""
+    """One write on its way: the columns `names` of a batch, one row for each of `row_ids`."""
 
     lease_id: int
     stage: str
     row_ids: list[int]
-    batch: pa.RecordBatch
+    names: list[str]
+    parcel: pa.RecordBatch | str
+    """The batch, or the name of its segment."""
     facts: Facts
 
 
@@ -94,24 +100,23 @@ class Store:
         self,
         spec: StoreSpec,
         clock: Clock = time.monotonic,
-        keep: Callable[[pa.RecordBatch], Any] | None = None,
-        fetch: snapshot.Fetch | None = None,
+        segments: Segments | None = None,
+        node: str = "",
         restore: str | Path | None = None,
     ) -> None:
-        """`clock`: seconds. `keep`: takes a batch larger than `spec.inline_bytes` and returns a reference that
-        consumers can read it by (Ray's object store); `fetch` reads it here. None: all batches stay here.
-        `restore`: a snapshot, or a directory of them, to go on from; raises `CorruptSnapshot`, `StoreError`.
+        """`clock`: seconds. `segments`: where batches larger than `spec.inline_bytes` lie; None: here, with all others.
+        `node`: the machine, for `endpoint`. `restore`: a snapshot, or a directory of them, to go on from; raises
+        `CorruptSnapshot`, `StoreError`.
         """
         self._spec = spec
         self._clock = clock
-        self._keep = keep
-        self._fetch = fetch
+        self._segments = segments
+        self._node = node
+        self._server: Server | None = None
+        self._client_of: dict[int, str] = {}
+        """Lease -> client that has it; swept now and then."""
         self.ledger = Ledger(spec)
-        self._blocks = Blocks(spec.columns, spec.group_size)
-        if restore is not None:
-            loaded = snapshot.load(restore, spec)
-            self.ledger = loaded.ledger
-            snapshot.refill(self._blocks, loaded, self._block)
+        self._blocks = Blocks(spec.columns, spec.group_size, self._let_go)
         self._columns = {column.name: column for column in spec.columns}
         self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._producers = Turns(self._schedule)
@@ -127,10 +132,37 @@ class Store:
         self._timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that the last event came from: all come from one."""
+        if restore is not None:
+            loaded = snapshot.load(restore, spec)
+            self.ledger = loaded.ledger
+            snapshot.refill(self._blocks, loaded, lambda batch: self._block(batch, batch.num_rows))
 
     async def spec(self) -> StoreSpec:
         self.loop = asyncio.get_running_loop()
         return self._spec
+
+    async def endpoint(self) -> Endpoint:
+        """Where processes of this machine can call; listens from the first time on."""
+        assert self._segments is not None
+        if self._server is None:
+            self._server = Server(self, self._segments.directory / "socket")
+            await self._server.start()
+        places = (str(self._segments.directory), str(self._segments.spill))
+        return Endpoint(self._node, str(self._server.path), places)
+
+    async def left(self, client: str) -> None:
+        """A client's process has ended: what it held goes back."""
+        for lease_id in [lease_id for lease_id, holder in self._client_of.items() if holder == client]:
+            del self._client_of[lease_id]
+            self.ledger.release(lease_id)
+        if self._segments is not None:
+            self._segments.forget_client(client)
+        self._changed()
+
+    async def read(self, names: list[str]) -> list[pa.RecordBatch]:
+        """Segments by value, for clients on other machines."""
+        assert self._segments is not None
+        return [self._segments.open(name) for name in names]
 
     async def many(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Result]:
         """Several calls that do not wait, in one message; each stands for itself."""
@@ -142,12 +174,11 @@ class Store:
                 results.append((None, error))
         return results
 
-    async def put(self, batch: pa.RecordBatch, facts: Facts, priority: int = 0) -> list[int]:
+    async def put(self, names: list[str], parcel: pa.RecordBatch | str, facts: Facts, priority: int = 0) -> list[int]:
         """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`."""
-        names, num_groups = batch.schema.names, len(facts.row_bytes)
+        num_groups = len(facts.row_bytes)
         self._check_source(names)
-        check_batch(self._columns, batch, num_groups)
-        block = self._block(batch)
+        block = self._block(parcel, num_groups)
         admitted: list[int] = []
 
         def admit() -> list[int] | None:
@@ -189,6 +220,7 @@ class Store:
                 lease = self.ledger.lease(ask.stage, ask.max_units, ask.owner, self._clock(), ask.max_tokens)
                 if lease is None:
                     break
+                self._client_of[lease.id] = ask.client
                 granted.append(self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)))
             return granted or None
 
@@ -226,12 +258,16 @@ class Store:
 
     async def write(self, one: Write) -> None:
         """See `Ledger.write`."""
-        names = one.batch.schema.names
-        self.ledger.check_columns(one.stage, names)
-        check_batch(self._columns, one.batch, len(one.row_ids))
-        kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, names, one.facts, self._clock())
-        if kept and names:
-            self._blocks.add_rows(one.row_ids, kept, self._block(one.batch), names)
+        self.ledger.check_columns(one.stage, one.names)
+        block = self._block(one.parcel, len(one.row_ids))
+        kept: list[int] = []
+        try:
+            kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
+        finally:
+            if kept and one.names:
+                self._blocks.add_rows(one.row_ids, kept, block, one.names)
+            else:
+                self._let_go(block)
         self._changed()
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
@@ -289,13 +325,18 @@ class Store:
         of the newest stay. See `store/snapshot.py`.
         """
         state = snapshot.cut(self._spec, self.ledger, self._blocks)
-        return str(await asyncio.to_thread(snapshot.write, root, number, state, self._fetch, keep=keep))
+        # Mapped now: the rows may end, and their segments go, while it is written.
+        mapped = {name: self._segments.open(name) for name in self._blocks.refs()} if self._segments else {}
+        return str(await asyncio.to_thread(snapshot.write, root, number, state, mapped.__getitem__, keep=keep))
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)
         numbers["store/waiting_producers"] = len(self._producers)
         numbers["store/waiting_consumers"] = sum(map(len, (*self._consumers.values(), *self._ranks.values())))
         numbers["store/blocks"] = self._blocks.num_blocks
+        if self._segments is not None:
+            numbers["store/shared_bytes"] = self._segments.bytes
+            numbers["store/spilled_bytes"] = self._segments.spilled_bytes
         return numbers
 
     async def describe(self) -> dict[str, Any]:
@@ -320,16 +361,32 @@ class Store:
             self._closed = reason
         if self._timer is not None:
             self._timer.cancel()
+        if self._server is not None:
+            self._server.close()
         for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
             turns.close()
 
-    def _block(self, batch: pa.RecordBatch) -> Block:
-        """A large batch is kept where consumers read it without asking this process, and owned by this process: a
-        producer that dies takes nothing along.
-        """
-        if self._keep is None or batch.nbytes <= self._spec.inline_bytes:
-            return Block(batch, None, batch.nbytes)
-        return Block(None, self._keep(batch), batch.nbytes)
+    def _block(self, parcel: pa.RecordBatch | str, num_rows: int) -> Block:
+        """What came, checked. Raises `WrongType`, `WrongLength`."""
+        name = parcel if isinstance(parcel, str) else None
+        if name is None and self._segments is not None and parcel.nbytes > self._spec.inline_bytes:
+            name = self._segments.keep(parcel)
+        if name is None:
+            check_batch(self._columns, parcel, num_rows)
+            return Block(parcel, None, parcel.nbytes)
+        assert self._segments is not None
+        batch = self._segments.adopt(name)
+        try:
+            check_batch(self._columns, batch, num_rows)
+        except StoreError:
+            self._segments.drop(name)
+            raise
+        return Block(None, name, batch.nbytes)
+
+    def _let_go(self, block: Block) -> None:
+        """No cell lies in the block any more."""
+        if block.ref is not None and self._segments is not None:
+            self._segments.drop(block.ref)
 
     def _grant(
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
@@ -358,6 +415,9 @@ class Store:
         for group, mask in freed:
             self._blocks.free(group, mask)
         freed.clear()
+        if len(self._client_of) > SWEEP_AT + 2 * len(self.ledger.residents.leases.held):
+            held = self.ledger.residents.leases.held
+            self._client_of = {lease: client for lease, client in self._client_of.items() if lease in held}
         self._schedule()
 
     def _schedule(self) -> None:
