@@ -203,6 +203,8 @@ class Side:
         self.count = 0
 
     async def run(self, request: Request) -> Request:
+        if request["op"] == "raw":
+            return raw(request)
         self.count += 1
         store = create_store_actors(make_spec(request), f"bench-{self.count}", self.num_partitions)
         roles = {"put": 1, "lease": 2, "stages": 4}[request["op"]]
@@ -235,6 +237,23 @@ class Side:
         await producer.put.remote(False)
         answers = await asyncio.gather(*running)
         return {**answers[-1], "seconds": time.perf_counter() - start, "store": await client.stats()}
+
+
+def raw(request: Request) -> Request:
+    """What Ray's object store does with the batches: put, get, and one copy."""
+    responses = Responses(request)
+    batches = []
+    for _ in range(request["rows"] // request["batch"]):
+        columns = responses.take(request["batch"])
+        batches.append([np.concatenate(columns[name]) for name in RESPONSE])
+    nbytes, latencies, start = 0, [], time.perf_counter()
+    for batch in batches:
+        asked = time.perf_counter()
+        for array in ray.get(ray.put(batch)):
+            nbytes += array.copy().nbytes
+        latencies.append(1000 * (time.perf_counter() - asked))
+    seconds = time.perf_counter() - start
+    return {"rows": request["rows"], "seconds": seconds, "bytes": nbytes, "latencies_ms": latencies}
 
 
 async def reside(client: StoreClient, request: Request, with_response: bool) -> None:
