@@ -1,6 +1,6 @@
 # The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check format bench-env bench clean
+.PHONY: help setup demo test soak check format bench-env bench clean
 
 BIN := .venv/bin
 SOURCES := penstock conf algorithms store workers orchestrator recipes tests benchmarks conftest.py setup.py
@@ -17,6 +17,9 @@ demo: setup ## a tiny model learns arithmetic by reinforcement learning, within 
 
 test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick round
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+
+soak: setup ## the store's random histories, a million events and more: about a quarter of an hour
+	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store -k histories $(ARGS)
 
 check: setup .typing/penstock ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(SOURCES)

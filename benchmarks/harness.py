@@ -57,8 +57,12 @@ class Child:
         return self._answer()
 
     def round(self, num_steps: int) -> dict[str, Any]:
+        return self.ask({"steps": num_steps})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """One line there, one line back."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"steps": num_steps}) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return self._answer()
 

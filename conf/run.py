@@ -91,6 +91,11 @@ def validate(config: RunConfig) -> None:
             f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained "
             "ones. Choose another evaluation.seed."
         )
+    if config.trainer.groups_per_step % config.store.num_partitions:
+        raise ConfigError(
+            f"store.num_partitions={config.store.num_partitions} must divide trainer.groups_per_step="
+            f"{config.trainer.groups_per_step}: each partition contributes the same number of groups to every step."
+        )
     if config.trainer.num_minibatches > config.trainer.groups_per_step:
         raise ConfigError(
             f"trainer.num_minibatches={config.trainer.num_minibatches} exceeds trainer.groups_per_step="

@@ -1,4 +1,4 @@
-"""The command line: `penstock run|validate|report|recipes`.
+"""The command line: `penstock run|validate|report|status|recipes`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -67,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="rebuild report.html and the plots of a run")
     report.add_argument("run", help="the run's directory, e.g. runs/arithmetic-20260101-120000")
     report.set_defaults(command=_report)
+    status = commands.add_parser("status", help="what a run's store is doing right now")
+    status.add_argument("run", help="the run's directory")
+    status.set_defaults(command=_status)
     recipes = commands.add_parser("recipes", help="list the recipes that come with Penstock")
     recipes.set_defaults(command=_recipes)
     return parser
@@ -111,6 +114,15 @@ def _report(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.report import write_report
 
     print(write_report(arguments.run))
+    return 0
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from penstock.orchestrator.status import print_status
+
+    print_status(arguments.run, Console())
     return 0
 
 

@@ -58,7 +58,7 @@ def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:
         steps.append(
             (
                 "penstock run recipe=gsm8k model=tiny trainer.max_steps=2",
-                "word problems: the path that larger models take on GPUs",
+                "word problems, by the path of larger models; downloads openai/gsm8k, or data.path=FILE.jsonl",
             )
         )
     steps.append((f"penstock validate recipe={recipe}", "every key that can be set, and the dataflow"))

@@ -7,6 +7,7 @@ loop.
 import contextlib
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -17,7 +18,7 @@ from penstock.conf.errors import ModelError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.waiting import get_all
-from penstock.store.actor import create_store_actor
+from penstock.store.actor import create_store_actors
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts
@@ -42,13 +43,18 @@ class Fleet:
     model_path: str
     namespace: str
     with_store: bool = True
-    store: Any | None = None
+    shared_memory: Path | None = None
+    """Directory of the run in shared memory, removed by its creator."""
+    store: list[Any] = field(default_factory=list)
+    """The store's actors, one a partition."""
     actors: dict[str, Any] = field(default_factory=dict)
 
     def create(self) -> None:
         """Create every actor; models are not loaded yet."""
         if self.with_store:
-            self.store = create_store_actor(StoreSpec.of(self.flow, self.config), self.namespace)
+            spec = StoreSpec.of(self.flow, self.config)
+            partitions = self.config.store.num_partitions
+            self.store = create_store_actors(spec, self.namespace, partitions, self.shared_memory)
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue
@@ -91,11 +97,11 @@ class Fleet:
                 refs.append(handle.close.remote())
         with contextlib.suppress(RayError):
             ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
-        for handle in [*self.actors.values(), *([self.store] if self.store is not None else [])]:
+        for handle in [*self.actors.values(), *self.store]:
             with contextlib.suppress(RayError):
                 ray.kill(handle)
         self.actors.clear()
-        self.store = None
+        self.store = []
 
     def _plan_of(self, name: str) -> ActorPlan:
         return next(actor for actor in self.plan if actor.name == name)
@@ -108,7 +114,7 @@ class Fleet:
             "num_gpus": actor.num_gpus,
             "max_concurrency": MANY_CALLS,
         }
-        store = self.store
+        store = self.store or None
         if actor.role == "prompts":
             demonstrations = not self.flow.of_kind("rollout")
             return _remote(Prompts, options).remote(self.config, self.model_path, demonstrations, store)

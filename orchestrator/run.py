@@ -28,6 +28,7 @@ from penstock.orchestrator.progress import Progress
 from penstock.orchestrator.report import write_report
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.sinks import Sink, make_sinks
+from penstock.orchestrator.status import note_connection
 from penstock.orchestrator.validate import check_run
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.weights.roots import SHARED_MEMORY, claim_root, remove_root, sweep_stale
@@ -65,6 +66,7 @@ def run(
     directory.event("start", recipe=config.recipe, algorithm=config.algorithm.name, max_staleness=config.max_staleness)
     try:
         with connect(_with_warm_start(plan, config), config, directory.path.name) as namespace:
+            note_connection(directory, namespace)
             model_path = starting_model(config, directory)
             progress = Progress(config, directory.path.name, console=Console(quiet=True) if quiet else None)
             outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks))
@@ -91,8 +93,8 @@ def _train(
     sinks: list[Sink],
 ) -> Outcome:
     """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
-    fleet = Fleet(plan, config, flow, model_path, namespace)
     with weights_root(directory.path.name) as root:
+        fleet = Fleet(plan, config, flow, model_path, namespace, shared_memory=root / "store")
         try:
             progress.phase(_starting_text(plan, config))
             evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None

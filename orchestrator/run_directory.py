@@ -4,6 +4,7 @@
     events.jsonl    start, failures, …        samples/        step_N.parquet: what was trained
     timeline.json   Chrome trace              model/          final weights as a HF model
     report.html     plots/                    tensorboard/
+    cluster.json    where its actors are
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call,
 any other file written under another name and then renamed. A run that is killed leaves whole files and whole lines but
@@ -109,6 +110,11 @@ class RunDirectory:
     @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
+
+    @property
+    def cluster_file(self) -> Path:
+        """For `penstock status`."""
+        return self.path / "cluster.json"
 
     @property
     def plots(self) -> Path:

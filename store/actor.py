@@ -1,26 +1,62 @@
-"""The store as a Ray actor: one light process, named, that everyone in the run finds."""
+"""The store as Ray actors: light processes, named, that everyone in the run finds."""
 
+import atexit
+import os
+import shutil
+import tempfile
+import uuid
+from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
+from penstock.store import store
+from penstock.store.partitions import split_spec
+from penstock.store.segments import Segments
 from penstock.store.spec import StoreSpec
-from penstock.store.store import Store
 
 MAX_WAITING_CALLS = 10_000
 """Calls that may wait in the store at a time: each is a coroutine, not a thread."""
+SHARED_MEMORY = "/dev/shm"
 
 
-def create_store_actor(spec: StoreSpec, namespace: str, name: str = "Store") -> Any:
-    """Start the store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it."""
+class Store(store.Store):
+    """The store with its segments, on the machine that Ray puts it on. The dashboard shows the class's name."""
+
+    def __init__(self, spec: StoreSpec, directory: str, restore: str | None = None) -> None:
+        import ray
+
+        spill = os.path.join(spec.spill_dir or tempfile.gettempdir(), os.path.basename(directory))
+        segments = Segments(directory, spill, spec.shared_bytes)
+        super().__init__(spec, segments=segments, node=ray.get_runtime_context().get_node_id(), restore=restore)
+
+
+def create_store_actor(
+    spec: StoreSpec, namespace: str, name: str = "Store", restore: str | None = None, directory: str | None = None
+) -> Any:
+    """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it.
+
+    `restore`: a snapshot to go on from, see `store/snapshot.py`. `directory`: for its socket and segments, in shared
+    memory, removed by the caller; None: one that goes with this process.
+    """
     import ray
 
+    if directory is None:
+        directory = os.path.join(SHARED_MEMORY, f"penstock-store-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
     options = {"name": name, "namespace": namespace, "num_cpus": 0, "max_concurrency": MAX_WAITING_CALLS}
-    return ray.remote(Store).options(**options).remote(spec, keep=keep_in_object_store)
+    return ray.remote(Store).options(**options).remote(spec, directory, restore)
 
 
-def keep_in_object_store(batch: pa.RecordBatch) -> Any:
-    """Copy a batch into Ray's object store, owned by the calling process: the store. Runs in the actor only."""
-    import ray
+def create_store_actors(
+    spec: StoreSpec, namespace: str, num_partitions: int = 1, directory: Path | None = None
+) -> list[Any]:
+    """The store of a run, in one part or several: `Store`, or `Store-0`, `Store-1`, … Raises `StoreError`."""
+    part = split_spec(spec, num_partitions)
+    return [
+        create_store_actor(part, namespace, name, directory=str(directory / name) if directory else None)
+        for name in store_names(num_partitions)
+    ]
 
-    return ray.put(batch)
+
+def store_names(num_partitions: int) -> list[str]:
+    """Of the store's actors, as in the dashboard."""
+    return ["Store"] if num_partitions == 1 else [f"Store-{index}" for index in range(num_partitions)]

@@ -5,7 +5,7 @@ It goes with the last of its cells. `store/store.py` gathers; `store/client.py` 
 large columns are read by their consumer from shared memory and pass through no lease.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,11 +67,15 @@ class Payload:
 class Blocks:
     """All cells of the resident groups."""
 
-    def __init__(self, columns: Sequence[Column], group_size: int) -> None:
+    def __init__(
+        self, columns: Sequence[Column], group_size: int, let_go: Callable[[Block], None] = lambda block: None
+    ) -> None:
+        """`let_go`: called with each block whose last cell has gone."""
+        self._let_go = let_go
         self._types = {column.name: arrow_type(column) for column in columns}
         self._size = group_size
         self._cells: dict[int, GroupCells] = {}
-        self.num_blocks = 0
+        self._living: set[Block] = set()
         self.bytes = 0
         """Of blocks with a living cell."""
 
@@ -108,6 +112,27 @@ class Blocks:
                 for index in bits(mask):
                     self._uncount(cells[index])
                     cells[index] = None
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self._living)
+
+    def refs(self) -> list[Any]:
+        """References of the blocks that are not here."""
+        return [block.ref for block in self._living if block.ref is not None]
+
+    def copy(self) -> "Blocks":
+        """The same cells at this moment; the values are shared. What happens to either index does not concern the
+        other.
+        """
+        copied = Blocks.__new__(Blocks)
+        copied._types, copied._size, copied._let_go = self._types, self._size, self._let_go
+        copied._living, copied.bytes = set(self._living), self.bytes
+        copied._cells = {
+            group: {name: list(cells) if isinstance(cells, list) else cells for name, cells in columns.items()}
+            for group, columns in self._cells.items()
+        }
+        return copied
 
     def gather(self, row_ids: Sequence[int], names: Sequence[str]) -> Payload:
         """The columns `names` of the rows. Raises `UnknownColumn` if a row lacks one."""
@@ -154,7 +179,7 @@ class Blocks:
 
     def _count(self, block: Block, num_cells: int) -> None:
         if num_cells and not block.num_cells:
-            self.num_blocks += 1
+            self._living.add(block)
             self.bytes += block.nbytes
         block.num_cells += num_cells
 
@@ -164,8 +189,9 @@ class Blocks:
         block = cell[0]
         block.num_cells -= 1
         if not block.num_cells:
-            self.num_blocks -= 1
+            self._living.discard(block)
             self.bytes -= block.nbytes
+            self._let_go(block)
 
 
 def _has(group: GroupCells, name: str, index: int) -> bool:

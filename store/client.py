@@ -3,87 +3,90 @@
 A worker's loop, which is what every stage looks like:
 
     client = StoreClient(handle)
-    while (lease := await client.lease("reward", max_units=16, owner="reward-0")) is not None:
-        scores = score(lease.rows.strings("response_text"))
-        await client.write(lease, lease.rows.row_ids, {"reward": scores})
+    async with client.leases("reward", max_units=16, owner="reward-0") as leases:
+        async for lease in leases:
+            scores = score(lease.rows.strings("response_text"))
+            await client.write(lease, lease.rows.row_ids, {"reward": scores})
+
+Behind it: `transport.py` (where the store is), `outbox.py` (calls that travel together), `heartbeat.py` (leases of a
+living worker do not run out), `stream.py` (the next lease while this one is computed).
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeVar
+import itertools
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from penstock.algorithms.columns import Column
 from penstock.conf.errors import suggest
 from penstock.store.blocks import assemble
-from penstock.store.errors import MissingColumn, StoreError, UnknownColumn
+from penstock.store.errors import LeaseExpired, MissingColumn, UnknownColumn
+from penstock.store.heartbeat import Heartbeat
+from penstock.store.inlet import Inlet
+from penstock.store.lease import Lease, SharedLease, Values
+from penstock.store.outbox import Outbox
 from penstock.store.rows import Rows
 from penstock.store.schema import encode
-from penstock.store.spec import StoreSpec
-from penstock.store.store import Granted, Store, Write
+from penstock.store.spec import StageSpec, StoreSpec
+from penstock.store.store import Ask, Granted, Store, Write
+from penstock.store.stream import LeaseStream
 from penstock.store.transport import link_to
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Lease:
-    """Rows to compute for a stage. `rows` has the columns that the stage reads."""
-
-    id: int
-    stage: str
-    rows: Rows
-
-
-@dataclass(frozen=True)
-class SharedLease(Lease):
-    """This rank's share of a round; `rows` may be empty. `version`: updates before this one (train)."""
-
-    round: int = 0
-    rank: int = 0
-    version: int = 0
-
-
-Values = dict[str, Any]
-"""By column one value a row: a list or `[N]` array; for ragged columns a list of lists or of `[T_i]` arrays."""
-Outgoing = tuple[Write, "asyncio.Future[None]"]
 
 
 class StoreClient:
     """A worker's end of the store. Not thread-safe: one for each event loop.
 
-    Every method raises the store's typed errors (`store/errors.py`); a refused call has changed nothing.
+    Every method raises the store's typed errors (`store/errors.py`); a refused call has changed nothing. Leases are
+    renewed until they are finished, for as long as the event loop runs. A call that is cancelled leaves no lease.
     """
 
     def __init__(self, handle: "Store | Any") -> None:
-        """`handle`: a `Store` in this process, or the handle of the Ray actor around one."""
-        self._link = link_to(handle)
+        """`handle`: a `Store` in this process, or the handle of the Ray actor around one, or a list of either: its
+        partitions."""
+        self._name = uuid.uuid4().hex
+        self._link = link_to(handle, self._name)
+        self._outbox = Outbox(self._link)
+        self._inlet = Inlet(self._link)
+        self._heartbeat = Heartbeat(lambda ids: self._outbox.call("renew", ids))
+        self._tickets = itertools.count()
         self._known: StoreSpec | None = None
         self._columns: dict[str, Column] = {}
-        self._outbox: list[Outgoing] = []
-        self._flight: asyncio.Task[list[StoreError | None]] | None = None
+        self._stages: dict[str, StageSpec] = {}
+        self._undoing: set[asyncio.Task[None]] = set()
 
-    async def put_groups(self, groups: Sequence[Values]) -> list[int]:
+    async def put_groups(self, groups: Sequence[Values], priority: int = 0) -> list[int]:
         """Admit groups, each with the source's columns given once; waits for credits until all are in. Their numbers.
 
-        Raises `StoreClosed`, `MissingColumn`, `UnknownColumn`, `WrongType`, `WrongLength`, `NotFinite`, `TooLarge`.
+        `priority`: larger ones are leased first; the order of training does not change. Raises `StoreClosed`,
+        `MissingColumn`, `UnknownColumn`, `WrongType`, `WrongLength`, `NotFinite`, `TooLarge`.
         """
         if not groups:
             return []
         spec = await self.spec()
         values = _by_column(groups, spec.source_columns)
         batch, facts = encode(self._columns, values, list(range(len(groups))))
-        return list(await self._link.call("put", batch, facts))
+        return await self._inlet.put(batch, facts, priority, spec.inline_bytes)
 
-    async def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
+    async def lease(self, stage: str, max_units: int, owner: str, max_tokens: int = 0) -> Lease | None:
         """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
 
-        None when the store is closed. `owner`: who it is, for `describe` and `abandon`.
+        `max_tokens`: bound of the rows' prompt and response tokens together, 0 for none. None when the store is
+        closed. `owner`: who it is, for `describe` and `abandon`.
         """
-        granted = await self._link.call("lease", stage, max_units, owner)
-        return granted and Lease(granted.lease_id, stage, await self._rows(granted))
+        leases = await self._ask(Ask(stage, max_units, owner, max_tokens))
+        return leases[0] if leases else None
+
+    def leases(
+        self, stage: str, max_units: int, owner: str, *, ahead: int = 1, max_tokens: int = 0
+    ) -> LeaseStream[Lease]:
+        """One lease after the other, `ahead` of them fetched while the present one is worked on."""
+        return LeaseStream(
+            lambda count: self._ask(Ask(stage, max_units, owner, max_tokens, count)), self.release, ahead
+        )
 
     async def lease_shared(
         self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1, owner: str = ""
@@ -94,42 +97,69 @@ class StoreClient:
         ranks by tokens and ordered by row id. Asking again gives the same rows, less those finished since. None when
         the store is closed.
         """
-        granted = await self._link.call(
-            "lease_shared", stage, round, rank, num_ranks, max_units, owner or f"{stage} ranks"
-        )
-        if granted is None:
-            return None
-        return SharedLease(granted.lease_id, stage, await self._rows(granted), round, rank, granted.version)
+        leases = await self._ask_rounds(stage, round, rank, num_ranks, max_units, owner, 1)
+        return leases[0] if leases else None
+
+    def rounds(
+        self,
+        stage: str,
+        rank: int,
+        num_ranks: int,
+        *,
+        first: int = 0,
+        max_units: int = 1,
+        owner: str = "",
+        ahead: int = 1,
+    ) -> LeaseStream[SharedLease]:
+        """This rank's rows of one round after the other, `ahead` of them fetched while the present one is worked on.
+
+        What is fetched ahead of its time is formed then: of what was ready, in the same order and within the same
+        bound of staleness, which counts updates.
+        """
+        upcoming = [first]
+
+        async def ask(count: int) -> list[SharedLease] | None:
+            leases = await self._ask_rounds(stage, upcoming[0], rank, num_ranks, max_units, owner, count)
+            upcoming[0] += len(leases or ())
+            return leases
+
+        return LeaseStream(ask, None, ahead)
 
     async def complete_shared(self, lease: SharedLease) -> None:
         """This rank has trained its rows. They end when all ranks have said so; saying it twice is harmless."""
-        await self._link.call("complete_shared", lease.id, lease.rank)
+        await self._outbox.call("complete_shared", lease.id, lease.rank)
 
     async def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
         """Results of some rows of a lease.
 
         A row is complete once it has all columns of the stage; the lease ends with its last row. Writing a row again
-        changes nothing. Calls made while one is under way are sent together. Raises
-        `LeaseExpired` if the rows went to another, and what `encode` raises for values that do not fit.
+        changes nothing. Raises `LeaseExpired` if the rows went to another, and what `encode` raises for values that do
+        not fit.
         """
         write = await self._prepare(lease, row_ids, columns)
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._outbox.append((write, future))
-        if self._flight is None:
-            self._take_off()
-        await future
+        try:
+            await self._outbox.call("write", write)
+        except LeaseExpired:
+            self._heartbeat.let_go(lease.id)
+            raise
+        if set(self._stages[lease.stage].writes) <= columns.keys():
+            self._heartbeat.finished(lease.id, len(write.row_ids))
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
         """These rows end here, counted under dropped/<reason>; `detail` is kept for `errors`."""
-        await self._link.call("drop", lease.id, lease.stage, _ids(row_ids), reason, detail)
+        rows = _ids(row_ids)
+        await self._outbox.call("drop", lease.id, lease.stage, rows, reason, detail)
+        self._heartbeat.finished(lease.id, len(rows))
 
     async def release(self, lease: Lease) -> None:
         """Give the unfinished rows back. Of a train lease: its update was lost, and its groups form a batch again."""
-        await self._link.call("release", lease.id)
+        self._heartbeat.let_go(lease.id)
+        await self._outbox.call("release", lease.id)
 
     async def renew(self, lease: Lease) -> None:
-        """Start the lease's time anew; writes do so too. Raises `LeaseExpired`."""
-        await self._link.call("renew", lease.id)
+        """Start the lease's time anew; the client does so by itself. Raises `LeaseExpired`."""
+        if await self._outbox.call("renew", [lease.id]):
+            raise LeaseExpired(f"lease {lease.id} is over: it was completed, released or not renewed in time.")
 
     async def abandon(self, owner: str) -> int:
         """An owner died: its leases (except a batch in training) go back at once. How many they were."""
@@ -142,6 +172,13 @@ class StoreClient:
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
         """The rows of the batch trained last (none before the first), by row id. `columns`: None for all."""
         return await self._rows(await self._link.call("last_batch", None if columns is None else list(columns)))
+
+    async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
+        """Write the store's state of this moment below `root`; the path. Nobody waits for it but the caller.
+
+        `keep`: so many of the newest snapshots stay. Restored by `Store(..., restore=path)`.
+        """
+        return str(await self._link.call("snapshot", root, number, keep))
 
     async def stats(self) -> dict[str, float]:
         """Numbers for the metrics: store/*, dropped/*, completed/*, staleness/*; counts are cumulative."""
@@ -164,14 +201,67 @@ class StoreClient:
         if self._known is None:
             spec: StoreSpec = await self._link.call("spec")
             self._columns = {column.name: column for column in spec.columns}
+            self._stages = {stage.name: stage for stage in spec.stages}
             self._known = spec
         return self._known
 
+    async def _ask(self, ask: Ask) -> list[Lease] | None:
+        """None when the store has closed. Cancelled, it leaves nobody waiting and nothing leased."""
+        spec = await self.spec()
+        ask = replace(ask, client=self._name, ticket=next(self._tickets))
+        answer = asyncio.ensure_future(self._link.call("lease", ask))
+        try:
+            granted: list[Granted] | None = await asyncio.shield(answer)
+            if granted is None:
+                return None
+            for one in granted:
+                self._heartbeat.hold(one.lease_id, len(one.payload.row_ids), spec.lease_timeout_s)
+            return [Lease(one.lease_id, ask.stage, await self._rows(one)) for one in granted]
+        except asyncio.CancelledError:
+            undoing = asyncio.ensure_future(self._undo(ask, answer))
+            self._undoing.add(undoing)
+            undoing.add_done_callback(self._undoing.discard)
+            raise
+
+    async def _ask_rounds(
+        self, stage: str, round: int, rank: int, num_ranks: int, max_units: int, owner: str, count: int
+    ) -> list[SharedLease] | None:
+        """None when the store has closed."""
+        spec = await self.spec()
+        owner = owner or f"{stage} ranks"
+        granted: list[Granted] | None = await self._link.call(
+            "lease_shared", stage, round, rank, num_ranks, max_units, owner, count
+        )
+        if granted is None:
+            return None
+        leases = []
+        for number, one in enumerate(granted):
+            rows = await self._rows(one)
+            if self._stages[stage].unit != "batch":  # a batch in training does not run out
+                self._heartbeat.hold(one.lease_id, len(rows), spec.lease_timeout_s)
+            leases.append(SharedLease(one.lease_id, stage, rows, round + number, rank, one.version))
+        return leases
+
+    async def _undo(self, ask: Ask, answer: "asyncio.Future[list[Granted] | None]") -> None:
+        """Nobody waits for this answer any more: what it brings, or would bring, goes back."""
+        if not answer.done():
+            await self._outbox.call("withdraw", ask.stage, ask.client, ask.ticket)
+        for one in await answer or []:
+            self._heartbeat.let_go(one.lease_id)
+            await self._outbox.call("release", one.lease_id)
+
     async def _rows(self, granted: Granted) -> Rows:
-        return assemble(granted.payload, granted.names, await self._link.fetch(granted.payload.refs))
+        parts = [
+            assemble(part.payload, part.names, await self._link.fetch(part.payload.refs))
+            for part in (granted, *granted.siblings)
+        ]
+        if len(parts) == 1:
+            return parts[0]
+        together = Rows.concat(parts)
+        return together.select(np.argsort(together.row_ids))
 
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
-        await self.spec()
+        spec = await self.spec()
         rows = _ids(row_ids)
         for name in columns:
             if name not in self._columns:
@@ -180,74 +270,8 @@ class StoreClient:
                     f"lacks{suggest(name, self._columns)}"
                 )
         batch, facts = encode(self._columns, columns, rows)
-        return Write(lease.id, lease.stage, rows, batch, facts)
-
-    def _take_off(self) -> None:
-        """Send all writes that have gathered, in one call."""
-        sent, self._outbox = self._outbox, []
-        flight = asyncio.get_running_loop().create_task(self._link.call("write", [write for write, _ in sent]))
-        flight.add_done_callback(lambda flight: self._landed(sent, flight))
-        self._flight = flight
-
-    def _landed(self, sent: list[Outgoing], flight: "asyncio.Task[list[StoreError | None]]") -> None:
-        """The call has ended, perhaps with the store's process: every writer hears how."""
-        self._flight = None
-        if self._outbox:
-            self._take_off()
-        failure = asyncio.CancelledError() if flight.cancelled() else flight.exception()
-        results = [failure] * len(sent) if failure is not None else flight.result()
-        for (_, future), error in zip(sent, results, strict=True):
-            if future.done():
-                continue
-            if error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(error)
-
-
-class SyncStoreClient:
-    """The same for code that does not await: trainer ranks. Blocks its thread, which must have no running event loop.
-
-    Around a `Store` in this process it must be used from another thread than the store's loop.
-    """
-
-    def __init__(self, handle: "Store | Any") -> None:
-        self._client = StoreClient(handle)
-        self._store = handle if isinstance(handle, Store) else None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
-        return self._run(self._client.lease(stage, max_units, owner))
-
-    def lease_shared(
-        self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1, owner: str = ""
-    ) -> SharedLease | None:
-        return self._run(self._client.lease_shared(stage, round, rank, num_ranks, max_units, owner))
-
-    def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
-        self._run(self._client.write(lease, row_ids, columns))
-
-    def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
-        self._run(self._client.drop(lease, row_ids, reason, detail))
-
-    def release(self, lease: Lease) -> None:
-        self._run(self._client.release(lease))
-
-    def renew(self, lease: Lease) -> None:
-        self._run(self._client.renew(lease))
-
-    def complete_shared(self, lease: SharedLease) -> None:
-        self._run(self._client.complete_shared(lease))
-
-    def _run(self, call: Coroutine[Any, Any, T]) -> T:
-        if self._store is None:
-            self._loop = self._loop or asyncio.new_event_loop()
-            return self._loop.run_until_complete(call)
-        loop = self._store.loop
-        if loop is None or not loop.is_running():
-            call.close()
-            raise StoreError("this store serves no event loop yet: call it once from the loop that it is to live in.")
-        return asyncio.run_coroutine_threadsafe(call, loop).result()
+        parcel = await self._link.ship(batch, spec.inline_bytes)
+        return Write(lease.id, lease.stage, rows, batch.schema.names, parcel, facts)
 
 
 def _ids(row_ids: "Sequence[int] | np.ndarray") -> list[int]:

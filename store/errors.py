@@ -8,6 +8,7 @@ from penstock.conf.errors import LeaseExpired, StalenessViolation, StoreError
 
 __all__ = [
     "BrokenInvariant",
+    "CorruptSnapshot",
     "DuplicateRow",
     "LeaseExpired",
     "MissingColumn",
@@ -67,6 +68,10 @@ class UnknownStage(StoreError):
 
 class TooLarge(StoreError):
     """One row, or one group, larger than the whole store may be."""
+
+
+class CorruptSnapshot(StoreError):
+    """A snapshot that cannot be restored; the message names the file, and the snapshot before if there is one."""
 
 
 class BrokenInvariant(StoreError):

@@ -40,7 +40,7 @@ class Ledger:
     """All control state of one store, driven by events.
 
         ledger = Ledger(spec)
-        group = ledger.admit(nbytes=100)  # None: no credit, wait
+        group = ledger.admit(0.0, nbytes=100)  # None: no credit, wait
         lease = ledger.lease("rollout", 1, "engine-0", now=0.0)
         ledger.write(lease.id, "rollout", ledger.rows_of(lease), ["response_ids", ...], Facts(...), now=1.0)
         batch = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
@@ -56,8 +56,14 @@ class Ledger:
         self.rounds = Rounds(self.residents)
         self.counters = self.residents.counters
 
-    def admit(self, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0) -> int | None:
-        """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`."""
+    def admit(
+        self, now: float, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0, priority: int = 0
+    ) -> int | None:
+        """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`.
+
+        `priority`: groups with a larger one are leased first. They are trained in the order of admission all the same.
+        """
+        self.residents.readiness.elapse(now)
         if nbytes > self.spec.max_bytes:
             raise TooLarge(
                 f"a group of {nbytes} bytes exceeds store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes."
@@ -68,20 +74,27 @@ class Ledger:
             self.counters[f"producer_waits/{reason}"] += 1
             return None
         self.counters["groups_admitted"] += 1
-        return residents.admit(nbytes, prompt_tokens, response_tokens).id
+        return residents.admit(nbytes, prompt_tokens, response_tokens, priority).id
 
-    def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
+    def lease(self, stage: str, max_units: int, owner: str, now: float, max_tokens: int = 0) -> HeldLease | None:
         """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Raises
-        `UnknownStage`."""
+        `UnknownStage`.
+
+        `max_tokens`: bound of the rows' prompt and response tokens together, 0 for none. At least one unit is given.
+        """
+        self.residents.readiness.elapse(now)
         consumer = self.residents.stage(stage)
         if consumer.unit == "batch":
             raise UnknownStage(f"stage {stage!r} takes whole batches: use lease_shared.")
-        if max_units < 1:
-            raise StoreError(f"lease of stage {stage!r}: max_units={max_units} must be at least 1.")
+        if max_units < 1 or max_tokens < 0:
+            raise StoreError(
+                f"lease of stage {stage!r}: max_units={max_units} must be at least 1, max_tokens={max_tokens} not "
+                "negative."
+            )
         if not consumer.num_free:
             return None
         lease = self.residents.leases.open(consumer.index, owner, now + self.spec.lease_timeout_s)
-        self.residents.readiness.take(consumer, max_units, lambda *rows: self.residents.hold(lease, *rows))
+        self.residents.readiness.take(consumer, max_units, max_tokens, lambda *rows: self.residents.hold(lease, *rows))
         self.counters[f"leases/{stage}"] += 1
         return lease
 
@@ -99,6 +112,7 @@ class Ledger:
         Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `RowNotLeased`, `UnknownRow`,
         `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """
+        self.residents.readiness.elapse(now)
         producer = self.residents.stage(stage)
         written = self._columns(producer, columns)
         masks = self.residents.masks(list(rows))
@@ -165,6 +179,7 @@ class Ledger:
 
     def expire(self, now: float) -> list[int]:
         """Give back the open rows of every lease whose deadline has come; the leases' ids."""
+        self.residents.readiness.elapse(now)
         late = self.residents.leases.overdue(now)
         for lease in late:
             self._give_back(lease, "expired")
@@ -181,6 +196,7 @@ class Ledger:
         The train stage takes exactly `groups_per_step` groups and ignores `max_units`. Raises `LeaseExpired`,
         `StalenessViolation`.
         """
+        self.residents.readiness.elapse(now)
         consumer = self.residents.stage(stage)
         if num_ranks < 1 or (max_units < 1 and consumer.unit != "batch"):
             raise StoreError(f"stage {stage!r}: num_ranks={num_ranks} and max_units={max_units} must be at least 1.")
@@ -295,6 +311,8 @@ class Ledger:
     def _note_facts(self, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts) -> list[int]:
         """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
         size, groups = self.residents.size, self.residents.groups
+        index_of = self.residents.readiness.column_index
+        responses, versions = index_of.get("response_ids", -1), index_of.get("token_versions", -1)
         kept = []
         for position, row in enumerate(rows):
             group_id = row // size
@@ -307,9 +325,9 @@ class Ledger:
             kept.append(position)
             group.row_bytes[index] += facts.row_bytes[position]
             self.residents.credits.bytes += facts.row_bytes[position]
-            if facts.oldest_version is not None:
+            if facts.oldest_version is not None and not group.have[versions] >> index & 1:
                 group.oldest[index] = facts.oldest_version[position]
-            if facts.response_tokens is not None:
+            if facts.response_tokens is not None and not group.have[responses] >> index & 1:
                 group.response_tokens[index] = facts.response_tokens[position]
                 self.counters["response_tokens_generated"] += facts.response_tokens[position]
         return kept

@@ -1,14 +1,14 @@
 """Which units may start which stage: counted when a column is written, never searched for.
 
 The ledger calls `refresh` for the few stages that a change can concern, and `take` when somebody leases; what they cost
-does not grow with the groups resident. Queues are heaps of group numbers, so oldest groups go first and returned ones
-go back to their place).
+does not grow with the groups resident. Queues are heaps by priority and then age, so returned groups go back to their
+place. How long units wait for somebody to lease them follows from the same counts, by Little's law.
 """
 
 import heapq
 from collections.abc import Callable
 
-from penstock.store.group import Group
+from penstock.store.group import TURN_BITS, Group, bits
 from penstock.store.spec import StoreSpec
 
 
@@ -28,8 +28,19 @@ class Stage:
         self.readers: tuple[Stage, ...] = ()
         """Stages that a write of this one can make ready, itself included."""
         self.queue: list[int] = []
+        """Heap of `Group.turn`."""
         self.num_free = 0
         """Units that may be leased now."""
+        self.num_taken = 0
+        """Units ever leased; one that was given back counts again."""
+        self.waited_s = 0.0
+        """Unit-seconds spent free: the integral of `num_free` over time."""
+
+    @property
+    def mean_wait_s(self) -> float:
+        """Mean time from a unit's readiness to its lease. L = lambda W (Little 1961): the integral of those waiting,
+        over those who came."""
+        return self.waited_s / self.num_taken if self.num_taken else 0.0
 
 
 class Readiness:
@@ -44,6 +55,15 @@ class Readiness:
                 other for other in self.stages if other is stage or set(other.reads) & set(stage.writes)
             )
         self._groups = groups
+        self._now: float | None = None
+
+    def elapse(self, now: float) -> None:
+        """Time goes on: called before each event that has one, so that what waited until now is counted."""
+        if self._now is not None and now > self._now:
+            seconds = now - self._now
+            for stage in self.stages:
+                stage.waited_s += stage.num_free * seconds
+        self._now = now
 
     def refresh(self, group: Group, stage: Stage) -> None:
         """Recount what is free of `group` in `stage`, after any of its masks changed."""
@@ -55,20 +75,22 @@ class Readiness:
         stage.num_free += num_units(stage, free) - num_units(stage, before)
         if free and stage.unit != "batch" and not group.queued >> stage.index & 1:
             group.queued |= 1 << stage.index
-            heapq.heappush(stage.queue, group.id)
+            heapq.heappush(stage.queue, group.turn)
 
     def refresh_all(self, group: Group) -> None:
         for stage in self.stages:
             self.refresh(group, stage)
 
-    def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:
-        """Call `hold(group, open, granted)` for up to `max_units` free units, oldest groups first; how many they were.
+    def take(self, stage: Stage, max_units: int, max_tokens: int, hold: Callable[[Group, int, int], None]) -> int:
+        """Call `hold(group, open, granted)` for up to `max_units` free units in their turn; how many they were.
 
-        `open`: mask of the rows to compute. `granted`: those and the finished siblings that the stage reads as well.
+        `max_tokens`: prompt and response tokens of the units together, 0 for no bound. The first unit is taken
+        whatever it has, and nobody overtakes one that does not fit. `open`: mask of the rows to compute. `granted`:
+        those and the finished siblings that the stage reads as well.
         """
-        taken = 0
+        taken = tokens = 0
         while taken < max_units and stage.queue:
-            group = self._groups.get(stage.queue[0])
+            group = self._groups.get(stage.queue[0] % (1 << TURN_BITS))
             free = group.free[stage.index] if group else 0
             if group is None or not free:
                 heapq.heappop(stage.queue)
@@ -77,8 +99,13 @@ class Readiness:
                 continue
             if stage.unit == "sample":
                 free = lowest(free, max_units - taken)
+            if max_tokens:
+                free, tokens = _within(group, stage, free, tokens, max_tokens, first=not taken)
+                if not free:
+                    break
             taken += num_units(stage, free)
             hold(group, free, group.live if stage.sees_siblings else free)
+        stage.num_taken += taken
         return taken
 
 
@@ -90,6 +117,18 @@ def free_rows(group: Group, stage: Stage) -> int:
     if stage.unit != "sample" and (ready != group.live or group.leased[stage.index]):
         return 0
     return ready & ~(group.leased[stage.index] | group.done[stage.index])
+
+
+def _within(group: Group, stage: Stage, free: int, tokens: int, max_tokens: int, *, first: bool) -> tuple[int, int]:
+    """The part of `free` that fits a budget of which `tokens` are used already, and how many are used with it."""
+    chosen = 0
+    whole = stage.unit == "group"
+    for index in bits(free):
+        tokens += group.prompt_tokens + group.response_tokens[index]
+        if tokens > max_tokens and not whole and not (first and not chosen):
+            break
+        chosen |= 1 << index
+    return (0 if whole and tokens > max_tokens and not first else chosen), tokens
 
 
 def num_units(stage: Stage, free: int) -> int:

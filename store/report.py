@@ -21,6 +21,7 @@ def stats(ledger: Ledger) -> dict[str, float]:
     }
     for stage in residents.readiness.stages:
         numbers[f"store/ready/{stage.name}"] = stage.num_free
+        numbers[f"store/wait_s/{stage.name}"] = stage.mean_wait_s
     numbers.update({name if "/" in name else f"store/{name}": count for name, count in counters.items()})
     generated, trained = counters["response_tokens_generated"], counters["response_tokens_trained"]
     rows_generated = max(1, counters["groups_admitted"] * residents.size)
@@ -43,6 +44,8 @@ def describe(ledger: Ledger, now: float) -> Described:
     oldest = min(residents.waiting, default=None)
     return {
         "rows": rows_by_state(ledger),
+        "wait_s": {stage.name: stage.mean_wait_s for stage in residents.readiness.stages},
+        "counters": dict(ledger.counters),
         "oldest_group": oldest,
         "oldest_group_waits_for": _lacking(ledger, oldest) if oldest is not None else {},
         "leases": [

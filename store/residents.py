@@ -62,9 +62,9 @@ class Residents:
                 )
         return masks
 
-    def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int) -> Group:
+    def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int, priority: int) -> Group:
         """A new group with the source's columns; its number is the next one."""
-        group = Group(self.next_group, self.size, len(self.spec.columns), len(self.readiness.stages))
+        group = Group(self.next_group, self.size, len(self.spec.columns), len(self.readiness.stages), priority)
         self.next_group += 1
         for column in self._source:
             group.have[column] = self.all_rows
@@ -72,13 +72,17 @@ class Residents:
         if response_tokens:
             group.response_tokens = [response_tokens] * self.size
             self.counters["response_tokens_generated"] += response_tokens * self.size
+        self.resume(group)
+        return group
+
+    def resume(self, group: Group) -> None:
+        """A group that is new, or comes from a snapshot: resident and waiting from now on."""
         self.groups[group.id] = group
         self.waiting.add(group.id)
         self.credits.admit()
-        self.credits.bytes += nbytes
-        self.num_rows += self.size
+        self.credits.bytes += group.nbytes
+        self.num_rows += group.live.bit_count()
         self.readiness.refresh_all(group)
-        return group
 
     def hold(self, lease: HeldLease, group: Group, open_rows: int, granted: int) -> None:
         """Give rows to a lease."""

@@ -51,6 +51,11 @@ class Rounds:
         self.staleness_max = 0
         """Largest staleness of any row ever put into a batch, in updates."""
 
+    def batches(self) -> list[Round]:
+        """The rounds of the train stage that are remembered."""
+        train = self._residents.train
+        return list(self._rounds.get(train.name, {}).values()) if train is not None else []
+
     def find(self, stage: Stage, number: int, num_ranks: int) -> Round | None:
         """The round, if it was formed. Raises `LeaseExpired` if it is over, `StoreError` if the ranks disagree."""
         known = self._rounds.get(stage.name, {}).get(number)
@@ -85,13 +90,14 @@ class Rounds:
                 group.trained_in = self.formed
                 residents.waiting.discard(group.id)
                 residents.hold(lease, group, group.live, group.live)
+            stage.num_taken += len(chosen)
             version, self.formed = self.formed, self.formed + 1
             residents.counters["batches_formed"] += 1
         else:
             if not stage.num_free:
                 return None
             lease = residents.leases.open(stage.index, owner, deadline)
-            residents.readiness.take(stage, max_units, lambda *rows: residents.hold(lease, *rows))
+            residents.readiness.take(stage, max_units, 0, lambda *rows: residents.hold(lease, *rows))
             version = 0
         made = Round(stage.name, number, lease.id, self._split(stage, lease.granted, num_ranks), version)
         self.by_lease[lease.id] = made

@@ -33,7 +33,9 @@ class StoreSpec:
     window: int = 1
     max_bytes: int = 4 * 2**30
     lease_timeout_s: float = 600.0
-    inline_bytes: int = 65536
+    inline_bytes: int = 2**20
+    shared_bytes: int = 2**30
+    spill_dir: str | None = None
     strict: bool = True
     """A staleness violation raises (tests) instead of evicting the group (production)."""
 
@@ -60,5 +62,7 @@ class StoreSpec:
             max_bytes=config.store.max_bytes,
             lease_timeout_s=config.store.lease_timeout_s,
             inline_bytes=config.store.inline_bytes,
+            shared_bytes=config.store.shared_memory_mib * 2**20,
+            spill_dir=config.store.spill_dir,
             strict=strict,
         )

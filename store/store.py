@@ -13,31 +13,58 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
+from penstock.store import snapshot
 from penstock.store.blocks import Block, Blocks, Payload
-from penstock.store.errors import MissingColumn, StoreClosed, StoreError, UnknownColumn
+from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.group import Facts
 from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
 from penstock.store.schema import check_batch
+from penstock.store.segments import Segments
+from penstock.store.server import Endpoint, Server
 from penstock.store.spec import StoreSpec
 from penstock.store.turns import Turns
 
 Clock = Callable[[], float]
+SWEEP_AT = 1000
+"""Ended leases whose client is remembered at most."""
 
 
 @dataclass(frozen=True)
 class Write:
-    """One write on its way: the columns of `batch`, one row for each of `row_ids`."""
+    """One write on its way: the columns `names` of a batch, one row for each of `row_ids`."""
 
     lease_id: int
     stage: str
     row_ids: list[int]
-    batch: pa.RecordBatch
+    names: list[str]
+    parcel: pa.RecordBatch | str
+    """The batch, or the name of its segment."""
     facts: Facts
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Somebody's wish for leases of a stage."""
+
+    stage: str
+    max_units: int
+    """Of one lease: samples or groups, as the stage's unit is."""
+    owner: str
+    """Who it is, for people and for `abandon`."""
+    max_tokens: int = 0
+    """Of one lease, prompts and responses; 0 for no bound."""
+    max_leases: int = 1
+    wait: bool = True
+    """Until at least one unit is free. False: an empty list at once if none is."""
+    client: str = ""
+    ticket: int = 0
+    """What `withdraw` names the wish by: unique in the client, which is unique."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +76,12 @@ class Granted:
     names: tuple[str, ...]
     payload: Payload
     version: int = 0
+    siblings: tuple["Granted", ...] = ()
+    """The rest of the lease, where it has rows of several partitions."""
+
+
+Result = tuple[Any, StoreError | None]
+"""What a call of `many` returned, or raised."""
 
 
 class Store:
@@ -64,38 +97,88 @@ class Store:
     """
 
     def __init__(
-        self, spec: StoreSpec, clock: Clock = time.monotonic, keep: Callable[[pa.RecordBatch], Any] | None = None
+        self,
+        spec: StoreSpec,
+        clock: Clock = time.monotonic,
+        segments: Segments | None = None,
+        node: str = "",
+        restore: str | Path | None = None,
     ) -> None:
-        """`clock`: seconds. `keep`: takes a batch larger than `spec.inline_bytes` and returns a reference that
-        consumers can read it by (Ray's object store). None: all batches stay here.
+        """`clock`: seconds. `segments`: where batches larger than `spec.inline_bytes` lie; None: here, with all others.
+        `node`: the machine, for `endpoint`. `restore`: a snapshot, or a directory of them, to go on from; raises
+        `CorruptSnapshot`, `StoreError`.
         """
         self._spec = spec
         self._clock = clock
-        self._keep = keep
+        self._segments = segments
+        self._node = node
+        self._server: Server | None = None
+        self._client_of: dict[int, str] = {}
+        """Lease -> client that has it; swept now and then."""
         self.ledger = Ledger(spec)
-        self._blocks = Blocks(spec.columns, spec.group_size)
+        self._blocks = Blocks(spec.columns, spec.group_size, self._let_go)
         self._columns = {column.name: column for column in spec.columns}
         self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._producers = Turns(self._schedule)
         self._consumers = {stage.name: Turns(self._schedule) for stage in spec.stages}
         self._ranks = {stage.name: Turns(self._schedule) for stage in spec.stages}
+        self._clients: dict[str, set[str]] = {}
+        """Owner -> its clients that have asked for leases."""
+        self._gone: set[str] = set()
+        """Clients whose owner is known to be dead: what they asked for on their way is not given."""
         self._errors: deque[str] = deque(maxlen=20)
         self._closed: str | None = None
         self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that the last event came from: all come from one."""
+        if restore is not None:
+            loaded = snapshot.load(restore, spec)
+            self.ledger = loaded.ledger
+            snapshot.refill(self._blocks, loaded, lambda batch: self._block(batch, batch.num_rows))
 
     async def spec(self) -> StoreSpec:
         self.loop = asyncio.get_running_loop()
         return self._spec
 
-    async def put(self, batch: pa.RecordBatch, facts: Facts) -> list[int]:
+    async def endpoint(self) -> Endpoint:
+        """Where processes of this machine can call; listens from the first time on."""
+        assert self._segments is not None
+        if self._server is None:
+            self._server = Server(self, self._segments.directory / "socket")
+            await self._server.start()
+        places = (str(self._segments.directory), str(self._segments.spill))
+        return Endpoint(self._node, str(self._server.path), places)
+
+    async def left(self, client: str) -> None:
+        """A client's process has ended: what it held goes back."""
+        for lease_id in [lease_id for lease_id, holder in self._client_of.items() if holder == client]:
+            del self._client_of[lease_id]
+            self.ledger.release(lease_id)
+        if self._segments is not None:
+            self._segments.forget_client(client)
+        self._changed()
+
+    async def read(self, names: list[str]) -> list[pa.RecordBatch]:
+        """Segments by value, for clients on other machines."""
+        assert self._segments is not None
+        return [self._segments.open(name) for name in names]
+
+    async def many(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Result]:
+        """Several calls that do not wait, in one message; each stands for itself."""
+        results: list[Result] = []
+        for method, arguments in calls:
+            try:
+                results.append((await getattr(self, method)(*arguments), None))
+            except StoreError as error:
+                results.append((None, error))
+        return results
+
+    async def put(self, names: list[str], parcel: pa.RecordBatch | str, facts: Facts, priority: int = 0) -> list[int]:
         """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`."""
-        names, num_groups = batch.schema.names, len(facts.row_bytes)
+        num_groups = len(facts.row_bytes)
         self._check_source(names)
-        check_batch(self._columns, batch, num_groups)
-        block = self._block(batch)
+        block = self._block(parcel, num_groups)
         admitted: list[int] = []
 
         def admit() -> list[int] | None:
@@ -103,7 +186,11 @@ class Store:
             while len(admitted) < num_groups:
                 number = len(admitted)
                 group = self.ledger.admit(
-                    facts.row_bytes[number], _at(facts.prompt_tokens, number), _at(facts.response_tokens, number)
+                    self._clock(),
+                    facts.row_bytes[number],
+                    _at(facts.prompt_tokens, number),
+                    _at(facts.response_tokens, number),
+                    priority,
                 )
                 if group is None:
                     break
@@ -120,43 +207,68 @@ class Store:
             )
         return done
 
-    async def lease(self, stage: str, max_units: int, owner: str) -> Granted | None:
-        """Waits for at least one free unit. None when the store is closed."""
-        self.ledger.residents.stage(stage)
+    async def lease(self, ask: Ask) -> list[Granted] | None:
+        """Waits for at least one free unit. None when the store is closed, or the wish was withdrawn."""
+        self.ledger.residents.stage(ask.stage)
+        if ask.client in self._gone:
+            return None
+        self._clients.setdefault(ask.owner, set()).add(ask.client)
 
-        def take() -> Granted | None:
-            lease = self.ledger.lease(stage, max_units, owner, self._clock())
-            return None if lease is None else self._grant(lease.id, stage, self.ledger.rows_of(lease))
+        def take() -> list[Granted] | None:
+            granted: list[Granted] = []
+            while len(granted) < max(1, ask.max_leases):
+                lease = self.ledger.lease(ask.stage, ask.max_units, ask.owner, self._clock(), ask.max_tokens)
+                if lease is None:
+                    break
+                self._client_of[lease.id] = ask.client
+                granted.append(self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)))
+            return granted or None
 
-        return await self._consumers[stage].wait(take)
+        turns = self._consumers[ask.stage]
+        if not ask.wait:
+            return None if self._closed is not None else ([] if len(turns) else take() or [])
+        return await turns.wait(take, ask.client, ask.ticket)
+
+    async def withdraw(self, stage: str, client: str, ticket: int) -> None:
+        """The wish of that ticket no longer waits: its call returns None, unless it has returned leases already."""
+        self._consumers[stage].withdraw(client, ticket)
+        self._schedule()
 
     async def lease_shared(
-        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
-    ) -> Granted | None:
-        """This rank's share of a round. Waits until the round is formed. None when the store is closed."""
+        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str, max_rounds: int = 1
+    ) -> list[Granted] | None:
+        """This rank's shares of the rounds from `number` on: of those that can be formed now, at most `max_rounds`.
+        Waits until the first is formed. None when the store is closed.
+        """
         self.ledger.residents.stage(stage)
 
-        def take() -> Granted | None:
-            made = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
-            if self.ledger.residents.freed:  # stale groups were evicted
-                self._changed()
-            if made is None:
-                return None
-            return self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
+        def take() -> list[Granted] | None:
+            granted: list[Granted] = []
+            while len(granted) < max(1, max_rounds):
+                round = number + len(granted)
+                made = self.ledger.lease_shared(stage, round, num_ranks, max_units, owner, self._clock())
+                if self.ledger.residents.freed:  # stale groups were evicted
+                    self._changed()
+                if made is None:
+                    break
+                granted.append(self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version))
+            return granted or None
 
         return await self._ranks[stage].wait(take)
 
-    async def write(self, writes: list[Write]) -> list[StoreError | None]:
-        """Each write stands for itself: its error, or None. See `Ledger.write`."""
-        results: list[StoreError | None] = []
-        for one in writes:
-            try:
-                self._write(one)
-                results.append(None)
-            except StoreError as error:
-                results.append(error)
+    async def write(self, one: Write) -> None:
+        """See `Ledger.write`."""
+        self.ledger.check_columns(one.stage, one.names)
+        block = self._block(one.parcel, len(one.row_ids))
+        kept: list[int] = []
+        try:
+            kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
+        finally:
+            if kept and one.names:
+                self._blocks.add_rows(one.row_ids, kept, block, one.names)
+            else:
+                self._let_go(block)
         self._changed()
-        return results
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
         self.ledger.drop(lease_id, stage, row_ids, reason)
@@ -169,11 +281,24 @@ class Store:
         self.ledger.release(lease_id)
         self._changed()
 
-    async def renew(self, lease_id: int) -> None:
-        self.ledger.renew(lease_id, self._clock())
+    async def renew(self, lease_ids: list[int]) -> list[int]:
+        """Their time starts anew; those that are over are returned."""
+        over = []
+        for lease_id in lease_ids:
+            try:
+                self.ledger.renew(lease_id, self._clock())
+            except LeaseExpired:
+                over.append(lease_id)
+        return over
 
     async def abandon(self, owner: str) -> int:
-        """Everything that a dead owner holds goes back; how many leases that were."""
+        """Everything that a dead owner holds goes back, and its clients wait for nothing more; how many leases it
+        had. A new owner of that name speaks through a new client."""
+        clients = self._clients.pop(owner, set())
+        self._gone |= clients
+        for client in clients:
+            for turns in self._consumers.values():
+                turns.withdraw(client)
         lost = self.ledger.abandon(owner)
         self._changed()
         return lost
@@ -195,17 +320,34 @@ class Store:
                 raise UnknownColumn(f"column {name!r} is not in the dataflow; it has {', '.join(self._columns)}.")
         return self._grant(-1, "", rows, names=chosen)
 
+    async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
+        """Write the state of this moment as `ROOT/snapshot-<number>`, and go on meanwhile; its path. `keep`: so many
+        of the newest stay. See `store/snapshot.py`.
+        """
+        state = snapshot.cut(self._spec, self.ledger, self._blocks)
+        # Mapped now: the rows may end, and their segments go, while it is written.
+        mapped = {name: self._segments.open(name) for name in self._blocks.refs()} if self._segments else {}
+        return str(await asyncio.to_thread(snapshot.write, root, number, state, mapped.__getitem__, keep=keep))
+
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)
         numbers["store/waiting_producers"] = len(self._producers)
         numbers["store/waiting_consumers"] = sum(map(len, (*self._consumers.values(), *self._ranks.values())))
         numbers["store/blocks"] = self._blocks.num_blocks
+        if self._segments is not None:
+            numbers["store/shared_bytes"] = self._segments.bytes
+            numbers["store/spilled_bytes"] = self._segments.spilled_bytes
         return numbers
 
     async def describe(self) -> dict[str, Any]:
         waiters = {name: len(self._consumers[name]) + len(self._ranks[name]) for name in self._consumers}
+        owners = {client: owner for owner, clients in self._clients.items() for client in clients}
         return describe(self.ledger, self._clock()) | {
             "waiting": waiters | {"put": len(self._producers)},
+            "waiters": {
+                name: [owners.get(str(client), "?") for client in turns.clients]
+                for name, turns in self._consumers.items()
+            },
             "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
             "closed": self._closed,
         }
@@ -219,24 +361,32 @@ class Store:
             self._closed = reason
         if self._timer is not None:
             self._timer.cancel()
+        if self._server is not None:
+            self._server.close()
         for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
             turns.close()
 
-    def _write(self, one: Write) -> None:
-        names = one.batch.schema.names
-        self.ledger.check_columns(one.stage, names)
-        check_batch(self._columns, one.batch, len(one.row_ids))
-        kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, names, one.facts, self._clock())
-        if kept and names:
-            self._blocks.add_rows(one.row_ids, kept, self._block(one.batch), names)
+    def _block(self, parcel: pa.RecordBatch | str, num_rows: int) -> Block:
+        """What came, checked. Raises `WrongType`, `WrongLength`."""
+        name = parcel if isinstance(parcel, str) else None
+        if name is None and self._segments is not None and parcel.nbytes > self._spec.inline_bytes:
+            name = self._segments.keep(parcel)
+        if name is None:
+            check_batch(self._columns, parcel, num_rows)
+            return Block(parcel, None, parcel.nbytes)
+        assert self._segments is not None
+        batch = self._segments.adopt(name)
+        try:
+            check_batch(self._columns, batch, num_rows)
+        except StoreError:
+            self._segments.drop(name)
+            raise
+        return Block(None, name, batch.nbytes)
 
-    def _block(self, batch: pa.RecordBatch) -> Block:
-        """A large batch is kept where consumers read it without asking this process, and owned by this process: a
-        producer that dies takes nothing along.
-        """
-        if self._keep is None or batch.nbytes <= self._spec.inline_bytes:
-            return Block(batch, None, batch.nbytes)
-        return Block(None, self._keep(batch), batch.nbytes)
+    def _let_go(self, block: Block) -> None:
+        """No cell lies in the block any more."""
+        if block.ref is not None and self._segments is not None:
+            self._segments.drop(block.ref)
 
     def _grant(
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
@@ -265,6 +415,9 @@ class Store:
         for group, mask in freed:
             self._blocks.free(group, mask)
         freed.clear()
+        if len(self._client_of) > SWEEP_AT + 2 * len(self.ledger.residents.leases.held):
+            held = self.ledger.residents.leases.held
+            self._client_of = {lease: client for lease, client in self._client_of.items() if lease in held}
         self._schedule()
 
     def _schedule(self) -> None:

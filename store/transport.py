@@ -1,26 +1,48 @@
-"""The one place that knows whether the store is in this process or behind Ray. Used by `store/client.py`."""
+"""The one place that knows where the store is: in this process, on this machine, or behind Ray.
+
+On the machine of the store's actor calls go over its socket (`server.py`) and large batches through files in shared
+memory (`segments.py`). From other machines calls go through Ray, and so does the data, by value. Used by
+`store/client.py`.
+"""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import pyarrow as pa
 
-from penstock.conf.errors import StoreError
+from penstock.conf.errors import StoreError, WorkerDied
+from penstock.store.segments import read_segment, write_segment
+from penstock.store.server import Endpoint
 from penstock.store.store import Store
+from penstock.store.wire import Wire
+
+Parcel = pa.RecordBatch | str
+"""A batch on its way into the store: by value, or the name of the segment that it was written to."""
 
 
 class Link(Protocol):
-    """Calls the store's methods by name, and reads the batches that it refers to."""
+    """Calls the store's methods by name, and moves batches."""
 
     async def call(self, method: str, *args: Any) -> Any: ...
 
-    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]: ...
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+        """Put a batch where the store takes it from."""
+
+    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
+        """Read the segments of these names."""
 
 
-def link_to(handle: "Store | Any") -> Link:
-    """`handle`: a `Store`, or a Ray actor handle of one."""
-    return InProcess(handle) if isinstance(handle, Store) else OverRay(handle)
+def link_to(handle: "Store | Any", client: str) -> Link:
+    """`handle`: a `Store`, or a Ray actor handle of one; a list of more than one is a partitioned store. `client`: the
+    unique name of this end."""
+    if isinstance(handle, list | tuple):
+        from penstock.store.partitions import Partitioned  # late: it is made of links
+
+        parts = [link_to(part, client) for part in handle]
+        return parts[0] if len(parts) == 1 else Partitioned(parts)
+    return InProcess(handle) if isinstance(handle, Store) else ToActor(handle, client)
 
 
 class InProcess:
@@ -32,12 +54,47 @@ class InProcess:
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._store, method)(*args)
 
-    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+        return batch
+
+    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
         return []
 
 
+class ToActor:
+    """A store actor: by its socket if that can be reached, else through Ray. Found out by the first call."""
+
+    def __init__(self, handle: Any, client: str) -> None:
+        self._handle, self._client = handle, client
+        self._link: Link | None = None
+        self._finding = asyncio.Lock()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        link = self._link or await self._find()
+        return await link.call(method, *args)
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+        return await (self._link or await self._find()).ship(batch, inline_bytes)
+
+    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
+        return await (self._link or await self._find()).fetch(names)
+
+    async def _find(self) -> Link:
+        async with self._finding:
+            if self._link is None:
+                import ray
+
+                through_ray = OverRay(self._handle)
+                endpoint: Endpoint = await through_ray.call("endpoint")
+                link: Link = through_ray
+                if endpoint.node == ray.get_runtime_context().get_node_id():
+                    link = await OverSocket.connect(endpoint, self._client) or through_ray
+                self._link = link
+        return self._link
+
+
 class OverRay:
-    """Actor calls. Ray itself moves large arguments through shared memory; the store keeps a copy that it owns."""
+    """Actor calls. What the store keeps in segments is read by it and comes by value."""
 
     def __init__(self, handle: Any) -> None:
         import ray
@@ -52,6 +109,71 @@ class OverRay:
             if isinstance(error.cause, StoreError):
                 raise error.cause from None
             raise
+        except self._ray.exceptions.RayActorError as error:
+            raise WorkerDied(f"the store's process is gone: {error}") from None
 
-    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
-        return list(await asyncio.gather(*refs)) if refs else []
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+        return batch
+
+    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
+        return list(await self.call("read", list(names))) if names else []
+
+
+class OverSocket:
+    """Calls over the store's socket; one connection a client, any number of calls at a time."""
+
+    def __init__(self, endpoint: Endpoint, client: str) -> None:
+        self._endpoint, self._client = endpoint, client
+        self._wire = Wire(self._hear, self._gone)
+        self._numbers, self._names = itertools.count(), itertools.count()
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+
+    @classmethod
+    async def connect(cls, endpoint: Endpoint, client: str) -> "OverSocket | None":
+        """None if the socket cannot be reached from here: a container of its own, say."""
+        link = cls(endpoint, client)
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: link._wire, endpoint.path)
+        except OSError:
+            return None
+        link._wire.send(client)
+        return link
+
+    async def call(self, method: str, *args: Any) -> Any:
+        number = next(self._numbers)
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        try:
+            self._wire.send((number, method, args))
+            return await answer
+        except ConnectionError:
+            raise self._lost() from None
+        finally:
+            self._answers.pop(number, None)
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+        if batch.nbytes <= inline_bytes:
+            return batch
+        name = f"{self._client}-{next(self._names)}"
+        write_segment(self._endpoint.segments[0], name, batch)
+        return name
+
+    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
+        return [read_segment(self._endpoint.segments, name) for name in names]
+
+    def _hear(self, message: tuple[int, Any, BaseException | None]) -> None:
+        number, value, error = message
+        answer = self._answers.get(number)
+        if answer is None or answer.done():
+            return
+        if error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(error)
+
+    def _gone(self) -> None:
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self._lost())
+
+    def _lost(self) -> WorkerDied:
+        return WorkerDied(f"the store's process is gone: {self._endpoint.path} has closed.")

@@ -1,5 +1,6 @@
 """A small GRPO-shaped store, and a driver that plays its workers one event at a time."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +54,20 @@ def facts_for(stage: str, num_rows: int, version: int = 0, tokens: int = 3, nbyt
     return Facts([nbytes] * num_rows)
 
 
+def facts_of(columns: Iterable[str], num_rows: int, version: int = 0, tokens: int = 3, nbytes: int = 8) -> Facts:
+    """What `encode` would say of a write of these columns."""
+    token_columns = [name for name in columns if STANDARD_COLUMNS[name].shape == "token"]
+    lengths = [tokens] * num_rows
+    return Facts(
+        [nbytes] * num_rows,
+        [version] * num_rows if "token_versions" in token_columns else None,
+        lengths if "response_ids" in token_columns else None,
+        None,
+        token_columns[0] if token_columns else "",
+        lengths if token_columns else None,
+    )
+
+
 class Driver:
     """Plays the workers of a ledger; checks its invariants after each event."""
 
@@ -60,8 +75,8 @@ class Driver:
         self.ledger = Ledger(spec)
         self.writes = {stage.name: stage.writes for stage in spec.stages}
 
-    def admit(self, count: int = 1) -> list[int | None]:
-        return [self.ledger.admit(nbytes=16, prompt_tokens=2) for _ in range(count)]
+    def admit(self, count: int = 1, priority: int = 0, now: float = 0.0) -> list[int | None]:
+        return [self.ledger.admit(now, nbytes=16, prompt_tokens=2, priority=priority) for _ in range(count)]
 
     def lease(self, stage: str, max_units: int = 1, now: float = 0.0, owner: str = "worker") -> HeldLease | None:
         lease = self.ledger.lease(stage, max_units, owner, now)

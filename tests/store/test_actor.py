@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.store.client import StoreClient, SyncStoreClient
+from penstock.conf.errors import WorkerDied
+from penstock.store.client import StoreClient
 from penstock.store.errors import LeaseExpired, StoreError, UnknownStage
+from penstock.store.sync_client import SyncStoreClient
 from tests.store.driver import make_spec
 
 ray = pytest.importorskip("ray")
@@ -143,10 +145,14 @@ def test_every_writer_hears_of_the_stores_death(handle: Any) -> None:
         client = StoreClient(handle)
         await client.put_groups(groups(1))
         lease = await client.lease("rollout", 1, "engine")
+        waiting = asyncio.ensure_future(client.lease("reward", 1, "judge"))
+        await asyncio.sleep(0.1)
         ray.kill(handle)
+        with pytest.raises(WorkerDied, match="the store's process is gone"):
+            await asyncio.wait_for(waiting, 20)
         writes = [client.write(lease, [row], {"response_text": ["text"]}) for row in (0, 1)]
         results = await asyncio.wait_for(asyncio.gather(*writes, return_exceptions=True), 20)
-        assert all(isinstance(result, ray.exceptions.RayActorError) for result in results)
+        assert all(isinstance(result, WorkerDied) for result in results)
 
     asyncio.run(body())
 

@@ -54,7 +54,7 @@ def test_bytes_hold_producers_back_but_never_the_groups_of_the_next_batch() -> N
 def test_a_group_larger_than_the_store_is_refused() -> None:
     driver = Driver(make_spec(max_bytes=40))
     with pytest.raises(TooLarge, match=r"41 bytes.*max_bytes=40"):
-        driver.ledger.admit(nbytes=41)
+        driver.ledger.admit(0.0, nbytes=41)
     assert driver.admit() == [0]
 
 

@@ -1,12 +1,14 @@
 """Random histories: workers that lag, die, repeat themselves, drop rows and answer late; engines and ranks in any
-order.
+order; the store restarted from a snapshot at any moment. `make soak` takes fifty times as many.
 
 After every event all of the ledger's state is recomputed and compared, and a model that only remembers what was told to
 it checks the promises: trained exactly once, staleness bounded without a single eviction, order kept, nobody waits for
 ever.
 """
 
+import json
 import math
+import os
 from random import Random
 
 from hypothesis import HealthCheck, settings
@@ -15,8 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from penstock.store.errors import LeaseExpired
 from penstock.store.leases import HeldLease
-from tests.store.driver import Driver, facts_for, make_spec
+from penstock.store.ledger_state import groups_table, living_groups, restore_ledger, scalars
+from tests.store.driver import Driver, facts_for, facts_of, make_spec
 
+STEPS = 20
+"""Events of one history."""
 WORKED = ("rollout", "reward", "reference", "group_advantage")
 
 
@@ -58,15 +63,20 @@ class Histories(RuleBasedStateMachine):
         self.round = 0
         self.served = 0
 
-    @rule(count=st.integers(1, 4))
-    def admit(self, count: int) -> None:
-        for group in self.driver.admit(count):
+    @rule(count=st.integers(1, 4), priority=st.sampled_from([0, 0, 3, -1]))
+    def admit(self, count: int, priority: int = 0) -> None:
+        for group in self.driver.admit(count, priority, self.now):
             if group is not None:
                 self.admitted_under[group] = self.served
 
-    @rule(stage=st.sampled_from(WORKED), max_units=st.integers(1, 4), owner=st.sampled_from("ab"))
-    def lease(self, stage: str, max_units: int, owner: str) -> None:
-        lease = self.ledger.lease(stage, max_units, owner, self.now)
+    @rule(
+        stage=st.sampled_from(WORKED),
+        max_units=st.integers(1, 4),
+        owner=st.sampled_from("ab"),
+        max_tokens=st.sampled_from([0, 0, 1, 12]),
+    )
+    def lease(self, stage: str, max_units: int, owner: str, max_tokens: int = 0) -> None:
+        lease = self.ledger.lease(stage, max_units, owner, self.now, max_tokens)
         if lease is not None:
             self.leases.append((lease, stage, self.ledger.rows_of(lease)))
 
@@ -82,9 +92,7 @@ class Histories(RuleBasedStateMachine):
         # A token is at the oldest of the version that was served when its group was admitted.
         admitted_under = max(self.admitted_under[row // self.spec.group_size] for row in some)
         version = data.draw(st.integers(admitted_under, self.served))
-        facts = facts_for(stage if all_columns else "", len(some), version)
-        if not all_columns and "token_versions" in columns:
-            facts = facts_for("rollout", len(some), version)
+        facts = facts_of(columns, len(some), version)
         over = lease.id not in self.ledger.residents.leases.held
         undone = {row for row in some if self.is_undone(row, stage)}
         try:
@@ -96,7 +104,8 @@ class Histories(RuleBasedStateMachine):
         assert not (over and undone), "a late writer was not told"
         assert {some[position] for position in kept} <= undone, "a result was taken twice, or for a row that has ended"
         if "token_versions" in columns:
-            self.sampled.update((some[position], version) for position in kept)
+            for position in kept:
+                self.sampled.setdefault(some[position], version)
 
     def is_undone(self, row: int, stage: str) -> bool:
         group = self.ledger.residents.groups.get(row // self.spec.group_size)
@@ -176,6 +185,13 @@ class Histories(RuleBasedStateMachine):
             self.ledger.complete_shared(made.lease_id, 0) if self.num_ranks > 1 else None
             self.ledger.release(made.lease_id)
 
+    @rule()
+    def restart(self) -> None:
+        """From a snapshot taken now. Leases of before come back as late writers."""
+        values = json.loads(json.dumps(scalars(self.ledger)))
+        table = groups_table(living_groups(self.ledger), self.spec.group_size)
+        self.ledger = self.driver.ledger = restore_ledger(self.spec, values, table)
+
     @precondition(lambda self: self.served < self.round)
     @rule()
     def publish(self) -> None:
@@ -224,5 +240,8 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=1_000_000 // STEPS if os.environ.get("PENSTOCK_SOAK") else 10_000,
+    stateful_step_count=STEPS,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
 )

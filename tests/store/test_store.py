@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.store.client import Lease, StoreClient, SyncStoreClient
+from penstock.store.client import StoreClient
 from penstock.store.errors import (
     LeaseExpired,
     MissingColumn,
@@ -19,8 +19,10 @@ from penstock.store.errors import (
     WrongLength,
     WrongType,
 )
+from penstock.store.lease import Lease
 from penstock.store.spec import StageSpec
 from penstock.store.store import Store
+from penstock.store.sync_client import SyncStoreClient
 from tests.store.driver import make_spec
 
 
@@ -47,6 +49,11 @@ def response(num_rows: int, version: int = 0) -> dict[str, Any]:
         "behavior_logprobs": [np.full(length, -0.5, dtype=np.float32) for length in lengths],
         "token_versions": [[version] * length for length in lengths],
     }
+
+
+def stop_heart(client: StoreClient, lease: Lease) -> None:
+    """As if the process that holds the lease had died."""
+    client._heartbeat.let_go(lease.id)
 
 
 async def work(client: StoreClient, stage: str, values: Callable[[Lease], dict[str, Any]]) -> None:
@@ -195,6 +202,7 @@ def test_expired_rows_go_to_whoever_waits_without_any_other_event() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         await client.put_groups([group()])
         late = await client.lease("rollout", 1, "late")
+        stop_heart(client, late)
         lease = await client.lease("rollout", 1, "quick")  # nothing else happens: the timer alone wakes it
         assert lease.rows.row_ids.tolist() == late.rows.row_ids.tolist()
         with pytest.raises(LeaseExpired):
@@ -212,13 +220,13 @@ def test_concurrent_writes_travel_together() -> None:
         await client.write(lease, lease.rows.row_ids, response(8))
         lease = await client.lease("reward", 8, "judge")
         sizes = []
-        write = store.write
+        many = store.many
 
-        async def counted(writes: list[Any]) -> Any:
-            sizes.append(len(writes))
-            return await write(writes)
+        async def counted(calls: list[Any]) -> Any:
+            sizes.append(len(calls))
+            return await many(calls)
 
-        store.write = counted  # type: ignore[method-assign]
+        store.many = counted  # type: ignore[method-assign]
         await asyncio.gather(*(client.write(lease, [row], {"reward": [1.0]}) for row in range(8)))
         assert sum(sizes) == 8
         assert len(sizes) <= 3

@@ -23,7 +23,7 @@ TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.flo
 class Store(Protocol):
     """What a compute worker needs of `store.client.StoreClient`."""
 
-    async def lease(self, stage: str, max_units: int, owner: str) -> Any: ...
+    def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> Any: ...
 
     async def write(self, lease: Any, row_ids: Sequence[int], columns: dict[str, Any]) -> None: ...
 
@@ -57,12 +57,13 @@ class ComputeWorker:
         """Lease, compute, write. Raises `DataflowError` if the function returns what the stage does not declare, and
         whatever the function itself raises."""
         assert self.store is not None
-        while (lease := await self.store.lease(self.stage.name, self.max_units, self.name)) is not None:
-            started = time.perf_counter()
-            results = self.apply(lease.rows)
-            self.busy_s += time.perf_counter() - started
-            with suppress(LeaseExpired):  # the rows are somebody else's by now
-                await self.store.write(lease, [int(row) for row in lease.rows.row_ids], results)
+        async with self.store.leases(self.stage.name, self.max_units, self.name) as leases:
+            async for lease in leases:
+                started = time.perf_counter()
+                results = self.apply(lease.rows)
+                self.busy_s += time.perf_counter() - started
+                with suppress(LeaseExpired):  # the rows are somebody else's by now
+                    await self.store.write(lease, [int(row) for row in lease.rows.row_ids], results)
 
     def stats(self) -> dict[str, float]:
         return {"units": self.num_units, "busy_s": self.busy_s}

@@ -10,8 +10,8 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
 from penstock.conf.errors import LeaseExpired, RewardFailure
@@ -25,7 +25,6 @@ EARLY_ERRORS = 20
 """So many rewards, all of them failed, end a run before the window is full."""
 WRITE_AFTER_S = 0.25
 """Results wait for others of their lease no longer than this, so that a hanging reward holds up nobody else's."""
-RENEW_EVERY_S = 30.0
 
 
 class Lease(Protocol):
@@ -35,13 +34,11 @@ class Lease(Protocol):
 class Store(Protocol):
     """What a reward worker needs of `store.client.StoreClient`."""
 
-    async def lease(self, stage: str, max_units: int, owner: str) -> Any: ...
+    def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> Any: ...
 
     async def write(self, lease: Any, row_ids: Sequence[int], columns: dict[str, Any]) -> None: ...
 
     async def drop(self, lease: Any, row_ids: Sequence[int], reason: str, detail: str = "") -> None: ...
-
-    async def renew(self, lease: Any) -> None: ...
 
 
 class ErrorShare:
@@ -164,11 +161,11 @@ class RewardWorker:
                 self._busy_s += time.perf_counter() - self._busy_since
 
     async def _lane(self, store: Store) -> None:
-        while (lease := await store.lease(self.stage, self.max_samples, self.name)) is not None:
-            with self._busy(), suppress(LeaseExpired):  # expired: the rows are somebody else's by now
-                async with _renewed(store, lease):
+        async with store.leases(self.stage, self.max_samples, self.name, ahead=0) as leases:
+            async for lease in leases:
+                with self._busy(), suppress(LeaseExpired):  # expired: the rows are somebody else's by now
                     await self._serve(store, lease)
-            self.errors.check()
+                self.errors.check()
 
     async def _serve(self, store: Store, lease: Lease) -> None:
         """Score the rows of a lease, writing results in as few calls as waiting `WRITE_AFTER_S` allows."""
@@ -194,21 +191,3 @@ class RewardWorker:
                 bad.setdefault(str(result), []).append(row)
         for detail, rows in bad.items():
             await store.drop(lease, rows, DROP_REASON, detail)
-
-
-@asynccontextmanager
-async def _renewed(store: Store, lease: Lease) -> AsyncIterator[None]:
-    """Keep a lease alive while slow rewards are computed."""
-
-    async def renew() -> None:
-        with suppress(LeaseExpired):
-            while True:
-                await asyncio.sleep(RENEW_EVERY_S)
-                await store.renew(lease)
-
-    renewal = asyncio.create_task(renew())
-    try:
-        yield
-    finally:
-        renewal.cancel()
-        await asyncio.gather(renewal, return_exceptions=True)

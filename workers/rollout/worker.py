@@ -16,13 +16,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired
-from penstock.store.client import Lease, StoreClient
+from penstock.store.client import StoreClient
+from penstock.store.lease import Lease
 from penstock.store.rows import Rows
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 
 STAGE = "rollout"
-RENEWALS_PER_TIMEOUT = 3
-"""A lease is renewed so many times before it would run out."""
 
 
 def sample_seed(run_seed: int, group_id: int) -> int:
@@ -57,20 +56,18 @@ class RolloutWorker:
         self._max_groups = max(1, max_concurrent_samples // num_samples)
         self._timeout_s = generate_timeout_s
         self._groups: set[asyncio.Task[None]] = set()
-        self._leases: dict[int, Lease] = {}
         self._clock = _BusyClock()
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0}
 
     async def run(self) -> None:
         """Raises `WorkerDied` and `DeadlineExceeded` of the engine; groups in flight are then cancelled."""
-        renewals = asyncio.create_task(self._renew_leases())
         asking: asyncio.Task[Lease | None] | None = None
         try:
             while True:
                 free = self._max_groups - len(self._groups)
                 if asking is None and free > 0:
                     asking = asyncio.create_task(self._store.lease(STAGE, free, self._name))
-                waits = {renewals, *self._groups} | ({asking} if asking is not None else set())
+                waits = self._groups | ({asking} if asking is not None else set())
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {asking}:
                     self._groups.discard(task)
@@ -81,7 +78,7 @@ class RolloutWorker:
                         return
                     self._start(lease)
         finally:
-            await _cancel({renewals, *self._groups} | ({asking} if asking is not None else set()))
+            await _cancel(self._groups | ({asking} if asking is not None else set()))
 
     def stats(self) -> dict[str, float]:
         """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease
@@ -89,20 +86,11 @@ class RolloutWorker:
         return {"busy_s": self._clock.seconds(), **self._counts}
 
     def _start(self, lease: Lease) -> None:
-        self._leases[lease.id] = lease
-        groups = lease.rows.groups()
-        left = [len(groups)]
-        for group_id, positions in groups:
+        for group_id, positions in lease.rows.groups():
             self._clock.enter()
             task = asyncio.create_task(self._roll(lease, group_id, lease.rows.select(positions)))
-            task.add_done_callback(lambda _: self._ended(lease, left))
+            task.add_done_callback(lambda _: self._clock.leave())
             self._groups.add(task)
-
-    def _ended(self, lease: Lease, left: list[int]) -> None:
-        self._clock.leave()
-        left[0] -= 1
-        if not left[0]:
-            self._leases.pop(lease.id, None)
 
     async def _roll(self, lease: Lease, group_id: int, rows: Rows) -> None:
         """One group: generate, then write."""
@@ -138,18 +126,6 @@ class RolloutWorker:
                 f"done after {self._timeout_s:g} s. Raise rollout.generate_timeout_s or lower "
                 "rollout.sampling.max_tokens."
             ) from None
-
-    async def _renew_leases(self) -> None:
-        """Long groups outlive `store.lease_timeout_s`; a lease that is held by a living worker must not be given
-        away."""
-        interval_s = (await self._store.spec()).lease_timeout_s / RENEWALS_PER_TIMEOUT
-        while True:
-            await asyncio.sleep(interval_s)
-            for lease in list(self._leases.values()):
-                try:
-                    await self._store.renew(lease)
-                except LeaseExpired:
-                    self._leases.pop(lease.id, None)
 
 
 def response_columns(completions: Sequence[Completion]) -> dict[str, list[object]]:

@@ -13,8 +13,8 @@ import numpy as np
 import ray
 
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.client import SyncStoreClient
 from penstock.store.rows import Rows
+from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer.fsdp import FsdpTrainer
 from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainerWorker

@@ -1,0 +1,137 @@
+"""`penstock status RUN`: looks into the store of a run that is going on, from another process.
+
+The run leaves `cluster.json` in its directory: where its Ray is and what its actors are called. A run that has ended is
+described by what it logged last.
+"""
+
+import asyncio
+import json
+import os
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.conf.errors import ConfigError, ResourceError
+from penstock.orchestrator.run_directory import RunDirectory
+from penstock.store.actor import store_names
+from penstock.store.client import StoreClient
+
+ANSWER_S = 20.0
+"""Deadline of the store's answer."""
+MAX_LEASES = 12
+"""Leases shown, those that expire first before others."""
+AUTH_MODE = "RAY_AUTH_MODE"
+"""Ray sets it in the process that starts a cluster; whoever joins must have the same."""
+STATES = ("waiting", "free", "leased", "done")
+
+
+def note_connection(directory: RunDirectory, namespace: str) -> None:
+    """Write where the run that this process drives can be found. Ray must be up."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    content = {"address": address, "namespace": namespace, "pid": os.getpid(), "auth_mode": os.environ.get(AUTH_MODE)}
+    directory.write_text(directory.cluster_file.name, json.dumps(content) + "\n")
+
+
+def print_status(run: str, console: Console) -> None:
+    """Raises `ConfigError` if `run` is no run, `ResourceError` if it goes on and does not answer."""
+    directory = RunDirectory.open(run)
+    events = directory.read_events()
+    ended = next((event for event in reversed(events) if event["kind"] in ("end", "failed", "interrupted")), None)
+    if ended is not None:
+        _print_end(directory, ended, console)
+        return
+    if not directory.cluster_file.is_file():
+        raise ConfigError(f"{run}: has no cluster.json; it has not started its actors yet. Ask again in a moment.")
+    described = _ask(directory)
+    console.print(f"[bold]{directory.path.name}[/]  {_last_step(directory)}")
+    print_store(described, console)
+
+
+def print_store(described: dict[str, Any], console: Console) -> None:
+    """`StoreClient.describe()` as tables."""
+    console.print(_stages(described))
+    credits = described["credits"]
+    line = f"groups active {credits['active']} of {credits['max']}  ·  version out {credits['published']}"
+    line += f"  ·  {described['blocks']['count']} blocks, {described['blocks']['bytes'] / 2**20:,.1f} MiB"
+    console.print(line)
+    if described["oldest_group"] is not None:
+        lacking = ", ".join(f"{name} ({count})" for name, count in described["oldest_group_waits_for"].items())
+        console.print(f"oldest group {described['oldest_group']}: " + (f"lacks {lacking}" if lacking else "complete"))
+    if described["leases"]:
+        console.print(_leases(described["leases"]))
+    dropped = {name: count for name, count in described["counters"].items() if name.startswith("dropped/") and count}
+    if dropped:
+        console.print("dropped rows: " + ", ".join(f"{name[8:]} {count}" for name, count in sorted(dropped.items())))
+
+
+def _stages(described: dict[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    table.add_column("rows of stage")
+    for state in STATES:
+        table.add_column(state, justify="right")
+    table.add_column("mean wait", justify="right")
+    table.add_column("who waits")
+    for stage, counts in described["rows"].items():
+        waiters = described["waiters"].get(stage) or []
+        others = described["waiting"].get(stage, 0) - len(waiters)
+        names = ", ".join(dict.fromkeys(waiters)) + (f" {others} rank(s)" if others > 0 else "")
+        states = [f"{counts[state]:,}" for state in STATES]
+        table.add_row(stage, *states, f"{described['wait_s'][stage]:.3f} s", names.strip() or "–")
+    return table
+
+
+def _leases(leases: list[dict[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for name in ("lease", "stage", "held by"):
+        table.add_column(name)
+    table.add_column("rows", justify="right")
+    table.add_column("runs out in", justify="right")
+    shown = sorted(leases, key=lambda lease: (lease["expires_in_s"] is None, lease["expires_in_s"] or 0.0))
+    for lease in shown[:MAX_LEASES]:
+        left = lease["expires_in_s"]
+        expires = "never" if left is None else f"{left:.0f} s"
+        table.add_row(str(lease["id"]), lease["stage"], lease["owner"], str(lease["open_rows"]), expires)
+    if len(shown) > MAX_LEASES:
+        table.add_row("…", f"and {len(shown) - MAX_LEASES} more", "", "", "")
+    return table
+
+
+def _ask(directory: RunDirectory) -> dict[str, Any]:
+    found = json.loads(directory.cluster_file.read_text())
+    if found["auth_mode"] is not None:
+        os.environ.setdefault(AUTH_MODE, found["auth_mode"])
+    import ray  # late: it reads its environment now
+
+    partitions = int((directory.read_config().get("store") or {}).get("num_partitions", 1))
+    try:
+        ray.init(address=found["address"], namespace=found["namespace"], log_to_driver=False, logging_level="ERROR")
+        handles = [ray.get_actor(name) for name in store_names(partitions)]
+        return asyncio.run(asyncio.wait_for(StoreClient(handles).describe(), ANSWER_S))
+    except (ConnectionError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
+        raise ResourceError(
+            f"the store of {directory.path.name} does not answer at {found['address']} ({type(error).__name__}). Is "
+            f"process {found['pid']} still there? A run that was killed says no more; its numbers are in "
+            f"{directory.metrics_file}."
+        ) from None
+    finally:
+        ray.shutdown()
+
+
+def _last_step(directory: RunDirectory) -> str:
+    steps = directory.read_metrics()
+    return f"step {steps[-1]['step']}" if steps else "no step yet"
+
+
+def _print_end(directory: RunDirectory, ended: dict[str, Any], console: Console) -> None:
+    why = "" if ended["kind"] == "end" else f": {ended.get('error', '')} {ended.get('message', '')}"
+    console.print(f"[bold]{directory.path.name}[/]  {ended['kind']} at {ended['time']}, {_last_step(directory)}{why}")
+    steps = directory.read_metrics()
+    counts = {
+        name: value for name, value in (steps[-1] if steps else {}).items() if name.startswith(("store/", "dropped/"))
+    }
+    for name, value in sorted(counts.items()):
+        if value:
+            console.print(f"  {name:40} {value:,.6g}")

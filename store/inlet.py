@@ -1,0 +1,89 @@
+"""Groups on their way into the store: those that are given while others wait for credits go together after them.
+
+One call is under way at a time, so groups are admitted in the order in which they were given. Used by
+`store/client.py`.
+"""
+
+import asyncio
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from penstock.store.group import Facts
+from penstock.store.transport import Link
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """The groups of one caller, encoded."""
+
+    batch: pa.RecordBatch
+    facts: Facts
+    priority: int
+    numbers: "asyncio.Future[list[int]]"
+
+
+class Inlet:
+    """Puts of one client to one store."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._inline_bytes = 0
+        self._waiting: list[Incoming] = []
+        self._putting: asyncio.Task[list[int]] | None = None
+
+    async def put(self, batch: pa.RecordBatch, facts: Facts, priority: int, inline_bytes: int) -> list[int]:
+        """The numbers of the groups, once all are admitted. Raises what the store raises."""
+        self._inline_bytes = inline_bytes
+        incoming = Incoming(batch, facts, priority, asyncio.get_running_loop().create_future())
+        self._waiting.append(incoming)
+        if self._putting is None:
+            self._next()
+        return await incoming.numbers
+
+    def _next(self) -> None:
+        """Send what has gathered, as far as it has one priority."""
+        first = self._waiting[0].priority
+        count = next((i for i, one in enumerate(self._waiting) if one.priority != first), len(self._waiting))
+        sent, self._waiting = self._waiting[:count], self._waiting[count:]
+        batch = sent[0].batch if count == 1 else pa.concat_batches([one.batch for one in sent])
+        facts = sent[0].facts if count == 1 else _together([one.facts for one in sent])
+        self._putting = asyncio.ensure_future(self._send(batch, facts, first))
+        self._putting.add_done_callback(lambda putting: self._landed(sent, putting))
+
+    async def _send(self, batch: pa.RecordBatch, facts: Facts, priority: int) -> list[int]:
+        parcel = await self._link.ship(batch, self._inline_bytes)
+        return list(await self._link.call("put", batch.schema.names, parcel, facts, priority))
+
+    def _landed(self, sent: list[Incoming], putting: "asyncio.Task[list[int]]") -> None:
+        self._putting = None
+        if self._waiting:
+            self._next()
+        failure = asyncio.CancelledError() if putting.cancelled() else putting.exception()
+        start = 0
+        for one in sent:
+            end = start + one.batch.num_rows
+            if one.numbers.done():
+                pass
+            elif failure is not None:
+                one.numbers.set_exception(failure)
+            else:
+                one.numbers.set_result(putting.result()[start:end])
+            start = end
+
+
+def _together(facts: list[Facts]) -> Facts:
+    """Of several puts; all have the source's columns, so the same facts are known of each."""
+
+    def joined(name: str) -> list[int] | None:
+        values = [getattr(one, name) for one in facts]
+        return None if values[0] is None else [value for some in values for value in some]
+
+    return Facts(
+        joined("row_bytes") or [],
+        joined("oldest_version"),
+        joined("response_tokens"),
+        joined("prompt_tokens"),
+        facts[0].token_column,
+        joined("token_lengths"),
+    )

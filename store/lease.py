@@ -1,0 +1,27 @@
+"""What a worker holds: rows of a stage, to be computed and written. Made by `store/client.py`."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.store.rows import Rows
+
+Values = dict[str, Any]
+"""By column one value a row: a list or `[N]` array; for ragged columns a list of lists or of `[T_i]` arrays."""
+
+
+@dataclass(frozen=True)
+class Lease:
+    """Rows to compute for a stage. `rows` has the columns that the stage reads."""
+
+    id: int
+    stage: str
+    rows: Rows
+
+
+@dataclass(frozen=True)
+class SharedLease(Lease):
+    """This rank's share of a round; `rows` may be empty. `version`: updates before this one (train)."""
+
+    round: int = 0
+    rank: int = 0
+    version: int = 0

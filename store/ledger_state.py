@@ -1,0 +1,99 @@
+"""The ledger's state as plain data: scalars for JSON, one Arrow row for each group. For snapshots.
+
+The cut is as if every lease had just been given back, so it can be restored for other workers, and other numbers of
+them. A batch that is formed but not yet trained by all ranks is formed again: whoever restores the ledger restores the
+weights from before that update as well.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pyarrow as pa
+
+from penstock.store.group import Group, priority_of
+from penstock.store.ledger import Ledger
+from penstock.store.spec import StoreSpec
+
+_LISTS = pa.list_(pa.int64())
+GROUPS = pa.schema(
+    [
+        ("id", pa.int64()),
+        ("priority", pa.int64()),
+        ("live", pa.binary()),
+        ("have", pa.list_(pa.binary())),
+        ("done", pa.list_(pa.binary())),
+        ("prompt_tokens", pa.int64()),
+        ("shared_bytes", pa.int64()),
+        ("oldest", _LISTS),
+        ("response_tokens", _LISTS),
+        ("row_bytes", _LISTS),
+    ]
+)
+"""Masks are little-endian bytes, one bit a sample."""
+
+
+def scalars(ledger: Ledger) -> dict[str, Any]:
+    residents, rounds = ledger.residents, ledger.rounds
+    under_way = sum(not (made.over or made.void) for made in rounds.batches())
+    return {
+        "next_group": residents.next_group,
+        "next_lease": residents.leases.next_id,
+        "formed": rounds.formed - under_way,
+        "published": residents.credits.published,
+        "credits_due": {str(version): groups for version, groups in residents.credits.due.items()},
+        "staleness_max": rounds.staleness_max,
+        "counters": dict(residents.counters),
+        "waits": {stage.name: [stage.waited_s, stage.num_taken] for stage in residents.readiness.stages},
+    }
+
+
+def living_groups(ledger: Ledger) -> list[Group]:
+    """Those with rows that are neither trained nor dropped, by number."""
+    return [group for _, group in sorted(ledger.residents.groups.items()) if group.live]
+
+
+def groups_table(groups: list[Group], size: int) -> pa.Table:
+    """One row a group."""
+    width = (size + 7) // 8
+    return pa.Table.from_pylist(
+        [
+            {
+                "id": group.id,
+                "priority": priority_of(group.turn),
+                "live": group.live.to_bytes(width, "little"),
+                "have": [mask.to_bytes(width, "little") for mask in group.have],
+                "done": [mask.to_bytes(width, "little") for mask in group.done],
+                "prompt_tokens": group.prompt_tokens,
+                "shared_bytes": group.shared_bytes,
+                "oldest": group.oldest,
+                "response_tokens": group.response_tokens,
+                "row_bytes": group.row_bytes,
+            }
+            for group in groups
+        ],
+        schema=GROUPS,
+    )
+
+
+def restore_ledger(spec: StoreSpec, values: dict[str, Any], table: pa.Table) -> Ledger:
+    """A ledger that goes on from there, all of its rows free or done. Bounds come from `spec`, and may differ."""
+    ledger = Ledger(spec)
+    residents = ledger.residents
+    residents.next_group, residents.leases.next_id = values["next_group"], values["next_lease"]
+    residents.counters = ledger.counters = Counter(values["counters"])
+    residents.credits.published = values["published"]
+    residents.credits.due = {int(version): groups for version, groups in values["credits_due"].items()}
+    residents.credits.active = sum(residents.credits.due.values())
+    ledger.rounds.formed, ledger.rounds.staleness_max = values["formed"], values["staleness_max"]
+    for stage in residents.readiness.stages:
+        stage.waited_s, stage.num_taken = values["waits"].get(stage.name, (0.0, 0))
+    for row in table.to_pylist():
+        group = Group(row["id"], spec.group_size, len(spec.columns), len(spec.stages), row["priority"])
+        group.live = int.from_bytes(row["live"], "little")
+        group.have = [int.from_bytes(mask, "little") for mask in row["have"]]
+        group.done = [int.from_bytes(mask, "little") for mask in row["done"]]
+        group.prompt_tokens, group.shared_bytes = row["prompt_tokens"], row["shared_bytes"]
+        group.oldest, group.response_tokens, group.row_bytes = row["oldest"], row["response_tokens"], row["row_bytes"]
+        residents.resume(group)
+    residents.head = min(residents.waiting, default=residents.next_group)
+    return ledger

@@ -1,0 +1,240 @@
+"""Snapshots of a store on disk: written beside and renamed, checked before anything is restored.
+
+    ROOT/snapshot-00000012/
+        manifest.json      format, the spec that it fits, the ledger's scalars, size and checksum of every file
+        groups.arrow       the ledger's groups (`ledger_state.GROUPS`)
+        source.arrow       group, and the columns that the source wrote
+        rows-0.arrow …     row, and the columns that these rows have: one file for each set of columns
+
+Arrow IPC and JSON, no pickle: readable by anything, and nothing in it runs. `cut` copies the index of the data and is
+quick; the values behind it never change, so `write` may take its time in a thread while the store goes on.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import xxhash
+
+from penstock.store.blocks import Block, Blocks, assemble
+from penstock.store.errors import CorruptSnapshot, StoreError
+from penstock.store.group import bits
+from penstock.store.ledger import Ledger
+from penstock.store.ledger_state import groups_table, living_groups, restore_ledger, scalars
+from penstock.store.spec import StoreSpec
+
+FORMAT = 1
+PREFIX = "snapshot-"
+ROWS_PER_BATCH = 256
+"""Rows of one record batch, which is what memory must hold at a time, and what a restored block consists of."""
+
+Fetch = Callable[[Any], pa.RecordBatch]
+"""What a block's reference stands for: the batch of a segment."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The state of a store at one moment."""
+
+    spec: StoreSpec
+    scalars: dict[str, Any]
+    groups: pa.Table
+    source_rows: list[int]
+    """One row of each group."""
+    rows: dict[tuple[str, ...], list[int]]
+    """By the columns beside the source's that they have."""
+    blocks: Blocks
+    """A copy of the index; the values are shared."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A snapshot that was read whole and found sound."""
+
+    ledger: Ledger
+    source: list[pa.RecordBatch]
+    """`group_id`, then the source's columns."""
+    rows: list[pa.RecordBatch]
+    """`row_id`, then some columns."""
+
+
+def cut(spec: StoreSpec, ledger: Ledger, blocks: Blocks) -> Cut:
+    """Take the state as it is now. Milliseconds for thousands of groups; changes nothing."""
+    size, groups = spec.group_size, living_groups(ledger)
+    names = [column.name for column in spec.columns]
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for group in groups:
+        for index in bits(group.live):
+            present = tuple(
+                name
+                for name, have in zip(names, group.have, strict=True)
+                if have >> index & 1 and name not in spec.source_columns
+            )
+            if present:
+                rows.setdefault(present, []).append(group.id * size + index)
+    source_rows = [group.id * size for group in groups]
+    return Cut(spec, scalars(ledger), groups_table(groups, size), source_rows, rows, blocks.copy())
+
+
+def write(root: str | Path, number: int, state: Cut, fetch: Fetch | None = None, *, keep: int = 2) -> Path:
+    """Write `ROOT/snapshot-<number>` whole or not at all, and delete all but the newest `keep`. Returns its path."""
+    root = Path(root)
+    target = root / f"{PREFIX}{number:08d}"
+    part = root / f".{target.name}.{os.getpid()}.part"
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    source = list(state.spec.source_columns)
+    tables = {"groups.arrow": iter(state.groups.to_batches() or [pa.RecordBatch.from_pylist([], state.groups.schema)])}
+    tables["source.arrow"] = _batches(state, state.source_rows, source, "group_id", fetch)
+    for index, (names, rows) in enumerate(sorted(state.rows.items())):
+        tables[f"rows-{index}.arrow"] = _batches(state, rows, list(names), "row_id", fetch)
+    files = {name: _write_ipc(part / name, batches) for name, batches in tables.items()}
+    manifest = {"format": FORMAT, "fits": fingerprint(state.spec), "ledger": state.scalars, "files": files}
+    _write_synced(part / "manifest.json", json.dumps(manifest, indent=1).encode())
+    if target.exists():
+        shutil.rmtree(target)
+    part.rename(target)
+    _sync(root)
+    for old in snapshots(root)[keep:]:
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+def snapshots(root: str | Path) -> list[Path]:
+    """Those that were written to their end, newest first."""
+    return sorted((path for path in Path(root).glob(f"{PREFIX}*") if (path / "manifest.json").is_file()), reverse=True)
+
+
+def load(path: str | Path, spec: StoreSpec) -> Loaded:
+    """Read a snapshot, or the newest one of a directory of them; nothing of it is used unless all of it is sound.
+
+    Raises `CorruptSnapshot` that names the file at fault, and `StoreError` if it is of another dataflow.
+    """
+    path = Path(path)
+    if not (path / "manifest.json").is_file():
+        found = snapshots(path)
+        if not found:
+            raise StoreError(f"{path}: no snapshot is there. A snapshot is a directory {PREFIX}N with a manifest.json.")
+        path = found[0]
+    manifest = _manifest(path)
+    if manifest["fits"] != fingerprint(spec):
+        raise StoreError(
+            f"{path} is of another dataflow: {_difference(manifest['fits'], fingerprint(spec))}. Restore it with the "
+            "configuration that wrote it."
+        )
+    for name, facts in manifest["files"].items():
+        _check(path, name, facts)
+    groups = _read_ipc(path / "groups.arrow")
+    ledger = restore_ledger(spec, manifest["ledger"], pa.Table.from_batches(groups))
+    rows = [batch for name in manifest["files"] if name.startswith("rows-") for batch in _read_ipc(path / name)]
+    return Loaded(ledger, _read_ipc(path / "source.arrow"), rows)
+
+
+def refill(blocks: Blocks, loaded: Loaded, block_of: Callable[[pa.RecordBatch], Block]) -> None:
+    """Put the values of a snapshot into an empty index. `block_of`: keeps a batch."""
+    for batch in loaded.source:
+        values = batch.select(batch.schema.names[1:])
+        block = block_of(values)
+        for position, group in enumerate(batch.column(0).to_pylist()):
+            blocks.add_group(group, block, position, values.schema.names)
+    for batch in loaded.rows:
+        values = batch.select(batch.schema.names[1:])
+        row_ids = batch.column(0).to_pylist()
+        blocks.add_rows(row_ids, range(len(row_ids)), block_of(values), values.schema.names)
+
+
+def fingerprint(spec: StoreSpec) -> dict[str, Any]:
+    """What a store must have in common with the one that wrote a snapshot. Bounds may differ."""
+    return {
+        "columns": [[column.name, column.dtype, column.shape] for column in spec.columns],
+        "source_columns": list(spec.source_columns),
+        "stages": [[stage.name, stage.unit, list(stage.writes)] for stage in spec.stages],
+        "group_size": spec.group_size,
+    }
+
+
+def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
+    key = next(key for key in here if there.get(key) != here[key])
+    return f"its {key} are {there.get(key)}, this run's {here[key]}"
+
+
+def _batches(
+    state: Cut, rows: Sequence[int], names: list[str], id_name: str, fetch: Fetch | None
+) -> Iterator[pa.RecordBatch]:
+    """The columns of the rows, a few hundred at a time; at least one batch, so that the file has its schema."""
+    for start in range(0, max(1, len(rows)), ROWS_PER_BATCH):
+        payload = state.blocks.gather(rows[start : start + ROWS_PER_BATCH], names)
+        fetched = [fetch(ref) for ref in payload.refs] if fetch is not None else []
+        table = assemble(payload, names, fetched).table().combine_chunks()
+        ids = pa.array(payload.group_ids if id_name == "group_id" else payload.row_ids)
+        columns = [table.column(name).combine_chunks() for name in names]
+        yield pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names])
+
+
+def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
+    """Size and checksum, read back through the page cache."""
+    first = next(batches)
+    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
+        writer.write_batch(first)
+        for batch in batches:
+            writer.write_batch(batch)
+    _sync(file)
+    return {"bytes": file.stat().st_size, "xxh3_128": _digest(file)}
+
+
+def _read_ipc(file: Path) -> list[pa.RecordBatch]:
+    with pa.memory_map(str(file)) as source:
+        reader = pa.ipc.open_file(source)
+        return [reader.get_batch(index) for index in range(reader.num_record_batches)]
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        if manifest["format"] != FORMAT:
+            raise StoreError(f"{path}: format {manifest['format']}, and this version reads format {FORMAT}.")
+        return dict(manifest)
+    except (ValueError, KeyError, TypeError) as error:
+        raise _corrupt(path, "manifest.json", f"is no manifest ({error})") from None
+
+
+def _check(path: Path, name: str, facts: dict[str, Any]) -> None:
+    file = path / name
+    if not file.is_file():
+        raise _corrupt(path, name, "is missing")
+    if file.stat().st_size != facts["bytes"]:
+        raise _corrupt(path, name, f"has {file.stat().st_size} bytes instead of {facts['bytes']}")
+    if _digest(file) != facts["xxh3_128"]:
+        raise _corrupt(path, name, "does not have the checksum that it was written with")
+
+
+def _corrupt(path: Path, name: str, problem: str) -> CorruptSnapshot:
+    older = [other for other in snapshots(path.parent) if other.name < path.name]
+    way_out = f"The one before is {older[0]}." if older else "There is none before it."
+    return CorruptSnapshot(f"{path / name} {problem}. {way_out}")
+
+
+def _digest(file: Path) -> str:
+    digest = xxhash.xxh3_128()
+    with file.open("rb") as source:
+        while chunk := source.read(1 << 22):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _write_synced(file: Path, content: bytes) -> None:
+    file.write_bytes(content)
+    _sync(file)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,74 @@
+"""Leases one after the other, the next ones fetched while the present one is computed. Made by `StoreClient.leases`."""
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+from penstock.store.lease import Lease
+
+L = TypeVar("L", bound=Lease)
+
+
+class LeaseStream(Generic[L]):
+    """All leases of a stage until the store closes.
+
+        async with client.leases("reward", max_units=16, owner="reward-0", ahead=1) as leases:
+            async for lease in leases:
+                ...
+
+    Leaving the block gives back what was fetched and not yet handed out. What is fetched ahead is renewed like any
+    other lease, and nobody else can work on it: keep `ahead` small where units are long and workers are many.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[int], Awaitable[list[L] | None]],
+        release: Callable[[L], Awaitable[None]] | None,
+        ahead: int,
+    ) -> None:
+        """`ask(n)`: up to n leases, at least one; None when the store has closed. `release`: None for rounds, which
+        can be asked for again by their number."""
+        self._ask = ask
+        self._release = release
+        self._ahead = ahead
+        self._ready: deque[L] = deque()
+        self._asking: asyncio.Task[list[L] | None] | None = None
+        self._closed = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._asking is not None:
+            self._asking.cancel()
+            with suppress(asyncio.CancelledError):
+                self._ready.extend(await self._asking or [])
+        while self._ready and self._release is not None:
+            await self._release(self._ready.popleft())
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> L:
+        self._fetch()
+        if not self._ready and self._asking is not None:
+            await self._asking
+            self._fetch()
+        if not self._ready:
+            raise StopAsyncIteration
+        return self._ready.popleft()
+
+    def _fetch(self) -> None:
+        """Take what has come, and ask for what is missing."""
+        if self._asking is not None and self._asking.done():
+            leases, self._asking = self._asking.result(), None
+            self._closed = self._closed or leases is None
+            self._ready.extend(leases or [])
+        missing = 1 + self._ahead - len(self._ready)
+        if self._asking is None and missing > 0 and not self._closed:
+            self._asking = asyncio.ensure_future(self._ask(missing))

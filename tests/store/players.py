@@ -1,0 +1,59 @@
+"""Workers that play a whole run on stores in this process: every stage from the prompts to the trained batch."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+
+from penstock.store.client import StoreClient
+from penstock.store.lease import Lease, SharedLease
+
+
+def group(number: int = 0) -> dict[str, Any]:
+    return {"prompt_ids": [1, 2, 10 + number], "task": f'{{"number": {number}}}'}
+
+
+def values_of(stage: str, lease: Lease, version: int = 0) -> dict[str, Any]:
+    """What a stage writes: a pure function of the rows, so that two runs can be compared."""
+    ids = lease.rows.row_ids.tolist()
+    lengths = [2 + row % 5 for row in ids]
+    if stage == "rollout":
+        return {
+            "response_ids": [list(range(row, row + length)) for row, length in zip(ids, lengths, strict=True)],
+            "response_text": [f"text {row}" for row in ids],
+            "finish_reason": ["stop"] * len(ids),
+            "behavior_logprobs": [np.full(length, -0.5, dtype=np.float32) for length in lengths],
+            "token_versions": [[version] * length for length in lengths],
+        }
+    if stage == "reference":
+        return {"reference_logprobs": [np.full(length, -0.25, dtype=np.float32) for length in lengths]}
+    return {{"reward": "reward", "group_advantage": "advantage"}[stage]: [float(row) for row in ids]}
+
+
+async def work(client: StoreClient, stage: str, owner: str, serves: "Served", max_units: int = 3) -> None:
+    async with client.leases(stage, max_units, owner) as leases:
+        async for lease in leases:
+            await client.write(lease, lease.rows.row_ids, values_of(stage, lease, serves.version))
+
+
+class Served:
+    """The version that the engines have."""
+
+    def __init__(self, version: int = 0) -> None:
+        self.version = version
+
+
+def start_workers(handle: Any, serves: Served) -> list["asyncio.Task[None]"]:
+    """One of each stage, each with a client of its own."""
+    stages = ("rollout", "reward", "reference", "group_advantage")
+    return [asyncio.ensure_future(work(StoreClient(handle), stage, stage, serves)) for stage in stages]
+
+
+async def train(client: StoreClient, round: int, num_ranks: int = 1) -> list[SharedLease]:
+    """One update by all ranks, and its publication."""
+    leases = await asyncio.gather(*(client.lease_shared("train", round, rank, num_ranks) for rank in range(num_ranks)))
+    found = [lease for lease in leases if lease is not None]
+    assert len(found) == num_ranks
+    for lease in found:
+        await client.complete_shared(lease)
+    return found

@@ -1,0 +1,214 @@
+"""How a worker leases: within a token budget, by priority, ahead of its work, and without leaving a ghost behind."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from penstock.store.client import StoreClient
+from penstock.store.errors import StoreError
+from penstock.store.group import TURN_BITS, priority_of, turn_of
+from penstock.store.store import Store
+from tests.store.driver import Driver, make_spec
+
+
+def run(body: Callable[[Store, StoreClient], Awaitable[None]], **changes: Any) -> None:
+    async def main() -> None:
+        store = Store(make_spec(**changes))
+        await asyncio.wait_for(body(store, StoreClient(store)), 20)
+        store.ledger.check_invariants()
+        await store.close("test over")
+
+    asyncio.run(main())
+
+
+def group(number: int = 0) -> dict[str, Any]:
+    return {"prompt_ids": [1, 2, 10 + number], "task": "{}"}
+
+
+# Token budgets: prompts have 2 tokens, responses 3; groups have two samples.
+
+
+@pytest.mark.parametrize(
+    ("budget", "rows"), [(4, [0]), (5, [0]), (9, [0]), (10, [0, 1]), (16, [0, 1, 2]), (0, [0, 1, 2, 3])]
+)
+def test_samples_fill_a_token_budget_and_never_exceed_it_but_by_the_first(budget: int, rows: list[int]) -> None:
+    driver = Driver(make_spec())
+    driver.admit(2)
+    driver.compute("rollout")
+    lease = driver.ledger.lease("reward", 100, "judge", 0.0, max_tokens=budget)
+    assert lease is not None
+    assert driver.ledger.rows_of(lease) == rows
+    driver.ledger.check_invariants()
+
+
+@pytest.mark.parametrize(("budget", "groups"), [(1, 1), (19, 1), (20, 2), (29, 2)])
+def test_groups_go_whole_into_a_token_budget(budget: int, groups: int) -> None:
+    driver = Driver(make_spec())
+    driver.admit(4)
+    driver.compute("rollout")
+    driver.compute("reward")
+    lease = driver.ledger.lease("group_advantage", 100, "compute", 0.0, max_tokens=budget)
+    assert lease is not None
+    assert driver.ledger.rows_of(lease) == list(range(2 * groups))
+    driver.ledger.check_invariants()
+
+
+def test_a_negative_budget_is_refused() -> None:
+    driver = Driver(make_spec())
+    with pytest.raises(StoreError, match="max_tokens=-1"):
+        driver.ledger.lease("reward", 1, "judge", 0.0, max_tokens=-1)
+
+
+# Priorities.
+
+
+def test_larger_priorities_are_leased_first_and_trained_in_the_order_of_admission_all_the_same() -> None:
+    driver = Driver(make_spec())
+    for priority in (0, 5, -1, 5):
+        driver.ledger.admit(0.0, nbytes=16, prompt_tokens=2, priority=priority)
+    leased = [driver.ledger.rows_of(driver.lease("rollout"))[0] // 2 for _ in range(4)]  # type: ignore[arg-type]
+    assert leased == [1, 3, 0, 2]
+    for lease in list(driver.ledger.residents.leases.held.values()):
+        driver.ledger.release(lease.id)
+    driver.ledger.check_invariants()
+    driver.compute_all()
+    assert driver.train(0) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("priority", [-3, 0, 7])
+def test_a_turn_tells_the_group_and_its_priority(priority: int) -> None:
+    turn = turn_of(123_456, priority)
+    assert (turn % 2**TURN_BITS, priority_of(turn)) == (123_456, priority)
+
+
+# Waiting time, by Little's law.
+
+
+def test_the_mean_wait_is_that_of_the_units_leased() -> None:
+    driver = Driver(make_spec())
+    for now in (0.0, 1.0):
+        driver.ledger.admit(now)
+    assert driver.lease("rollout", now=4.0) is not None  # waited 4 s
+    assert driver.lease("rollout", now=6.0) is not None  # waited 5 s
+    assert driver.ledger.residents.stage("rollout").mean_wait_s == pytest.approx(4.5)
+
+
+# Fetching ahead.
+
+
+def test_a_stream_fetches_the_next_lease_while_this_one_is_worked_on() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group(number) for number in range(4)])
+        async with client.leases("rollout", 1, "engine", ahead=1) as leases:
+            first = await anext(leases)
+            assert first.rows.row_ids.tolist() == [0, 1]
+            await asyncio.sleep(0.01)
+            assert len(store.ledger.residents.leases.held) == 2
+            assert (await anext(leases)).rows.row_ids.tolist() == [2, 3]
+        # What was fetched and not handed out has gone back; what was handed out is still held.
+        await asyncio.sleep(0.01)
+        held = store.ledger.residents.leases.held.values()
+        assert sorted(group for lease in held for group in lease.open) == [0, 1]
+
+    run(body)
+
+
+def test_a_stream_ends_with_the_store() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        seen = []
+
+        async def work() -> None:
+            async with client.leases("rollout", 1, "engine", ahead=2) as leases:
+                async for lease in leases:
+                    seen.append(lease.rows.row_ids.tolist())
+
+        working = asyncio.ensure_future(work())
+        await client.put_groups([group(), group(), group()])
+        await asyncio.sleep(0.02)
+        await client.close("done")
+        await asyncio.wait_for(working, 5)
+        assert seen == [[0, 1], [2, 3], [4, 5]]
+
+    run(body)
+
+
+def test_a_stream_passes_on_what_the_store_refuses() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        with pytest.raises(StoreError, match="did you mean 'rollout'"):
+            async with client.leases("rollouts", 1, "engine") as leases:
+                await anext(leases)
+
+    run(body)
+
+
+# Ghosts.
+
+
+def test_a_cancelled_call_takes_nothing_and_holds_up_nobody() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        gone = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
+        stays = asyncio.ensure_future(client.lease("rollout", 1, "stays"))
+        await asyncio.sleep(0.01)
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        await client.put_groups([group()])
+        lease = await asyncio.wait_for(stays, 5)
+        assert lease is not None
+        await asyncio.sleep(0.01)
+        assert [held.owner for held in store.ledger.residents.leases.held.values()] == ["stays"]
+        assert not any(map(len, store._consumers.values()))
+
+    run(body)
+
+
+def test_a_lease_that_arrives_after_its_asker_has_gone_goes_back() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        asking = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
+        await asyncio.sleep(0.01)
+        putting = asyncio.ensure_future(StoreClient(store).put_groups([group()]))
+        while not store.ledger.residents.leases.held:  # granted, on its way
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.gather(asking, putting, return_exceptions=True)
+        await asyncio.sleep(0.01)
+        held = store.ledger.residents.leases.held
+        assert asking.cancelled()
+        assert not held
+
+    run(body)
+
+
+def test_who_is_abandoned_waits_for_nothing_and_is_given_nothing() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        dead = StoreClient(store)
+        waiting = asyncio.ensure_future(dead.lease("rollout", 1, "engine"))
+        await asyncio.sleep(0.01)
+        await client.abandon("engine")
+        assert await asyncio.wait_for(waiting, 5) is None
+        await client.put_groups([group()])
+        assert await dead.lease("rollout", 1, "engine") is None  # a call that was still on its way
+        successor = await StoreClient(store).lease("rollout", 1, "engine")
+        assert successor is not None
+
+    run(body)
+
+
+# Heartbeats.
+
+
+def test_a_lease_lives_as_long_as_its_owners_heart_beats() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group(), group()])
+        kept, lost = [await client.lease("rollout", 1, "engine") for _ in range(2)]
+        assert kept is not None
+        assert lost is not None
+        client._heartbeat.let_go(lost.id)
+        await asyncio.sleep(0.4)
+        assert list(store.ledger.residents.leases.held) == [kept.id]
+        await client.release(kept)
+        await asyncio.sleep(0.1)
+        assert client._heartbeat._task is None  # nothing is held: it has stopped by itself
+
+    run(body, lease_timeout_s=0.15)

@@ -1,0 +1,215 @@
+"""Snapshots: the run goes on from one as if nothing had happened, and a damaged one is refused by its file's name."""
+
+import asyncio
+import json
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.store.client import StoreClient
+from penstock.store.errors import CorruptSnapshot, LeaseExpired, StoreError
+from penstock.store.snapshot import snapshots
+from penstock.store.spec import StoreSpec
+from penstock.store.store import Store
+from tests.store.driver import make_spec
+from tests.store.players import Served, group, start_workers, train, values_of, work
+
+SPEC = make_spec(max_active_groups=8, max_staleness=3)
+
+
+def run(body: Callable[[Store, StoreClient], Awaitable[None]], spec: StoreSpec = SPEC, **options: Any) -> None:
+    async def main() -> None:
+        store = Store(spec, **options)
+        await asyncio.wait_for(body(store, StoreClient(store)), 30)
+        store.ledger.check_invariants()
+        await store.close("test over")
+
+    asyncio.run(main())
+
+
+async def half_way(store: Store, client: StoreClient) -> None:
+    """Eight groups: two trained, one in training, some with responses, some leased, some rows dropped."""
+    await client.put_groups([group(number) for number in range(8)])
+    for stage, units in (("rollout", 6), ("reward", 100), ("reference", 100), ("group_advantage", 3)):
+        lease = await client.lease(stage, units, stage)
+        assert lease is not None
+        await client.write(lease, lease.rows.row_ids, values_of(stage, lease))
+    await train(client, 0)
+    lease = await client.lease("group_advantage", 1, "compute")
+    assert lease is not None
+    await client.drop(lease, lease.rows.row_ids[:1], "test")
+    await client.release(lease)
+    lease = await client.lease("group_advantage", 1, "compute")
+    assert lease is not None
+    await client.write(lease, lease.rows.row_ids, values_of("group_advantage", lease))
+    assert await client.lease_shared("train", 1, 0, 1) is not None  # formed, and never acknowledged
+    assert await client.lease("rollout", 1, "engine") is not None  # held for ever
+
+
+async def finish(store: Store, client: StoreClient, rounds: range) -> list[dict[str, Any]]:
+    """Everything that the trainer sees from here on."""
+    workers = start_workers(store, Served(store.ledger.rounds.formed))
+    batches = [(await train(client, round))[0].rows for round in rounds]
+    await client.close()
+    await asyncio.gather(*workers)
+    return [{name: batch.table().column(name).to_pylist() for name in batch.names} for batch in batches]
+
+
+def test_a_restored_store_goes_on_where_the_snapshot_was_taken(tmp_path: Path) -> None:
+    expected: list[dict[str, Any]] = []
+    counters: dict[str, int] = {}
+
+    async def before(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        path = await client.snapshot(str(tmp_path), 1)
+        assert Path(path) == tmp_path / "snapshot-00000001"
+        counters.update(store.ledger.counters)
+        # The store itself goes on undisturbed, once the update in training is given up like in the restored one.
+        for lease in list(store.ledger.residents.leases.held):
+            await store.release(lease)
+        expected.extend(await finish(store, client, range(1, 3)))
+
+    async def after(store: Store, client: StoreClient) -> None:
+        store.ledger.check_invariants()
+        assert store.ledger.rounds.formed == 1
+        assert store.ledger.counters == counters
+        assert not store.ledger.residents.leases.held
+        assert await finish(store, client, range(1, 3)) == expected
+
+    run(before)
+    run(after, restore=tmp_path)
+    assert len(expected) == 2
+
+
+def test_a_lease_from_before_is_told_that_it_is_over(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group(number) for number in range(4)])
+        late = await client.lease("rollout", 1, "engine")
+        assert late is not None
+        await client.snapshot(str(tmp_path), 0)
+        restored = Store(SPEC, restore=tmp_path)
+        again = StoreClient(restored)
+        lease = await again.lease("rollout", 1, "other")
+        assert lease is not None
+        assert lease.id != late.id
+        with pytest.raises(LeaseExpired):
+            await again.write(late, late.rows.row_ids, values_of("rollout", late))
+        restored.ledger.check_invariants()
+
+    run(body)
+
+
+def test_other_numbers_of_consumers_and_ranks_go_on_from_it(tmp_path: Path) -> None:
+    async def before(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        await client.snapshot(str(tmp_path), 0)
+
+    async def after(store: Store, client: StoreClient) -> None:
+        serves = Served(1)
+        workers = start_workers(store, serves) + [
+            asyncio.ensure_future(work(StoreClient(store), "rollout", f"engine-{index}", serves, 1))
+            for index in range(5)
+        ]
+        rows = [lease.rows.row_ids.tolist() for lease in await train(client, 1, num_ranks=3)]
+        assert sum(map(len, rows)) == 3  # a row of the first group was dropped
+        assert len(await train(client, 2, num_ranks=2)) == 2
+        await client.close()
+        await asyncio.gather(*workers)
+
+    run(before)
+    run(after, restore=tmp_path)
+
+
+def test_the_store_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        rows = store.ledger.residents.num_rows
+        writing = asyncio.ensure_future(client.snapshot(str(tmp_path), 7))
+        await asyncio.sleep(0)
+        for lease in list(store.ledger.residents.leases.held):
+            await store.release(lease)
+        await finish(store, client, range(1, 2))
+        await writing
+        assert Store(SPEC, restore=tmp_path).ledger.residents.num_rows == rows
+
+    run(body)
+
+
+def test_the_newest_are_kept_and_the_newest_is_restored(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        for number in range(1, 5):
+            await client.put_groups([group(number)])
+            await client.snapshot(str(tmp_path), number, keep=2)
+        assert [path.name for path in snapshots(tmp_path)] == ["snapshot-00000004", "snapshot-00000003"]
+        assert Store(SPEC, restore=tmp_path).ledger.residents.next_group == 4
+        assert not list(tmp_path.glob(".*"))
+
+    run(body)
+
+
+def damage(kind: str, file: Path) -> None:
+    if kind == "missing":
+        file.unlink()
+    elif kind == "truncated":
+        file.write_bytes(file.read_bytes()[:-10])
+    else:
+        content = bytearray(file.read_bytes())
+        content[len(content) // 2] ^= 1
+        file.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", ["groups.arrow", "source.arrow", "rows-0.arrow"])
+@pytest.mark.parametrize("kind", ["missing", "truncated", "flipped"])
+def test_a_damaged_snapshot_is_refused_by_its_files_name_and_the_one_before_offered(
+    tmp_path: Path, kind: str, name: str
+) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        for number in (1, 2):
+            await client.snapshot(str(tmp_path), number)
+        damage(kind, tmp_path / "snapshot-00000002" / name)
+        with pytest.raises(CorruptSnapshot, match=rf"{name} .*The one before is .*snapshot-00000001"):
+            Store(SPEC, restore=tmp_path)
+        assert Store(SPEC, restore=tmp_path / "snapshot-00000001").ledger.rounds.formed == 1
+        shutil.rmtree(tmp_path / "snapshot-00000001")
+        with pytest.raises(CorruptSnapshot, match="There is none before it"):
+            Store(SPEC, restore=tmp_path)
+
+    run(body)
+
+
+def test_a_manifest_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "snapshot-00000001").mkdir()
+    manifest = tmp_path / "snapshot-00000001" / "manifest.json"
+    for text in ("{", "[]", json.dumps({"files": {}})):
+        manifest.write_text(text)
+        with pytest.raises(CorruptSnapshot, match=r"manifest\.json is no manifest"):
+            Store(SPEC, restore=tmp_path)
+
+
+def test_a_place_without_snapshots_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="no snapshot is there"):
+        Store(SPEC, restore=tmp_path)
+
+
+def test_a_snapshot_of_another_dataflow_is_refused_by_what_differs(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group()])
+        await client.snapshot(str(tmp_path), 1)
+        with pytest.raises(StoreError, match="its group_size are 2, this run's 3"):
+            Store(make_spec(group_size=3), restore=tmp_path)
+
+    run(body)
+
+
+def test_an_empty_store_has_a_snapshot_too(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.snapshot(str(tmp_path), 0)
+        restored = Store(SPEC, restore=tmp_path)
+        restored.ledger.check_invariants()
+        assert await StoreClient(restored).put_groups([group()]) == [0]
+
+    run(body)
