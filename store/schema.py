@@ -23,6 +23,8 @@ _SCALARS = {
 }
 _KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
 """numpy's letters for what each dtype takes."""
+LARGE = 1 << 16
+"""Values of a column that are joined in Arrow's memory."""
 _MISFIT = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError)
 
 
@@ -82,6 +84,10 @@ def _ragged(column: Column, given: Any) -> pa.Array:
     offsets = np.zeros(len(given) + 1, dtype=np.int32)
     np.cumsum(lengths, out=offsets[1:])
     if len(given) and all(isinstance(value, np.ndarray) for value in given):
+        if offsets[-1] > LARGE:
+            # Into Arrow's pool, which has its pages mapped already: a fresh array of megabytes faults on every one.
+            joined = pa.concat_arrays([_flat(column, value) for value in given])
+            return pa.ListArray.from_arrays(pa.array(offsets), joined, type=arrow_type(column))
         values = np.concatenate(given)
     else:
         values = [item for value in given for item in value]

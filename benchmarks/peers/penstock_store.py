@@ -86,7 +86,8 @@ class Responses:
 class Worker:
     """One process of the benchmark. Each method is a role."""
 
-    def __init__(self, store: Any, request: Request) -> None:
+    async def begin(self, store: Any, request: Request) -> None:
+        """Before each operation: nothing of it is measured."""
         self.client = StoreClient(store)
         self.request = request
         self.rows, self.batch = request["rows"], request["batch"]
@@ -94,8 +95,6 @@ class Worker:
         self.lanes = asyncio.Semaphore(IN_FLIGHT if self.batch == 1 else 2)
         self.ahead = IN_FLIGHT - 1 if self.batch == 1 else 1
         self.latencies: list[float] = []
-
-    async def ready(self) -> None:
         await self.client.spec()
 
     async def put(self, with_response: bool) -> Request:
@@ -196,26 +195,26 @@ def read(lease: Lease, names: tuple[str, ...]) -> int:
 
 
 class Side:
-    """The stores of the cases, each kept with its residents while the same case is asked for."""
+    """Four processes that stay, and a store for each operation."""
 
     def __init__(self, num_partitions: int) -> None:
         self.num_partitions = num_partitions
         self.count = 0
+        self.workers = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(4)]
 
     async def run(self, request: Request) -> Request:
         if request["op"] == "raw":
             return raw(request)
         self.count += 1
         store = create_store_actors(make_spec(request), f"bench-{self.count}", self.num_partitions)
-        roles = {"put": 1, "lease": 2, "stages": 4}[request["op"]]
-        workers = [ray.remote(num_cpus=0)(Worker).remote(store, request) for _ in range(roles)]
         try:
-            await asyncio.gather(*(worker.ready.remote() for worker in workers))
-            return await asyncio.wait_for(getattr(self, request["op"])(store, workers, request), DEADLINE_S)
+            await asyncio.gather(*(worker.begin.remote(store, request) for worker in self.workers))
+            operation = getattr(self, request["op"])(store, self.workers, request)
+            return dict(await asyncio.wait_for(operation, DEADLINE_S))
         except TimeoutError:
             return {"error": f"not done after {DEADLINE_S:g} s"}
         finally:
-            for actor in (*workers, *store):
+            for actor in store:
                 ray.kill(actor)
 
     async def put(self, store: Any, workers: list[Any], request: Request) -> Request:
@@ -269,8 +268,9 @@ async def reside(client: StoreClient, request: Request, with_response: bool) -> 
 async def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--partitions", type=int, default=1)
-    side = Side(parser.parse_args().partitions)
+    arguments = parser.parse_args()
     ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    side = Side(arguments.partitions)
     print(json.dumps({"ready": True, "versions": {"ray": ray.__version__}}), flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):
