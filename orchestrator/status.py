@@ -6,6 +6,7 @@ described by what it logged last.
 
 import asyncio
 import json
+import logging
 import os
 from typing import Any
 
@@ -107,7 +108,8 @@ def _ask(directory: RunDirectory) -> dict[str, Any]:
 
     partitions = int((directory.read_config().get("store") or {}).get("num_partitions", 1))
     try:
-        ray.init(address=found["address"], namespace=found["namespace"], log_to_driver=False, logging_level="ERROR")
+        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+        ray.init(address=found["address"], namespace=found["namespace"], **quiet)
         handles = [ray.get_actor(name) for name in store_names(partitions)]
         return asyncio.run(asyncio.wait_for(StoreClient(handles).describe(), ANSWER_S))
     except (ConnectionError, ValueError, TimeoutError, ray.exceptions.RayError) as error:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute  # noqa: F401 - what `take` imports on its first call, a tenth of a second too late
+import pyarrow.compute  # what `take` imports on its first call, a tenth of a second too late
 
 from penstock.algorithms.columns import Column
 from penstock.store.errors import UnknownColumn

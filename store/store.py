@@ -366,15 +366,13 @@ class Store:
         for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
             turns.close()
 
-    def _block(self, parcel: pa.RecordBatch | str, num_rows: int) -> Block:
-        """What came, checked. Raises `WrongType`, `WrongLength`."""
-        name = parcel if isinstance(parcel, str) else None
-        if name is None and self._segments is not None and parcel.nbytes > self._spec.inline_bytes:
-            name = self._segments.keep(parcel)
-        if name is None:
+    def _block(self, parcel: Any, num_rows: int) -> Block:
+        """What came, checked: a batch, or the name of its segment. Raises `WrongType`, `WrongLength`."""
+        large = not isinstance(parcel, str) and parcel.nbytes > self._spec.inline_bytes
+        if self._segments is None or not (large or isinstance(parcel, str)):
             check_batch(self._columns, parcel, num_rows)
             return Block(parcel, None, parcel.nbytes)
-        assert self._segments is not None
+        name = self._segments.keep(parcel) if large else parcel
         batch = self._segments.adopt(name)
         try:
             check_batch(self._columns, batch, num_rows)

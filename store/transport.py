@@ -18,17 +18,14 @@ from penstock.store.server import Endpoint
 from penstock.store.store import Store
 from penstock.store.wire import Wire
 
-Parcel = pa.RecordBatch | str
-"""A batch on its way into the store: by value, or the name of the segment that it was written to."""
-
 
 class Link(Protocol):
     """Calls the store's methods by name, and moves batches."""
 
     async def call(self, method: str, *args: Any) -> Any: ...
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
-        """Put a batch where the store takes it from."""
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
+        """Put a batch where the store takes it from: the batch, or the name of the segment that it is written to."""
 
     async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
         """Read the segments of these names."""
@@ -54,7 +51,7 @@ class InProcess:
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._store, method)(*args)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
         return batch
 
     async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
@@ -73,7 +70,7 @@ class ToActor:
         link = self._link or await self._find()
         return await link.call(method, *args)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
         return await (self._link or await self._find()).ship(batch, inline_bytes)
 
     async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
@@ -112,7 +109,7 @@ class OverRay:
         except self._ray.exceptions.RayActorError as error:
             raise WorkerDied(f"the store's process is gone: {error}") from None
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
         return batch
 
     async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
@@ -150,7 +147,7 @@ class OverSocket:
         finally:
             self._answers.pop(number, None)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Parcel:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
         if batch.nbytes <= inline_bytes:
             return batch
         name = f"{self._client}-{next(self._names)}"

@@ -99,7 +99,7 @@ class Wire(asyncio.BufferedProtocol):
         if there < HEAD.size + 8 * count:
             return 0
         sizes = struct.unpack_from(f"<{count}Q", self._scratch, self._start + HEAD.size)
-        return HEAD.size + 8 * count + int(body) + sum(sizes)
+        return int(HEAD.size + 8 * count + body + sum(sizes))
 
     def _make_room(self, length: int) -> None:
         """For the rest of a message of `length` bytes, 0 if that is unknown."""
