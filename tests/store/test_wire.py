@@ -1,0 +1,179 @@
+"""Messages arrive whole and in order, however the bytes are cut; a client that goes away takes its wishes along."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from penstock.conf.errors import WorkerDied
+from penstock.store.client import StoreClient
+from penstock.store.errors import StoreError, UnknownStage
+from penstock.store.segments import Segments
+from penstock.store.server import Endpoint
+from penstock.store.store import Store
+from penstock.store.transport import OverSocket
+from penstock.store.wire import SCRATCH, Wire
+from tests.store.driver import make_spec
+from tests.store.players import group, values_of
+
+
+class Recorder:
+    """A transport that keeps what is written."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, data: Any) -> None:
+        self.data += data
+
+
+def messages() -> list[Any]:
+    batch = pa.record_batch({"x": pa.array(np.arange(40_000))})
+    return ["name", (1, "spec", ()), (2, "many", [("write", (np.arange(9000), "é"))]), batch, (3, b"x" * SCRATCH), None]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000, SCRATCH - 1, SCRATCH, 10**9])
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(chunk: int) -> None:
+    recorder, heard = Recorder(), []
+    sender = Wire(lambda _: None, lambda: None)
+    sender.connection_made(recorder)  # type: ignore[arg-type]
+    receiver = Wire(heard.append, lambda: None)
+    sent = messages() * (1 if chunk < 100 else 3)
+    for message in sent:
+        sender.send(message)
+    data, position = memoryview(recorder.data), 0
+    while position < len(data):
+        room = receiver.get_buffer(-1)
+        count = min(len(room), chunk, len(data) - position)
+        room[:count] = data[position : position + count]
+        position += count
+        receiver.buffer_updated(count)
+    assert len(heard) == len(sent)
+    for found, expected in zip(heard, sent, strict=True):
+        if isinstance(expected, pa.RecordBatch):
+            assert found.equals(expected)
+        elif isinstance(expected, tuple) and expected[1] == "many":
+            assert (found[2][0][1][0] == expected[2][0][1][0]).all()
+        else:
+            assert found == expected
+
+
+def serve(tmp_path: Path, body: Callable[[Store, Endpoint], Awaitable[None]], **changes: Any) -> None:
+    async def main() -> None:
+        spec = make_spec(**{"lease_timeout_s": 600.0, "inline_bytes": 2000, **changes})
+        store = Store(spec, segments=Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), spec.shared_bytes))
+        await asyncio.wait_for(body(store, await store.endpoint()), 20)
+        store.ledger.check_invariants()
+        await store.close("test over")
+
+    asyncio.run(main())
+
+
+async def visit(endpoint: Endpoint) -> tuple[StoreClient, OverSocket]:
+    """A client as in another process of the machine."""
+    client = StoreClient(Store(make_spec()))
+    link = await OverSocket.connect(endpoint, client._name)
+    assert link is not None
+    client._link = client._outbox._link = client._inlet._link = link
+    return client, link
+
+
+def test_calls_errors_and_large_batches_go_over_the_socket(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        with pytest.raises(UnknownStage, match="did you mean 'rollout'"):
+            await client.lease("rollouts", 1, "engine")
+        with pytest.raises(StoreError, match="no call '_changed'"):
+            await client._link.call("_changed")
+        waiting = asyncio.ensure_future(client.lease("rollout", 2, "engine"))
+        await client.put_groups([{"prompt_ids": [1] * 2000, "task": "{}"}, group(1)])
+        lease = await waiting
+        assert lease is not None
+        assert lease.rows.lists("prompt_ids")[0] == [1] * 2000
+        await client.write(lease, lease.rows.row_ids, values_of("rollout", lease))
+        assert (await client.stats())["store/shared_bytes"] > 8000
+
+    serve(tmp_path, body)
+
+
+def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        dead, link = await visit(endpoint)
+        await dead.put_groups([group()])
+        held = await dead.lease("rollout", 1, "engine")
+        assert held is not None
+        waiting = asyncio.ensure_future(dead.lease("reward", 1, "engine"))
+        (tmp_path / "shm" / f"{dead._name}-99").write_bytes(b"never handed over")
+        await asyncio.sleep(0.01)
+        link._wire.close()
+        with pytest.raises(WorkerDied, match="the store's process is gone"):
+            await waiting
+        survivor, _ = await visit(endpoint)
+        lease = await asyncio.wait_for(survivor.lease("rollout", 1, "other"), 5)
+        assert lease is not None
+        assert lease.rows.row_ids.tolist() == held.rows.row_ids.tolist()
+        assert not any(map(len, store._consumers.values()))
+        assert not list((tmp_path / "shm").glob(f"{dead._name}-*"))
+
+    serve(tmp_path, body)
+
+
+def test_segments_go_with_their_last_row_and_spill_beyond_the_budget(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        for number in range(4):
+            await client.put_groups([{"prompt_ids": [number] * 2000, "task": "{}"}])
+        stats = await client.stats()
+        assert stats["store/shared_bytes"] <= 20_000
+        assert stats["store/spilled_bytes"] > 8000
+        assert len(list((tmp_path / "disk").iterdir())) >= 1
+        rows = []
+        for number in range(4):
+            lease = await client.lease("rollout", 1, "engine")
+            assert lease is not None
+            assert lease.rows.lists("prompt_ids")[0] == [number] * 2000
+            rows.append(lease.rows)
+            await client.drop(lease, lease.rows.row_ids, "test")
+        stats = await client.stats()
+        assert (stats["store/shared_bytes"], stats["store/spilled_bytes"], stats["store/blocks"]) == (0, 0, 0)
+        assert [row.lists("prompt_ids")[0][0] for row in rows] == [0, 1, 2, 3]  # pages that are mapped stay
+
+    serve(tmp_path, body, shared_bytes=20_000)
+
+
+def test_a_snapshot_keeps_what_ends_while_it_is_written(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        await client.put_groups([{"prompt_ids": [7] * 2000, "task": "{}"}])
+        writing = asyncio.ensure_future(client.snapshot(str(tmp_path / "snapshots"), 1))
+        await asyncio.sleep(0)
+        lease = await client.lease("rollout", 1, "engine")
+        assert lease is not None
+        await client.drop(lease, lease.rows.row_ids, "test")
+        await writing
+        restored = Store(make_spec(), restore=tmp_path / "snapshots")
+        again = await StoreClient(restored).lease("rollout", 1, "engine")
+        assert again is not None
+        assert again.rows.lists("prompt_ids")[0] == [7] * 2000
+
+    serve(tmp_path, body)
+
+
+def test_a_refused_write_leaves_no_segment(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        await client.put_groups([group()])
+        lease = await client.lease("rollout", 1, "engine")
+        assert lease is not None
+        await client.release(lease)
+        values = values_of("rollout", lease) | {"response_text": ["x" * 5000] * 2}
+        with pytest.raises(StoreError):
+            await client.write(lease, lease.rows.row_ids, values)
+        assert (await client.stats())["store/shared_bytes"] == 0
+        assert [file.name for file in (tmp_path / "shm").iterdir()] == ["socket"]
+
+    serve(tmp_path, body)
