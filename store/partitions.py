@@ -244,8 +244,16 @@ class Partitioned:
         for part in parts:
             for stage, counts in part["rows"].items():
                 rows.setdefault(stage, Counter()).update(counts)
+        waiting = [
+            (part["oldest_group"] * len(parts) + index, part["oldest_group_waits_for"])
+            for index, part in enumerate(parts)
+            if part["oldest_group"] is not None
+        ]
+        oldest, lacking = min(waiting, key=lambda one: one[0], default=(None, {}))
         return {
             **parts[0],
+            "oldest_group": oldest,
+            "oldest_group_waits_for": lacking,
             "rows": {stage: dict(counts) for stage, counts in rows.items()},
             "leases": [lease for part in parts for lease in part["leases"]],
             "wait_s": {stage: sum(part["wait_s"][stage] for part in parts) / len(parts) for stage in rows},

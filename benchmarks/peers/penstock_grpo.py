@@ -3,7 +3,8 @@
 The run is an ordinary one. Its only guest is a sink that, when a round's steps are logged, answers on standard output
 and blocks until the next request. While it blocks, an asynchronous run finishes what its credits allow and then idles;
 what it has thus made in advance is used up by the first steps of the next round, which are not measured
-(`SETTLE_STEPS`).
+(`SETTLE_STEPS`). The learning rate is next to nothing on all sides: the policy, and with it the length of responses,
+stays the same from round to round.
 """
 
 import argparse
@@ -84,13 +85,13 @@ def main() -> None:
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--output-dir", required=True)
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("overrides", nargs="*", help="settings which only change the speed, and others to try")
     arguments = parser.parse_args()
     words = [
         f"model.path={arguments.model}", "data.source=jsonl", f"data.path={arguments.prompts}",
         "data.columns.prompt=prompt", "data.columns.answer=null", "data.chat_template=false",
         "reward.function=digits", f"max_staleness={arguments.max_staleness}",
-        "trainer.max_steps=1000000", "trainer.groups_per_step=8", "algorithm.group_size=8", "trainer.optimizer.lr=1e-5",
+        "trainer.max_steps=1000000", "trainer.groups_per_step=8", "algorithm.group_size=8", "trainer.optimizer.lr=1e-8",
         f"rollout.sampling.max_tokens={arguments.max_new_tokens}", "rollout.sampling.seeded=false",
         f"rollout.sampling.ignore_eos={str(arguments.workload == 'fixed').lower()}",
         f"output_dir={arguments.output_dir}",

@@ -55,7 +55,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--samples-per-prompt", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
-    parser.add_argument("--learning-rate", type=float, default=1e-5)
+    parser.add_argument("--learning-rate", type=float, default=1e-8)
     parser.add_argument("--seed", type=int, default=0)
     speed = parser.add_argument_group("settings which only change the speed (default: the fastest for the workload)")
     speed.add_argument("--micro-batch", type=int, help="samples in one forward and backward pass")
