@@ -185,7 +185,7 @@ class Controller:
         self, round: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None
     ) -> None:
         usage = await self._usage.since_last(QUICK_S)
-        store = await self.store.stats()
+        store = await self.store.stats() | usage.dropped
         now = time.time()
         train_s = max(report.train_s for report in reports)
         times = StepTimes(

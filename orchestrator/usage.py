@@ -9,6 +9,7 @@ from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.waiting import answers
 
 ROLES = ("rollout", "reward", "reference", "compute")
+"""Those that compute. The prompts' counters are asked for as well, for what they leave out."""
 
 
 @dataclass
@@ -17,6 +18,8 @@ class StepUsage:
     """By role, averaged over its workers."""
     generated_length_mean: float | None = None
     """Tokens a response, over all responses finished since the last step."""
+    dropped: dict[str, float] = field(default_factory=dict)
+    """`dropped/<reason>` before the store: rows of the dataset, cumulative."""
 
 
 class Usage:
@@ -25,16 +28,20 @@ class Usage:
     def __init__(self, fleet: Fleet, flow: Dataflow) -> None:
         roles = [role for role in ROLES if flow.of_kind("logprobs" if role == "reference" else role)]
         self._workers = [(role, name, handle) for role in roles for name, handle in fleet.role(role)]
+        self._prompts = fleet.role("prompts")
         self._last: dict[str, dict[str, float]] = defaultdict(dict)
 
     async def since_last(self, timeout_s: float) -> StepUsage:
         """Seconds and lengths since the previous call. Each worker's `stats()` has busy_s; a rollout's also tokens,
         samples."""
-        calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for _, name, handle in self._workers]
+        members = [*((name, handle) for _, name, handle in self._workers), *self._prompts]
+        calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for name, handle in members]
         counters = await answers(calls, phase="collect metrics", timeout_s=timeout_s)
+        sources = counters[len(self._workers) :]
+        dropped = {key: value for source in sources for key, value in source.items() if key.startswith("dropped/")}
         seconds: dict[str, list[float]] = defaultdict(list)
         tokens = samples = 0.0
-        for (role, name, _), now in zip(self._workers, counters, strict=True):
+        for (role, name, _), now in zip(self._workers, counters[: len(self._workers)], strict=True):
             gained = {
                 key: value - self._last[name].get(key, 0.0)
                 for key, value in now.items()
@@ -45,4 +52,4 @@ class Usage:
             tokens += gained.get("tokens", 0.0)
             samples += gained.get("samples", 0.0)
         means = {role: sum(values) / len(values) for role, values in seconds.items()}
-        return StepUsage(means, tokens / samples if samples else None)
+        return StepUsage(means, tokens / samples if samples else None, dropped)

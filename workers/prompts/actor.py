@@ -26,9 +26,9 @@ class Prompts:
         assert self._source is not None
         await self._source.run(self._client, self._config.trainer.groups_per_step)
 
-    async def skipped(self) -> int:
-        """Rows left out so far because they are too long (`data.too_long=skip`)."""
-        return self._source.skipped if self._source is not None else 0
+    async def stats(self) -> dict[str, float]:
+        """Groups drawn and rows left out (`dropped/prompt_too_long`), since the start."""
+        return self._source.stats() if self._source is not None else {}
 
     async def close(self) -> None:
         """Nothing to end; the same call as for every other actor."""
