@@ -13,6 +13,8 @@ from typing import Any
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.weights.vllm_plugin import BACKEND
 
+CPU_BATCHED_TOKENS = 4096
+"""Prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
 CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
@@ -40,6 +42,9 @@ def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         arguments["block_size"] = CPU_BLOCK_TOKENS
+        # A seeded request whose prefill is cut in two has its generator set back, which CPU generators cannot do.
+        arguments["enable_chunked_prefill"] = False
+        arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len)
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments
