@@ -1,12 +1,25 @@
 """Workers that play a whole run on stores in this process: every stage from the prompts to the trained batch."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import numpy as np
 
 from penstock.store.client import StoreClient
 from penstock.store.lease import Lease, SharedLease
+from penstock.store.store import Store
+from tests.store.driver import make_spec
+
+
+def run(body: Callable[[Store, StoreClient], Awaitable[None]], **changes: Any) -> None:
+    async def main() -> None:
+        store = Store(make_spec(**changes))
+        await asyncio.wait_for(body(store, StoreClient(store)), 20)
+        store.ledger.check_invariants()
+        await store.close("test over")
+
+    asyncio.run(main())
 
 
 def group(number: int = 0) -> dict[str, Any]:

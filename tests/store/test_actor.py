@@ -19,7 +19,7 @@ from tests.store.driver import make_spec
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
 
-LONG = 40_000
+LONG = 80_000
 """Tokens of a response: more than travel inline."""
 
 

@@ -1,8 +1,6 @@
 """How a worker leases: within a token budget, by priority, ahead of its work, and without leaving a ghost behind."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
 
 import pytest
 
@@ -11,21 +9,7 @@ from penstock.store.errors import StoreError
 from penstock.store.group import TURN_BITS, priority_of, turn_of
 from penstock.store.store import Store
 from tests.store.driver import Driver, make_spec
-
-
-def run(body: Callable[[Store, StoreClient], Awaitable[None]], **changes: Any) -> None:
-    async def main() -> None:
-        store = Store(make_spec(**changes))
-        await asyncio.wait_for(body(store, StoreClient(store)), 20)
-        store.ledger.check_invariants()
-        await store.close("test over")
-
-    asyncio.run(main())
-
-
-def group(number: int = 0) -> dict[str, Any]:
-    return {"prompt_ids": [1, 2, 10 + number], "task": "{}"}
-
+from tests.store.players import group, run
 
 # Token budgets: prompts have 2 tokens, responses 3; groups have two samples.
 

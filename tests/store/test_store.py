@@ -1,7 +1,7 @@
 """The store in-process: who waits for whom, and what is refused at the door."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -24,20 +24,7 @@ from penstock.store.spec import StageSpec
 from penstock.store.store import Store
 from penstock.store.sync_client import SyncStoreClient
 from tests.store.driver import make_spec
-
-
-def run(body: Callable[[Store, StoreClient], Awaitable[None]], **changes: Any) -> None:
-    async def main() -> None:
-        store = Store(make_spec(**changes))
-        await asyncio.wait_for(body(store, StoreClient(store)), 20)
-        store.ledger.check_invariants()
-        await store.close("test over")
-
-    asyncio.run(main())
-
-
-def group(number: int = 0) -> dict[str, Any]:
-    return {"prompt_ids": [1, 2, 10 + number], "task": f'{{"number": {number}}}'}
+from tests.store.players import group, run
 
 
 def response(num_rows: int, version: int = 0) -> dict[str, Any]:
