@@ -19,7 +19,7 @@ test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a q
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
 soak: setup ## the store's random histories, a million events and more: about a quarter of an hour
-	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store -k histories $(ARGS)
+	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store -k "histories or staleness" $(ARGS)
 
 check: setup .typing/penstock ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(SOURCES)

@@ -18,7 +18,7 @@ class StoreConfig:
     lease_timeout_s: float = 60.0
     """A worker whose process gives no sign of life for so long loses its rows to another. Clients renew what they hold
     three times in it, however long the work takes."""
-    inline_bytes: int = 2**20
+    inline_bytes: int = 2**16
     """A write up to this size travels in the call itself; a larger one goes through a file in shared memory. Below a
     megabyte the copy is cheaper than the file."""
     shared_memory_mib: int = 1024

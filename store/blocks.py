@@ -5,7 +5,7 @@ It goes with the last of its cells. `store/store.py` gathers; `store/client.py` 
 large columns are read by their consumer from shared memory and pass through no lease.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ import pyarrow.compute  # what `take` imports on its first call, a tenth of a se
 
 from penstock.algorithms.columns import Column
 from penstock.store.errors import UnknownColumn
-from penstock.store.group import bits
+from penstock.store.group import bits, spans_of
 from penstock.store.rows import Rows
 from penstock.store.schema import arrow_type
 
@@ -33,8 +33,34 @@ class Block:
 
 
 Cell = tuple[Block, int]
-GroupCells = dict[str, Cell | list[Cell | None]]
-"""By column: one cell for all rows of the group, or one for each."""
+
+
+class Run:
+    """The cells of a whole group in one column: sample i is at `start + i * stride` of the block. One object stands for
+    all columns that were written together."""
+
+    __slots__ = ("block", "start", "stride")
+
+    def __init__(self, block: Block, start: int, stride: int) -> None:
+        self.block = block
+        self.start = start
+        self.stride = stride
+        """0 for what the source wrote: one value for all samples."""
+
+    def cell(self, index: int) -> Cell:
+        return self.block, self.start + index * self.stride
+
+    def positions(self, indices: range) -> Iterable[int]:
+        if self.stride:
+            return range(self.start + indices.start, self.start + indices.stop)
+        return [self.start] * len(indices)
+
+
+Cells = Run | list[Cell | None]
+GroupCells = dict[str, Cells]
+"""By column: one run for all rows of the group, or a cell for each."""
+Span = tuple[int, int, range]
+"""Of rows that are gathered: group, position of the first, and which samples."""
 
 
 @dataclass
@@ -81,38 +107,63 @@ class Blocks:
         """Of blocks with a living cell."""
 
     def add_group(self, group_id: int, block: Block, position: int, names: Sequence[str]) -> None:
-        """The source's columns of a new group: one cell each, shared by its rows."""
-        self._cells[group_id] = dict.fromkeys(names, (block, position))
+        """The source's columns of a new group: one value each, shared by its rows."""
+        self._cells[group_id] = dict.fromkeys(names, Run(block, position, 0))
         self._count(block, len(names))
 
     def add_rows(self, row_ids: Sequence[int], positions: Sequence[int], block: Block, names: Sequence[str]) -> None:
         """Row `row_ids[p]` of the columns is at `p` of the block, for p in `positions`. Cells already there stay."""
+        kept = list(positions)
         added = 0
-        for position in positions:
-            group_id, index = divmod(row_ids[position], self._size)
+        for group_id, first, indices in spans_of([row_ids[position] for position in kept], self._size):
             group = self._cells[group_id]
-            cell = (block, position)
-            for name in names:
-                cells = group.get(name)
-                if cells is None:
-                    cells = group[name] = [None] * self._size
-                if isinstance(cells, list) and cells[index] is None:
-                    cells[index] = cell
-                    added += 1
+            start = kept[first]
+            side_by_side = kept[first + len(indices) - 1] == start + len(indices) - 1
+            if len(indices) == self._size and side_by_side and group.keys().isdisjoint(names):
+                group.update(dict.fromkeys(names, Run(block, start, 1)))
+                added += len(names)
+                continue
+            for offset, index in enumerate(indices):
+                cell = (block, kept[first + offset])
+                added += sum(self._add_cell(group, name, index, cell) for name in names)
         self._count(block, added)
+
+    def _add_cell(self, group: GroupCells, name: str, index: int, cell: Cell) -> bool:
+        cells = group.get(name)
+        if cells is None:
+            cells = group[name] = [None] * self._size
+        if isinstance(cells, Run) or cells[index] is not None:
+            return False
+        cells[index] = cell
+        return True
+
+    def pin(self, block: Block) -> None:
+        """It stays until `unpin`, whatever becomes of its cells."""
+        self._count(block, 1)
+
+    def unpin(self, block: Block) -> None:
+        self._uncount(block)
 
     def free(self, group_id: int, mask: int) -> None:
         """The rows of the mask have ended."""
         if mask == (1 << self._size) - 1:
             for cells in self._cells.pop(group_id, {}).values():
-                for cell in cells if isinstance(cells, list) else [cells]:
-                    self._uncount(cell)
+                if isinstance(cells, Run):
+                    self._uncount(cells.block)
+                else:
+                    self._uncount_all(cells)
             return
-        for cells in self._cells.get(group_id, {}).values():
-            if isinstance(cells, list):
-                for index in bits(mask):
-                    self._uncount(cells[index])
-                    cells[index] = None
+        group = self._cells.get(group_id, {})
+        for name, cells in group.items():
+            if isinstance(cells, Run):
+                if not cells.stride:
+                    continue
+                cells.block.num_cells += self._size - 1  # it counted as one
+                cells = group[name] = [cells.cell(index) for index in range(self._size)]
+            ended = list(bits(mask))
+            self._uncount_all([cells[index] for index in ended])
+            for index in ended:
+                cells[index] = None
 
     @property
     def num_blocks(self) -> int:
@@ -130,7 +181,7 @@ class Blocks:
         copied._types, copied._size, copied._let_go = self._types, self._size, self._let_go
         copied._living, copied.bytes = set(self._living), self.bytes
         copied._cells = {
-            group: {name: list(cells) if isinstance(cells, list) else cells for name, cells in columns.items()}
+            group: {name: cells if isinstance(cells, Run) else list(cells) for name, cells in columns.items()}
             for group, columns in self._cells.items()
         }
         return copied
@@ -145,13 +196,13 @@ class Blocks:
             )
             payload.sets.append(ColumnSet(list(names), [Part(empty, 0, ids)], None))
             return payload
-        side_by_side: dict[tuple[int, ...], tuple[list[str], list[Cell]]] = {}
+        spans = spans_of(row_ids, self._size)
+        side_by_side: dict[tuple[Any, ...], list[str]] = {}
         for name in names:
-            cells = self._cells_of(row_ids, name)
-            side_by_side.setdefault(tuple(map(id, cells)), ([], cells))[0].append(name)
+            side_by_side.setdefault(tuple(self._found(span, name) for span in spans), []).append(name)
         known_refs: dict[int, int] = {}
-        for together, cells in side_by_side.values():
-            payload.sets.append(_column_set(together, cells, payload.refs, known_refs))
+        for found, together in side_by_side.items():
+            payload.sets.append(_column_set(together, spans, found, payload.refs, known_refs))
         return payload
 
     def columns_of(self, row_ids: Sequence[int]) -> list[str]:
@@ -165,18 +216,19 @@ class Blocks:
             if all(_has(group, name, row % self._size) for group, row in zip(cells, row_ids, strict=True))
         ]
 
-    def _cells_of(self, row_ids: Sequence[int], name: str) -> list[Cell]:
-        found: list[Cell] = []
-        for row in row_ids:
-            group_id, index = divmod(row, self._size)
-            cells = self._cells.get(group_id, {}).get(name)
-            cell = cells[index] if isinstance(cells, list) else cells
-            if cell is None:
-                raise UnknownColumn(
-                    f"row {row} has no column {name!r}. Ask for columns that some stage has written for it."
-                )
-            found.append(cell)
-        return found
+    def _found(self, span: Span, name: str) -> Run | tuple[Cell, ...]:
+        """Where a column of some rows is. Equal for columns that lie side by side."""
+        group_id, _, indices = span
+        cells = self._cells.get(group_id, {}).get(name)
+        if isinstance(cells, Run):
+            return cells
+        some = tuple(cells[indices.start : indices.stop]) if cells is not None else (None,)
+        if None in some:
+            row = group_id * self._size + indices.start + some.index(None)
+            raise UnknownColumn(
+                f"row {row} has no column {name!r}. Ask for columns that some stage has written for it."
+            )
+        return some  # type: ignore[return-value]  # none of them is None
 
     def _count(self, block: Block, num_cells: int) -> None:
         if num_cells and not block.num_cells:
@@ -184,47 +236,76 @@ class Blocks:
             self.bytes += block.nbytes
         block.num_cells += num_cells
 
-    def _uncount(self, cell: Cell | None) -> None:
-        if cell is None:
-            return
-        block = cell[0]
+    def _uncount(self, block: Block) -> None:
         block.num_cells -= 1
         if not block.num_cells:
             self._living.discard(block)
             self.bytes -= block.nbytes
             self._let_go(block)
 
+    def _uncount_all(self, cells: Sequence[Cell | None]) -> None:
+        for cell in cells:
+            if cell is not None:
+                self._uncount(cell[0])
+
 
 def _has(group: GroupCells, name: str, index: int) -> bool:
     cells = group.get(name)
-    return (cells[index] if isinstance(cells, list) else cells) is not None
+    return cells is not None and (isinstance(cells, Run) or cells[index] is not None)
 
 
-def _column_set(names: list[str], cells: list[Cell], refs: list[Any], known_refs: dict[int, int]) -> ColumnSet:
+@dataclass
+class _Chosen:
+    """Rows wanted of one block: where they are in it, and where they go."""
+
+    block: Block
+    positions: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+
+def _column_set(
+    names: list[str],
+    spans: Sequence[Span],
+    found: Sequence[Run | tuple[Cell, ...]],
+    refs: list[Any],
+    known_refs: dict[int, int],
+) -> ColumnSet:
     """Group the cells by block. Inline blocks are cut down to the rows wanted and joined; references are passed on."""
-    by_block: dict[int, tuple[Block, list[int], list[int]]] = {}
-    for place, (block, position) in enumerate(cells):
-        _, positions, places = by_block.setdefault(id(block), (block, [], []))
-        positions.append(position)
-        places.append(place)
     inline: list[pa.RecordBatch] = []
     parts: list[Part] = []
     inline_places: list[int] = []
     ref_places: list[int] = []
-    for block, positions, places in by_block.values():
-        if block.batch is not None:
-            inline.append(_cut(block.batch.select(names), np.asarray(positions)))
-            inline_places.extend(places)
+    chosen = _by_block(spans, found)
+    for one in chosen:
+        if one.block.batch is not None:
+            batch = one.block.batch if one.block.batch.schema.names == names else one.block.batch.select(names)
+            inline.append(_cut(batch, np.asarray(one.positions)))
+            inline_places.extend(one.places)
         else:
-            number = known_refs.setdefault(id(block), len(refs))
+            number = known_refs.setdefault(id(one.block), len(refs))
             if number == len(refs):
-                refs.append(block.ref)
-            parts.append(Part(None, number, np.asarray(positions, dtype=np.int64)))
-            ref_places.extend(places)
+                refs.append(one.block.ref)
+            parts.append(Part(None, number, np.asarray(one.positions, dtype=np.int64)))
+            ref_places.extend(one.places)
     if inline:
         joined = inline[0] if len(inline) == 1 else pa.concat_batches(inline)
         parts.insert(0, Part(joined, 0, np.arange(joined.num_rows)))
-    return ColumnSet(names, parts, _order(inline_places + ref_places))
+    return ColumnSet(names, parts, _order(inline_places + ref_places) if len(chosen) > 1 else None)
+
+
+def _by_block(spans: Sequence[Span], found: Sequence[Run | tuple[Cell, ...]]) -> list[_Chosen]:
+    by_block: dict[Block, _Chosen] = {}
+    for (_, place, indices), cells in zip(spans, found, strict=True):
+        if isinstance(cells, Run):
+            one = by_block.get(cells.block) or by_block.setdefault(cells.block, _Chosen(cells.block))
+            one.positions.extend(cells.positions(indices))
+            one.places.extend(range(place, place + len(indices)))
+            continue
+        for offset, (block, position) in enumerate(cells):
+            one = by_block.get(block) or by_block.setdefault(block, _Chosen(block))
+            one.positions.append(position)
+            one.places.append(place + offset)
+    return list(by_block.values())
 
 
 def _cut(batch: pa.RecordBatch, positions: np.ndarray) -> pa.RecordBatch:

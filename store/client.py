@@ -20,21 +20,27 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 
 from penstock.algorithms.columns import Column
 from penstock.conf.errors import suggest
+from penstock.store.arena import Slot
 from penstock.store.blocks import assemble
-from penstock.store.errors import LeaseExpired, MissingColumn, UnknownColumn
+from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, UnknownColumn
+from penstock.store.group import Facts
 from penstock.store.heartbeat import Heartbeat
 from penstock.store.inlet import Inlet
 from penstock.store.lease import Lease, SharedLease, Values
 from penstock.store.outbox import Outbox
 from penstock.store.rows import Rows
-from penstock.store.schema import encode
+from penstock.store.schema import encode, size_of
 from penstock.store.spec import StageSpec, StoreSpec
 from penstock.store.store import Ask, Granted, Store, Write
 from penstock.store.stream import LeaseStream
 from penstock.store.transport import link_to
+
+ROOM = 1 << 14
+"""Bytes of a batch beside its large columns: offsets, scalars."""
 
 
 class StoreClient:
@@ -68,8 +74,8 @@ class StoreClient:
             return []
         spec = await self.spec()
         values = _by_column(groups, spec.source_columns)
-        batch, facts = encode(self._columns, values, list(range(len(groups))))
-        return await self._inlet.put(batch, facts, priority, spec.inline_bytes)
+        batch, facts, slot = await self._encode(spec, values, list(range(len(groups))))
+        return await self._inlet.put(batch, facts, priority, spec.inline_bytes, slot)
 
     async def lease(self, stage: str, max_units: int, owner: str, max_tokens: int = 0) -> Lease | None:
         """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
@@ -247,6 +253,7 @@ class StoreClient:
         if not answer.done():
             await self._outbox.call("withdraw", ask.stage, ask.client, ask.ticket)
         for one in await answer or []:
+            await self._link.fetch(one.payload.refs)  # read and let go, so that the store knows
             self._heartbeat.let_go(one.lease_id)
             await self._outbox.call("release", one.lease_id)
 
@@ -269,9 +276,23 @@ class StoreClient:
                     f"stage {lease.stage!r} writes column {name!r}, which the dataflow "
                     f"lacks{suggest(name, self._columns)}"
                 )
-        batch, facts = encode(self._columns, columns, rows)
-        parcel = await self._link.ship(batch, spec.inline_bytes)
+        batch, facts, slot = await self._encode(spec, columns, rows)
+        parcel = await self._link.ship(batch, spec.inline_bytes, slot)
         return Write(lease.id, lease.stage, rows, batch.schema.names, parcel, facts)
+
+    async def _encode(
+        self, spec: StoreSpec, columns: Values, rows: Sequence[int]
+    ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
+        """Large columns are joined in shared memory, where that can be."""
+        size = size_of(columns)
+        slot = await self._link.reserve(size + size // 16 + ROOM) if size > spec.inline_bytes else None
+        if slot is None:
+            return (*encode(self._columns, columns, rows), None)
+        try:
+            return (*encode(self._columns, columns, rows, slot.take), slot)
+        except StoreError:
+            slot.give_back()
+            raise
 
 
 def _ids(row_ids: "Sequence[int] | np.ndarray") -> list[int]:

@@ -78,7 +78,13 @@ class Group:
 
     def oldest_version(self) -> int:
         """Over the live rows."""
-        return min((self.oldest[index] for index in bits(self.live)), default=NO_VERSION)
+        return min(self.of_live(self.oldest), default=NO_VERSION)
+
+    def of_live(self, values: list[int]) -> list[int]:
+        """Those of the live rows."""
+        if self.live == (1 << len(values)) - 1:
+            return values
+        return [values[index] for index in bits(self.live)]
 
 
 TURN_BITS = 48
@@ -110,10 +116,40 @@ def row_ids(group_id: int, mask: int, size: int) -> list[int]:
     return [first + index for index in bits(mask)]
 
 
+def spans_of(rows: Sequence[int], size: int) -> list[tuple[int, int, range]]:
+    """`(group_id, position, indices)`: rows that lie side by side, `rows[position + k]` being sample `indices[k]`.
+
+    Whole groups, which is what is mostly written and leased, are one span each and found without a look at every row.
+
+    >>> spans_of([8, 9, 10, 11, 2, 3], 4)
+    [(2, 0, range(0, 4)), (0, 4, range(2, 4))]
+    """
+    rows = rows if isinstance(rows, list) else list(rows)
+    spans, position, count = [], 0, len(rows)
+    while position < count:
+        row = rows[position]
+        group_id, first = divmod(row, size)
+        end = position + size - first
+        if not (end <= count and rows[end - 1] - row == end - 1 - position and _ascends(rows, position, end)):
+            end = position + 1
+            while end < count and rows[end] == rows[end - 1] + 1 and rows[end] // size == group_id:
+                end += 1
+        spans.append((group_id, position, range(first, first + end - position)))
+        position = end
+    return spans
+
+
+def _ascends(rows: list[int], start: int, end: int) -> bool:
+    return rows[start:end] == list(range(rows[start], rows[start] + end - start))
+
+
+def mask_of(indices: range) -> int:
+    return (1 << len(indices)) - 1 << indices.start
+
+
 def masks_of(rows: Sequence[int], size: int) -> dict[int, int]:
     """`{group_id: mask}` in order of first appearance. Rows given twice count once."""
     masks: dict[int, int] = {}
-    for row in rows:
-        group = row // size
-        masks[group] = masks.get(group, 0) | 1 << (row - group * size)
+    for group_id, _, indices in spans_of(rows, size):
+        masks[group_id] = masks.get(group_id, 0) | mask_of(indices)
     return masks

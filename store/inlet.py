@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import pyarrow as pa
 
+from penstock.store.arena import Slot
 from penstock.store.group import Facts
 from penstock.store.transport import Link
 
@@ -20,6 +21,7 @@ class Incoming:
     batch: pa.RecordBatch
     facts: Facts
     priority: int
+    slot: Slot | None
     numbers: "asyncio.Future[list[int]]"
 
 
@@ -32,28 +34,31 @@ class Inlet:
         self._waiting: list[Incoming] = []
         self._putting: asyncio.Task[list[int]] | None = None
 
-    async def put(self, batch: pa.RecordBatch, facts: Facts, priority: int, inline_bytes: int) -> list[int]:
+    async def put(
+        self, batch: pa.RecordBatch, facts: Facts, priority: int, inline_bytes: int, slot: Slot | None = None
+    ) -> list[int]:
         """The numbers of the groups, once all are admitted. Raises what the store raises."""
         self._inline_bytes = inline_bytes
-        incoming = Incoming(batch, facts, priority, asyncio.get_running_loop().create_future())
+        incoming = Incoming(batch, facts, priority, slot, asyncio.get_running_loop().create_future())
         self._waiting.append(incoming)
         if self._putting is None:
             self._next()
         return await incoming.numbers
 
     def _next(self) -> None:
-        """Send what has gathered, as far as it has one priority."""
-        first = self._waiting[0].priority
-        count = next((i for i, one in enumerate(self._waiting) if one.priority != first), len(self._waiting))
+        """Send what has gathered, as far as it has one priority and is small."""
+        first = self._waiting[0]
+        count = next((i for i, one in enumerate(self._waiting) if not _go_together(one, first)), len(self._waiting))
+        count = max(1, count)
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
-        batch = sent[0].batch if count == 1 else pa.concat_batches([one.batch for one in sent])
-        facts = sent[0].facts if count == 1 else _together([one.facts for one in sent])
+        batch = first.batch if count == 1 else pa.concat_batches([one.batch for one in sent])
+        facts = first.facts if count == 1 else _together([one.facts for one in sent])
         self._putting = asyncio.ensure_future(self._send(batch, facts, first))
         self._putting.add_done_callback(lambda putting: self._landed(sent, putting))
 
-    async def _send(self, batch: pa.RecordBatch, facts: Facts, priority: int) -> list[int]:
-        parcel = await self._link.ship(batch, self._inline_bytes)
-        return list(await self._link.call("put", batch.schema.names, parcel, facts, priority))
+    async def _send(self, batch: pa.RecordBatch, facts: Facts, first: Incoming) -> list[int]:
+        parcel = await self._link.ship(batch, self._inline_bytes, first.slot)
+        return list(await self._link.call("put", batch.schema.names, parcel, facts, first.priority))
 
     def _landed(self, sent: list[Incoming], putting: "asyncio.Task[list[int]]") -> None:
         self._putting = None
@@ -70,6 +75,10 @@ class Inlet:
             else:
                 one.numbers.set_result(putting.result()[start:end])
             start = end
+
+
+def _go_together(one: Incoming, first: Incoming) -> bool:
+    return one.priority == first.priority and one.slot is None and first.slot is None
 
 
 def _together(facts: list[Facts]) -> Facts:

@@ -14,6 +14,7 @@ What it promises:
 - results of a row enter once, whoever computed them; a writer whose lease is over is told unless they are there.
 """
 
+import operator
 from collections.abc import Iterable, Sequence
 
 from penstock.conf.errors import suggest
@@ -28,7 +29,7 @@ from penstock.store.errors import (
     UnknownStage,
     WrongLength,
 )
-from penstock.store.group import Facts, Group, row_ids
+from penstock.store.group import Facts, Group, bits, mask_of, row_ids, spans_of
 from penstock.store.leases import HeldLease
 from penstock.store.readiness import Stage
 from penstock.store.residents import Residents
@@ -310,27 +311,48 @@ class Ledger:
 
     def _note_facts(self, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts) -> list[int]:
         """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
-        size, groups = self.residents.size, self.residents.groups
         index_of = self.residents.readiness.column_index
-        responses, versions = index_of.get("response_ids", -1), index_of.get("token_versions", -1)
-        kept = []
-        for position, row in enumerate(rows):
-            group_id = row // size
-            index = row - group_id * size
-            if not fresh.get(group_id, 0) >> index & 1:
+        told = []
+        """Columns that facts are about, which a row must not have yet."""
+        if facts.oldest_version is not None:
+            told.append(index_of["token_versions"])
+        if facts.response_tokens is not None:
+            told.append(index_of["response_ids"])
+        kept: list[int] = []
+        for group_id, position, indices in spans_of(rows, self.residents.size):
+            mask = mask_of(indices)
+            new = fresh.get(group_id, 0) & mask
+            if not new:
                 continue
-            group = groups[group_id]
-            if all(group.have[column] >> index & 1 for column in written):
+            group = self.residents.groups[group_id]
+            there = mask
+            for column in written:
+                there &= group.have[column]
+            keep = new & ~there
+            if keep == mask and not any(group.have[column] & mask for column in told):
+                self._note_span(group, indices, position, facts, told=True)
+                kept.extend(range(position, position + len(indices)))
                 continue
-            kept.append(position)
-            group.row_bytes[index] += facts.row_bytes[position]
-            self.residents.credits.bytes += facts.row_bytes[position]
-            if facts.oldest_version is not None and not group.have[versions] >> index & 1:
-                group.oldest[index] = facts.oldest_version[position]
-            if facts.response_tokens is not None and not group.have[responses] >> index & 1:
-                group.response_tokens[index] = facts.response_tokens[position]
-                self.counters["response_tokens_generated"] += facts.response_tokens[position]
+            for index in bits(keep):
+                at = position + index - indices.start
+                told_now = not any(group.have[column] >> index & 1 for column in told)
+                self._note_span(group, range(index, index + 1), at, facts, told=told_now)
+                kept.append(at)
         return kept
+
+    def _note_span(self, group: Group, indices: range, position: int, facts: Facts, *, told: bool) -> None:
+        """Facts of rows side by side, from `position` on. `told`: versions and lengths are news."""
+        end = position + len(indices)
+        where = slice(indices.start, indices.stop)
+        row_bytes = facts.row_bytes[position:end]
+        group.row_bytes[where] = map(operator.add, group.row_bytes[where], row_bytes)
+        self.residents.credits.bytes += sum(row_bytes)
+        if told and facts.oldest_version is not None:
+            group.oldest[where] = facts.oldest_version[position:end]
+        if told and facts.response_tokens is not None:
+            lengths = facts.response_tokens[position:end]
+            group.response_tokens[where] = lengths
+            self.counters["response_tokens_generated"] += sum(lengths)
 
     def _complete(self, lease: HeldLease, stage: Stage, group: Group, mask: int, written: list[int]) -> None:
         for column in written:

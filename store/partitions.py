@@ -20,8 +20,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from penstock.store.arena import Slot
 from penstock.store.errors import StoreError
 from penstock.store.group import Facts
+from penstock.store.layout import Placed
 from penstock.store.spec import StoreSpec
 from penstock.store.store import Ask, Granted, Result, Write
 from penstock.store.transport import Link
@@ -71,14 +73,17 @@ class Partitioned:
             return await special(*args)
         return (await self._all(method, *args))[0]
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
+    async def reserve(self, nbytes: int) -> Slot | None:
         """Not yet: each part has its own place."""
+        return None
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
         self._inline_bytes = inline_bytes
         return batch
 
-    async def fetch(self, names: Sequence[Any]) -> list[pa.RecordBatch]:
-        """`names`: (part, name there)."""
-        return [(await self._parts[part].fetch([name]))[0] for part, name in names]
+    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+        """`refs`: (part, what that one calls it)."""
+        return [(await self._parts[part].fetch([ref]))[0] for part, ref in refs]
 
     # What goes to one part.
 
@@ -129,6 +134,7 @@ class Partitioned:
 
     async def _give_back(self, part: int, granted: list[Granted]) -> None:
         for one in granted:
+            await self._parts[part].fetch(one.payload.refs)  # read and let go, so that the part knows
             await self._parts[part].call("release", one.lease_id)
 
     # What goes to all parts, or to those that a lease is of.
@@ -183,7 +189,7 @@ class Partitioned:
             chosen = np.flatnonzero(group_ids % num_parts == part).tolist()
             if chosen:
                 rows = [_local_row(one.row_ids[position], size, num_parts) for position in chosen]
-                assert not isinstance(one.parcel, str)
+                assert not isinstance(one.parcel, Placed)
                 batch = one.parcel.take(pa.array(chosen)) if len(chosen) < len(one.row_ids) else one.parcel
                 parcel = await self._parts[part].ship(batch, self._inline_bytes)
                 write = Write(local, one.stage, rows, one.names, parcel, _pick(one.facts, chosen))
@@ -302,7 +308,7 @@ class Partitioned:
         size, payload = self._group_size, granted.payload
         group_ids = payload.group_ids * len(self._parts) + part
         row_ids = group_ids * size + payload.row_ids % size
-        refs = [(part, name) for name in payload.refs]
+        refs = [(part, ref) for ref in payload.refs]
         return replace(granted, payload=replace(payload, row_ids=row_ids, group_ids=group_ids, refs=refs))
 
 

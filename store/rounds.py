@@ -4,11 +4,12 @@ The train stage's round is the batch of one policy update: exactly `groups_per_s
 fresh enough. Called by `store/ledger.py` only.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.store.balance import balance
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
-from penstock.store.group import NO_VERSION, Group, bits, row_ids
+from penstock.store.group import NO_VERSION, Group, row_ids
 from penstock.store.order import choose_groups
 from penstock.store.readiness import Stage
 from penstock.store.residents import Residents
@@ -181,11 +182,11 @@ class Rounds:
         return None
 
     def _count_staleness(self, groups: list[Group]) -> None:
-        for group in groups:
-            for index in bits(group.live):
-                if (oldest := group.oldest[index]) != NO_VERSION:
-                    self._residents.counters[f"staleness/{self.formed - oldest}"] += 1
-                    self.staleness_max = max(self.staleness_max, self.formed - oldest)
+        versions = Counter(oldest for group in groups for oldest in group.of_live(group.oldest))
+        del versions[NO_VERSION]
+        for oldest, count in versions.items():
+            self._residents.counters[f"staleness/{self.formed - oldest}"] += count
+            self.staleness_max = max(self.staleness_max, self.formed - oldest)
 
     def _evict(self, group: Group) -> None:
         age = self.formed - group.oldest_version()
@@ -202,6 +203,8 @@ class Rounds:
         """Rows (whole groups where the stage's unit is the group) over ranks, balanced by prompt and response
         tokens."""
         residents = self._residents
+        if num_ranks == 1:
+            return [[row for group, mask in sorted(granted.items()) for row in row_ids(group, mask, residents.size)]]
         units: list[list[int]] = []
         costs: list[int] = []
         for group_id, mask in sorted(granted.items()):
@@ -226,10 +229,7 @@ class Rounds:
         groups = [residents.groups[group_id] for group_id in sorted(lease.open)] if lease else []
         for group in groups:
             self.last_batch.extend(row_ids(group.id, group.live, residents.size))
-            residents.counters["response_tokens_trained"] += sum(
-                group.response_tokens[row - group.id * residents.size]
-                for row in row_ids(group.id, group.live, residents.size)
-            )
+            residents.counters["response_tokens_trained"] += sum(group.of_live(group.response_tokens))
             residents.end_trained(group)
         residents.credits.trained(made.version + 1, len(groups))
         residents.counters["batches_trained"] += 1

@@ -4,7 +4,7 @@ Called by `store/client.py` on the worker's side, before anything is sent. `enco
 returns a batch that the store takes as it is.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,14 @@ _SCALARS = {
     "bool": pa.bool_(),
     "string": pa.string(),
 }
+ARROW_TYPES = {str(kind): kind for scalar in _SCALARS.values() for kind in (scalar, pa.list_(scalar))}
+"""Every type that a column may have, as Arrow prints it."""
+_NUMPY = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
+"""Dtypes whose arrays look in Arrow as they do in numpy."""
 _KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
 """numpy's letters for what each dtype takes."""
-LARGE = 1 << 16
-"""Values of a column that are joined in Arrow's memory."""
+Room = Callable[[int], "np.ndarray | None"]
+"""Memory of so many bytes to put a column into, uint8; None if there is no more."""
 _MISFIT = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError)
 
 
@@ -34,37 +38,63 @@ def arrow_type(column: Column) -> pa.DataType:
     return scalar if column.shape == "sample" else pa.list_(scalar)
 
 
-def encode(columns: dict[str, Column], values: dict[str, Any], row_ids: Sequence[int]) -> tuple[pa.RecordBatch, Facts]:
+def encode(
+    columns: dict[str, Column], values: dict[str, Any], row_ids: Sequence[int], room: Room | None = None
+) -> tuple[pa.RecordBatch, Facts]:
     """One Arrow column for each of `values`, in the declared type.
 
     `values`: by column name one value a row: a list, a `[N]` array, or for ragged columns a list of lists or `[T_i]`
-    arrays. `columns`: the declared ones, of which `values` are some. Raises `WrongType`, `WrongLength`, `NotFinite`.
+    arrays. `columns`: the declared ones, of which `values` are some. `room`: where ragged columns of arrays are joined;
+    None: in Arrow's memory. Raises `WrongType`, `WrongLength`, `NotFinite`.
     """
+    room = _arrow_memory if room is None else room
     arrays: dict[str, pa.Array] = {}
     for name, given in values.items():
         if len(given) != len(row_ids):
             raise WrongLength(
                 f"column {name!r} has {len(given)} values for {len(row_ids)} rows. Give one value for every row."
             )
-        arrays[name] = _encode_column(columns[name], given, row_ids)
+        arrays[name] = _encode_column(columns[name], given, row_ids, room)
     _check_token_lengths(columns, arrays, row_ids)
     batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
     return batch, _facts(columns, arrays, len(row_ids))
 
 
-def check_batch(columns: dict[str, Column], batch: pa.RecordBatch, num_rows: int) -> None:
+def check_types(
+    columns: dict[str, Column], types: Iterable[tuple[str, pa.DataType]], num_came: int, num_rows: int
+) -> None:
     """The store's own look at what came: types and number of rows, not values. Raises `WrongType`, `WrongLength`."""
-    if batch.num_columns and batch.num_rows != num_rows:
-        raise WrongLength(f"a batch of {batch.num_rows} rows came for {num_rows} row ids. Write through StoreClient.")
-    for field in batch.schema:
-        if field.type != arrow_type(columns[field.name]):
-            raise WrongType(
-                f"column {field.name!r} came as {field.type}; the schema says {arrow_type(columns[field.name])}."
-            )
+    types = list(types)
+    if types and num_came != num_rows:
+        raise WrongLength(f"a batch of {num_came} rows came for {num_rows} row ids. Write through StoreClient.")
+    for name, kind in types:
+        if kind != arrow_type(columns[name]):
+            raise WrongType(f"column {name!r} came as {kind}; the schema says {arrow_type(columns[name])}.")
 
 
-def _encode_column(column: Column, given: Any, row_ids: Sequence[int]) -> pa.Array:
+def size_of(values: dict[str, Any]) -> int:
+    """Bytes of the ragged columns that come as arrays: about what `encode` needs of its room."""
+    return sum(
+        value.nbytes
+        for given in values.values()
+        if len(given) and isinstance(given[0], np.ndarray)
+        for value in given
+        if isinstance(value, np.ndarray)
+    )
+
+
+def _arrow_memory(nbytes: int) -> np.ndarray:
+    """Of Arrow's pool, which has its pages mapped already: a fresh array of megabytes faults on every one."""
+    return np.frombuffer(pa.allocate_buffer(nbytes), dtype=np.uint8)
+
+
+def _encode_column(column: Column, given: Any, row_ids: Sequence[int], room: Room) -> pa.Array:
     ragged = column.shape != "sample"
+    if ragged and all(type(value) is np.ndarray and value.ndim == 1 for value in given):
+        array = _joined(column, given, room)
+        if array is not None:
+            _check_finite(column, array, row_ids)
+            return array
     for row, value in zip(row_ids, given, strict=True):
         if ragged != (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)):
             raise _misfit(column, row, f"got {_short(value)}")
@@ -73,21 +103,35 @@ def _encode_column(column: Column, given: Any, row_ids: Sequence[int]) -> pa.Arr
     except _MISFIT as error:
         row, problem = _first_misfit(column, given, row_ids) or (row_ids[0], str(error))
         raise _misfit(column, row, problem) from None
-    if column.dtype == "float32" and not column.nan_ok:
-        _check_finite(column, array, row_ids)
+    _check_finite(column, array, row_ids)
     return array
 
 
-def _ragged(column: Column, given: Any) -> pa.Array:
-    """A ragged column from `[T_i]` arrays or lists, with one copy into one buffer."""
-    lengths = np.fromiter((len(value) for value in given), dtype=np.int64, count=len(given))
+def _joined(column: Column, given: Sequence[np.ndarray], room: Room) -> pa.Array | None:
+    """A ragged column from `[T_i]` arrays of its very dtype, with one copy; None if they have another."""
+    dtype = _NUMPY.get(column.dtype)
+    if dtype is None or not len(given) or any(value.dtype != dtype for value in given):
+        return None
+    offsets = _offsets(given)
+    count = int(offsets[-1])
+    memory = room(count * dtype.itemsize)
+    values = (_arrow_memory(count * dtype.itemsize) if memory is None else memory).view(dtype)
+    np.concatenate(given, out=values)
+    kind = arrow_type(column)
+    inner = pa.Array.from_buffers(kind.value_type, count, [None, pa.py_buffer(values)])
+    return pa.ListArray.from_buffers(kind, len(given), [None, pa.py_buffer(offsets)], children=[inner])
+
+
+def _offsets(given: Sequence[Any]) -> np.ndarray:
     offsets = np.zeros(len(given) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
+    np.cumsum(np.fromiter(map(len, given), dtype=np.int64, count=len(given)), out=offsets[1:])
+    return offsets
+
+
+def _ragged(column: Column, given: Any) -> pa.Array:
+    """A ragged column from `[T_i]` arrays or lists."""
+    offsets = _offsets(given)
     if len(given) and all(isinstance(value, np.ndarray) for value in given):
-        if offsets[-1] > LARGE:
-            # Into Arrow's pool, which has its pages mapped already: a fresh array of megabytes faults on every one.
-            joined = pa.concat_arrays([_flat(column, value) for value in given])
-            return pa.ListArray.from_arrays(pa.array(offsets), joined, type=arrow_type(column))
         values = np.concatenate(given)
     else:
         values = [item for value in given for item in value]
@@ -127,7 +171,12 @@ def _misfit(column: Column, row: int, problem: str) -> WrongType:
 
 
 def _check_finite(column: Column, array: pa.Array, row_ids: Sequence[int]) -> None:
+    if column.dtype != "float32" or column.nan_ok:
+        return
     values = (array.values if pa.types.is_list(array.type) else array).to_numpy(zero_copy_only=False)
+    with np.errstate(all="ignore"):
+        if np.isfinite(values.sum()):  # one pass and no temporary; a sum that overflows is looked at closely
+            return
     bad = np.flatnonzero(~np.isfinite(values))
     if not len(bad):
         return
@@ -187,7 +236,8 @@ def _row_bytes(array: pa.Array) -> "np.ndarray | int":
 def _tokens(arrays: dict[str, pa.Array], name: str) -> list[int] | None:
     if name not in arrays:
         return None
-    return [int(length) for length in np.diff(arrays[name].offsets.to_numpy())]
+    lengths: list[int] = np.diff(arrays[name].offsets.to_numpy()).tolist()
+    return lengths
 
 
 def _oldest(versions: pa.Array | None) -> list[int] | None:
@@ -199,7 +249,8 @@ def _oldest(versions: pa.Array | None) -> list[int] | None:
     filled = np.flatnonzero(np.diff(offsets))
     if len(filled):
         oldest[filled] = np.minimum.reduceat(versions.values.to_numpy(), offsets[filled])
-    return [int(version) for version in oldest]
+    smallest: list[int] = oldest.tolist()
+    return smallest
 
 
 def _short(value: Iterable[Any] | Any) -> str:

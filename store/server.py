@@ -31,6 +31,20 @@ class Endpoint:
 
 
 class Served(Protocol):
+    """What a store is to its server. Readings of segments are counted, so that none is written anew too early."""
+
+    def entered(self, client: str) -> None:
+        """A client has connected."""
+
+    def handed(self, client: str, value: Any) -> None:
+        """An answer goes to the client, which will read the segments that it names."""
+
+    def heard(self, client: str, over: list[str]) -> None:
+        """The client has finished these readings."""
+
+    def notice(self, client: str) -> Any:
+        """What it is told of its own segments, or None."""
+
     async def left(self, client: str) -> None:
         """The client's connection has ended."""
 
@@ -67,9 +81,12 @@ class Visitor:
     def _hear(self, message: Any) -> None:
         if self._client is None:
             self._client = str(message)
+            self._store.entered(self._client)
             return
-        number, method, arguments = message
-        answering = self._answer(number, method, arguments)
+        number, method, arguments, over = message
+        if over:
+            self._store.heard(self._client, over)
+        answering = self._answer(self._client, number, method, arguments)
         if method in WITHOUT_WAITING:
             with contextlib.suppress(StopIteration):
                 answering.send(None)  # runs to its end
@@ -78,7 +95,7 @@ class Visitor:
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
 
-    async def _answer(self, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+    async def _answer(self, client: str, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         error: BaseException | None = None
         value = None
         try:
@@ -88,7 +105,9 @@ class Visitor:
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller hears it
             error = failure
         with contextlib.suppress(ConnectionError):
-            self.wire.send((number, value, error))
+            if self.wire.is_open:
+                self._store.handed(client, value)
+            self.wire.send((number, value, error, self._store.notice(client)))
 
     def _gone(self) -> None:
         for task in list(self._waiting):

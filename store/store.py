@@ -22,15 +22,18 @@ from penstock.store import snapshot
 from penstock.store.blocks import Block, Blocks, Payload
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.group import Facts
+from penstock.store.layout import Placed
 from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
-from penstock.store.schema import check_batch
-from penstock.store.segments import Segments
+from penstock.store.schema import ARROW_TYPES, check_types
+from penstock.store.segments import Notice, Segments
 from penstock.store.server import Endpoint, Server
 from penstock.store.spec import StoreSpec
 from penstock.store.turns import Turns
 
 Clock = Callable[[], float]
+Parcel = pa.RecordBatch | Placed
+"""A batch on its way: by value, or where it lies."""
 SWEEP_AT = 1000
 """Ended leases whose client is remembered at most."""
 
@@ -43,8 +46,7 @@ class Write:
     stage: str
     row_ids: list[int]
     names: list[str]
-    parcel: pa.RecordBatch | str
-    """The batch, or the name of its segment."""
+    parcel: Parcel
     facts: Facts
 
 
@@ -150,19 +152,39 @@ class Store:
         places = (str(self._segments.directory), str(self._segments.spill))
         return Endpoint(self._node, str(self._server.path), places)
 
+    def entered(self, client: str) -> None:
+        """A process of this machine has connected."""
+        if self._segments is not None:
+            self._segments.entered(client)
+
+    def handed(self, client: str, value: Any) -> None:
+        """The answer to a call is about to go to a client on this machine, which will read what it names."""
+        if self._segments is not None:
+            for placed in refs_of(value):
+                self._segments.use(client, placed.segment)
+
+    def heard(self, client: str, over: list[str]) -> None:
+        """The client has finished these readings."""
+        if self._segments is not None:
+            self._segments.unuse(client, over)
+
+    def notice(self, client: str) -> Notice | None:
+        """What the client is to hear about its segments."""
+        return self._segments.notice(client) if self._segments is not None else None
+
     async def left(self, client: str) -> None:
         """A client's process has ended: what it held goes back."""
         for lease_id in [lease_id for lease_id, holder in self._client_of.items() if holder == client]:
             del self._client_of[lease_id]
             self.ledger.release(lease_id)
         if self._segments is not None:
-            self._segments.forget_client(client)
+            self._segments.left(client)
         self._changed()
 
-    async def read(self, names: list[str]) -> list[pa.RecordBatch]:
+    async def read(self, refs: list[Placed]) -> list[pa.RecordBatch]:
         """Segments by value, for clients on other machines."""
         assert self._segments is not None
-        return [self._segments.open(name) for name in names]
+        return [self._segments.open(placed) for placed in refs]
 
     async def many(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Result]:
         """Several calls that do not wait, in one message; each stands for itself."""
@@ -174,10 +196,9 @@ class Store:
                 results.append((None, error))
         return results
 
-    async def put(self, names: list[str], parcel: pa.RecordBatch | str, facts: Facts, priority: int = 0) -> list[int]:
+    async def put(self, names: list[str], parcel: Parcel, facts: Facts, priority: int = 0) -> list[int]:
         """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`."""
         num_groups = len(facts.row_bytes)
-        self._check_source(names)
         block = self._block(parcel, num_groups)
         admitted: list[int] = []
 
@@ -200,7 +221,12 @@ class Store:
                 self._changed()
             return admitted if len(admitted) == num_groups else None
 
-        done = await self._producers.wait(admit)
+        self._blocks.pin(block)
+        try:
+            self._check_source(names)
+            done = await self._producers.wait(admit)
+        finally:
+            self._blocks.unpin(block)
         if done is None:
             raise StoreClosed(
                 f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted."
@@ -258,17 +284,14 @@ class Store:
 
     async def write(self, one: Write) -> None:
         """See `Ledger.write`."""
-        self.ledger.check_columns(one.stage, one.names)
         block = self._block(one.parcel, len(one.row_ids))
-        kept: list[int] = []
+        self._blocks.pin(block)
         try:
             kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
+            self._blocks.add_rows(one.row_ids, kept, block, one.names)
         finally:
-            if kept and one.names:
-                self._blocks.add_rows(one.row_ids, kept, block, one.names)
-            else:
-                self._let_go(block)
-        self._changed()
+            self._blocks.unpin(block)
+            self._changed()
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
         self.ledger.drop(lease_id, stage, row_ids, reason)
@@ -326,7 +349,7 @@ class Store:
         """
         state = snapshot.cut(self._spec, self.ledger, self._blocks)
         # Mapped now: the rows may end, and their segments go, while it is written.
-        mapped = {name: self._segments.open(name) for name in self._blocks.refs()} if self._segments else {}
+        mapped = {placed: self._segments.open(placed) for placed in self._blocks.refs()} if self._segments else {}
         return str(await asyncio.to_thread(snapshot.write, root, number, state, mapped.__getitem__, keep=keep))
 
     async def stats(self) -> dict[str, float]:
@@ -366,25 +389,30 @@ class Store:
         for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
             turns.close()
 
-    def _block(self, parcel: Any, num_rows: int) -> Block:
-        """What came, checked: a batch, or the name of its segment. Raises `WrongType`, `WrongLength`."""
-        large = not isinstance(parcel, str) and parcel.nbytes > self._spec.inline_bytes
-        if self._segments is None or not (large or isinstance(parcel, str)):
-            check_batch(self._columns, parcel, num_rows)
-            return Block(parcel, None, parcel.nbytes)
-        name = self._segments.keep(parcel) if large else parcel
-        batch = self._segments.adopt(name)
+    def _block(self, parcel: Parcel, num_rows: int) -> Block:
+        """What came, checked. Raises `WrongType`, `WrongLength`, `StoreError`."""
+        placed = parcel if isinstance(parcel, Placed) else None
+        if placed is None:
+            types = zip(parcel.schema.names, parcel.schema.types, strict=True)
+            check_types(self._columns, types, parcel.num_rows, num_rows)
+            if self._segments is None or parcel.nbytes <= self._spec.inline_bytes:
+                return Block(parcel, None, parcel.nbytes)
+            placed = self._segments.keep(parcel)
+        assert self._segments is not None
+        self._segments.adopt(placed)
+        block = Block(None, placed, placed.nbytes)
         try:
-            check_batch(self._columns, batch, num_rows)
+            types = ((name, ARROW_TYPES[kind]) for name, kind, _ in placed.columns)
+            check_types(self._columns, types, placed.num_rows, num_rows)
         except StoreError:
-            self._segments.drop(name)
+            self._let_go(block)
             raise
-        return Block(None, name, batch.nbytes)
+        return block
 
     def _let_go(self, block: Block) -> None:
         """No cell lies in the block any more."""
         if block.ref is not None and self._segments is not None:
-            self._segments.drop(block.ref)
+            self._segments.drop(block.ref.segment)
 
     def _grant(
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
@@ -452,3 +480,9 @@ class Store:
 
 def _at(values: list[int] | None, position: int) -> int:
     return values[position] if values is not None else 0
+
+
+def refs_of(value: Any) -> list[Placed]:
+    """The segments that the answer to a call names."""
+    granted = [value] if isinstance(value, Granted) else value if isinstance(value, list) else []
+    return [placed for one in granted if isinstance(one, Granted) for placed in one.payload.refs]

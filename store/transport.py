@@ -13,9 +13,12 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from penstock.conf.errors import StoreError, WorkerDied
-from penstock.store.segments import read_segment, write_segment
+from penstock.store.arena import Arena, Slot
+from penstock.store.layout import Placed
+from penstock.store.mappings import Mappings
+from penstock.store.segments import Notice
 from penstock.store.server import Endpoint
-from penstock.store.store import Store
+from penstock.store.store import Store, refs_of
 from penstock.store.wire import Wire
 
 
@@ -24,11 +27,14 @@ class Link(Protocol):
 
     async def call(self, method: str, *args: Any) -> Any: ...
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
-        """Put a batch where the store takes it from: the batch, or the name of the segment that it is written to."""
+    async def reserve(self, nbytes: int) -> Slot | None:
+        """Shared memory for a batch of about so many bytes; None where it goes by value."""
 
-    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
-        """Read the segments of these names."""
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
+        """Put a batch where the store takes it from, the slot if it lies there: the batch, or the note where it is."""
+
+    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+        """Read what an answer names."""
 
 
 def link_to(handle: "Store | Any", client: str) -> Link:
@@ -51,10 +57,13 @@ class InProcess:
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._store, method)(*args)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
+    async def reserve(self, nbytes: int) -> Slot | None:
+        return None
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
         return batch
 
-    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
+    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
         return []
 
 
@@ -70,11 +79,14 @@ class ToActor:
         link = self._link or await self._find()
         return await link.call(method, *args)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
-        return await (self._link or await self._find()).ship(batch, inline_bytes)
+    async def reserve(self, nbytes: int) -> Slot | None:
+        return await (self._link or await self._find()).reserve(nbytes)
 
-    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
-        return await (self._link or await self._find()).fetch(names)
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
+        return await (self._link or await self._find()).ship(batch, inline_bytes, slot)
+
+    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+        return await (self._link or await self._find()).fetch(refs)
 
     async def _find(self) -> Link:
         async with self._finding:
@@ -109,11 +121,14 @@ class OverRay:
         except self._ray.exceptions.RayActorError as error:
             raise WorkerDied(f"the store's process is gone: {error}") from None
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
+    async def reserve(self, nbytes: int) -> Slot | None:
+        return None
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
         return batch
 
-    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
-        return list(await self.call("read", list(names))) if names else []
+    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+        return list(await self.call("read", list(refs))) if refs else []
 
 
 class OverSocket:
@@ -122,7 +137,8 @@ class OverSocket:
     def __init__(self, endpoint: Endpoint, client: str) -> None:
         self._endpoint, self._client = endpoint, client
         self._wire = Wire(self._hear, self._gone)
-        self._numbers, self._names = itertools.count(), itertools.count()
+        self._arena, self._mappings = Arena(endpoint.segments, client), Mappings(endpoint.segments)
+        self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
     @classmethod
@@ -140,27 +156,40 @@ class OverSocket:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            self._wire.send((number, method, args))
+            self._wire.send((number, method, args, self._mappings.over()))
             return await answer
         except ConnectionError:
             raise self._lost() from None
         finally:
             self._answers.pop(number, None)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int) -> Any:
-        if batch.nbytes <= inline_bytes:
+    async def reserve(self, nbytes: int) -> Slot | None:
+        try:
+            return self._arena.reserve(nbytes)
+        except OSError:  # shared memory and disk are full: the store is asked to keep it, and says so
+            return None
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
+        if slot is None and batch.nbytes <= inline_bytes:
             return batch
-        name = f"{self._client}-{next(self._names)}"
-        write_segment(self._endpoint.segments[0], name, batch)
-        return name
+        try:
+            return self._arena.place(batch, slot)
+        except OSError:
+            return batch
 
-    async def fetch(self, names: Sequence[str]) -> list[pa.RecordBatch]:
-        return [read_segment(self._endpoint.segments, name) for name in names]
+    async def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+        return [self._mappings.read(placed) for placed in refs]
 
-    def _hear(self, message: tuple[int, Any, BaseException | None]) -> None:
-        number, value, error = message
+    def _hear(self, message: tuple[int, Any, BaseException | None, Notice | None]) -> None:
+        number, value, error, notice = message
+        if notice is not None:
+            self._arena.recycled(notice.recycled)
+            self._arena.gone(notice.gone)
+            self._mappings.gone(notice.gone)
         answer = self._answers.get(number)
         if answer is None or answer.done():
+            for placed in refs_of(value):  # nobody will read it: the use that the store has counted ends
+                self._mappings.read(placed)
             return
         if error is None:
             answer.set_result(value)

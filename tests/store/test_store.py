@@ -9,17 +9,22 @@ import pytest
 
 from penstock.store.client import StoreClient
 from penstock.store.errors import (
+    DuplicateRow,
     LeaseExpired,
     MissingColumn,
     NotFinite,
+    RowNotLeased,
     StoreClosed,
     StoreError,
+    TooLarge,
     UnknownColumn,
+    UnknownRow,
     UnknownStage,
     WrongLength,
     WrongType,
 )
 from penstock.store.lease import Lease
+from penstock.store.ledger_state import groups_table, living_groups, scalars
 from penstock.store.spec import StageSpec
 from penstock.store.store import Store
 from penstock.store.sync_client import SyncStoreClient
@@ -286,15 +291,18 @@ def test_demonstrations_bring_their_response_once_for_the_group() -> None:
         ),
         ([group() | {"prompt_ids": [2**40]}], WrongType, "'prompt_ids', row 0"),
         ([group() | {"task": {"a": 1}}], WrongType, "'task', row 0"),
+        ([group() | {"prompt_ids": [1] * 3000}], TooLarge, "a group of .* bytes exceeds store.max_bytes=10000"),
     ],
 )
 def test_bad_groups_are_refused_by_name(groups: list[dict[str, Any]], error: type[StoreError], message: str) -> None:
     async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group()])
+        before = state_of(store)
         with pytest.raises(error, match=message):
             await client.put_groups(groups)
-        assert store.ledger.residents.next_group == 0
+        assert state_of(store) == before
 
-    run(body)
+    run(body, max_bytes=10_000)
 
 
 @pytest.mark.parametrize(
@@ -319,6 +327,7 @@ def test_bad_groups_are_refused_by_name(groups: list[dict[str, Any]], error: typ
             "'token_versions', row 0: 1 entries, but 'response_ids' has 2",
         ),
         ({"reward": [1.0, 2.0]}, UnknownColumn, "stage 'rollout' may not write column 'reward'"),
+        ({"response_text": ["x", "y" * 10_000]}, TooLarge, "row 1 has .* bytes, more than store.max_bytes=10000"),
     ],
 )
 def test_bad_results_are_refused_by_column_and_row(
@@ -327,12 +336,62 @@ def test_bad_results_are_refused_by_column_and_row(
     async def body(store: Store, client: StoreClient) -> None:
         await client.put_groups([group()])
         lease = await client.lease("rollout", 1, "engine")
+        before = state_of(store)
         with pytest.raises(error, match=message):
             await client.write(lease, [0, 1], response(2) | change)
-        assert (await client.describe())["rows"]["rollout"] == {"waiting": 0, "free": 0, "leased": 2, "done": 0}
+        assert state_of(store) == before
         await client.write(lease, [0, 1], response(2))  # the good ones are taken all the same
 
+    run(body, max_bytes=10_000)
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([0, 99], UnknownRow, "row 99: no such row was ever admitted; rows so far are 0 to 3"),
+        ([0, 0], DuplicateRow, "a row comes twice in one write of 2 rows"),
+        ([0, 2], RowNotLeased, "does not hold row 2"),
+    ],
+)
+def test_rows_that_are_not_the_leases_are_refused(rows: list[int], error: type[StoreError], message: str) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group(), group(1)])
+        lease = await client.lease("rollout", 1, "engine")
+        before = state_of(store)
+        with pytest.raises(error, match=message):
+            await client.write(lease, rows, response(2))
+        assert state_of(store) == before
+
     run(body)
+
+
+def test_rows_of_a_finished_group_are_not_taken_again() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group(), group(1)])
+        lease = await client.lease("rollout", 1, "engine")
+        await client.drop(lease, [0, 1], "too_long")
+        await client.lease("rollout", 1, "engine")
+        before = state_of(store)
+        await client.write(lease, [0, 1], response(2))  # late, and there is nothing left to do
+        assert state_of(store) | {"late": 0} == before | {"late": 0}
+        assert store.ledger.counters["ignored/late"] == 2
+
+    run(body)
+
+
+def state_of(store: Store) -> dict[str, Any]:
+    """All that a call can change, but for the counters of what was refused."""
+    numbers = scalars(store.ledger)
+    ignored = ("ignored/", "refused/", "producer_waits/")
+    leases = store.ledger.residents.leases.held
+    return numbers | {
+        "counters": {name: count for name, count in numbers["counters"].items() if not name.startswith(ignored)},
+        "waits": [taken for _, taken in numbers["waits"].values()],
+        "groups": groups_table(living_groups(store.ledger), store.ledger.spec.group_size).to_pylist(),
+        "free": [(stage.name, stage.num_free) for stage in store.ledger.residents.readiness.stages],
+        "leases": {lease.id: (dict(lease.open), dict(lease.granted)) for lease in leases.values()},
+        "bytes": (store.ledger.residents.credits.bytes, store._blocks.bytes, store._blocks.num_blocks),
+    }
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

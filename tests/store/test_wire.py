@@ -163,17 +163,46 @@ def test_a_snapshot_keeps_what_ends_while_it_is_written(tmp_path: Path) -> None:
     serve(tmp_path, body)
 
 
-def test_a_refused_write_leaves_no_segment(tmp_path: Path) -> None:
+def test_the_segment_of_a_refused_write_goes_back_to_its_writer_and_away_with_it(tmp_path: Path) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
-        client, _ = await visit(endpoint)
+        client, link = await visit(endpoint)
         await client.put_groups([group()])
         lease = await client.lease("rollout", 1, "engine")
         assert lease is not None
         await client.release(lease)
         values = values_of("rollout", lease) | {"response_text": ["x" * 5000] * 2}
-        with pytest.raises(StoreError):
-            await client.write(lease, lease.rows.row_ids, values)
+        for _ in range(3):
+            with pytest.raises(StoreError):
+                await client.write(lease, lease.rows.row_ids, values)
         assert (await client.stats())["store/shared_bytes"] == 0
-        assert [file.name for file in (tmp_path / "shm").iterdir()] == ["socket"]
+        assert len(files(tmp_path)) == 1
+        link._wire.close()
+        await asyncio.sleep(0.01)
+        assert files(tmp_path) == []
 
     serve(tmp_path, body)
+
+
+def test_a_segment_is_written_anew_only_after_its_last_reader(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        producer, _ = await visit(endpoint)
+        consumer, _ = await visit(endpoint)
+        held = []
+        for number in range(20):
+            await producer.put_groups([{"prompt_ids": np.full(2000, number, np.int32), "task": "{}"}])
+            lease = await consumer.lease("rollout", 1, "engine")
+            assert lease is not None
+            if number % 3 == 0:
+                held.append((number, lease.rows.arrays("prompt_ids")[0]))
+                held = held[-2:]
+            await consumer.drop(lease, lease.rows.row_ids, "test")
+            del lease
+            for expected, array in held:
+                assert (array == expected).all()
+        assert len(files(tmp_path)) <= 6
+
+    serve(tmp_path, body)
+
+
+def files(tmp_path: Path) -> list[str]:
+    return [file.name for file in (tmp_path / "shm").iterdir() if file.name != "socket"]

@@ -1,0 +1,68 @@
+"""The segments that one process reads: mapped once, read without a copy, and said to be done with when nothing refers
+to them any more.
+
+A file is written anew after its last reader, so the store counts who was told of it (`segments.py`); each `Use` ends
+when the last array of what was read is collected, wherever that is. Used by `transport.py` and `segments.py`.
+"""
+
+import mmap
+import os
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import pyarrow as pa
+
+from penstock.store.errors import StoreError
+from penstock.store.layout import Placed, read
+
+
+class Use:
+    """What every buffer of one reading holds on to; its end is noted in `over`."""
+
+    __slots__ = ("_memory", "_name", "_over")
+
+    def __init__(self, name: str, memory: np.ndarray, over: "deque[str]") -> None:
+        self._name, self._memory, self._over = name, memory, over
+
+    def __del__(self) -> None:  # may run in any thread, and while any other line runs: it appends and no more
+        self._over.append(self._name)
+
+
+class Mappings:
+    """Files by name. `places`: directories to look for them in."""
+
+    def __init__(self, places: Sequence[str]) -> None:
+        self._places = places
+        self._files: dict[str, np.ndarray] = {}
+        self._over: deque[str] = deque()
+
+    def read(self, placed: Placed) -> pa.RecordBatch:
+        """The batch: views of the file. Ends one use. Raises `StoreError` if it is in none of the places."""
+        memory = self._files.get(placed.segment)
+        if memory is None or len(memory) < placed.nbytes:
+            memory = self._files[placed.segment] = self._map(placed.segment)
+        use = Use(placed.segment, memory, self._over)
+        address = memory.ctypes.data
+        return read(placed, lambda offset, length: pa.foreign_buffer(address + offset, length, use))
+
+    def over(self) -> list[str]:
+        """Names of the uses that have ended since the last call, one for each."""
+        over = []
+        while self._over:
+            over.append(self._over.popleft())
+        return over
+
+    def gone(self, names: Iterable[str]) -> None:
+        """The files were removed: their pages go with the last array that lies in them."""
+        for name in names:
+            self._files.pop(name, None)
+
+    def _map(self, name: str) -> np.ndarray:
+        for place in self._places:
+            try:
+                with open(os.path.join(place, name), "rb") as file:
+                    return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+            except FileNotFoundError:
+                continue
+        raise StoreError(f"segment {name} is in none of {', '.join(self._places)}: its rows have ended, or the store.")
