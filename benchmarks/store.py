@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.harness import ROOT, Child, Target, parse_arguments, print_targets, write_json
+from benchmarks.store_scale import measure_scale, print_scale
 from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.store.group import Facts
 from penstock.store.ledger import Ledger
@@ -212,13 +213,17 @@ def main() -> None:
     cases = ["a", "c"] if arguments.quick else list(CASES)
     ledger = measure_ledger(100_000 if arguments.quick else 1_000_000, arguments.quick)
     rounds: list[dict[str, Any]] = []
+    num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         for case in cases:
-            rounds += measure(case, Path(folder), 1 if arguments.quick else arguments.rounds or NUM_ROUNDS)
+            rounds += measure(case, Path(folder), num_rounds)
+        scale = measure_scale(Path(folder), num_rounds, arguments.quick)
     print_rounds(rounds, cases)
+    print_scale(scale)
     targets = targets_of(rounds, cases, ledger)
     print_targets(targets)
-    write_json(arguments.json, "store", [{**entry, "latencies_ms": []} for entry in rounds], targets, ledger=ledger)
+    plain = [[{**entry, "latencies_ms": []} for entry in some] for some in (rounds, scale)]
+    write_json(arguments.json, "store", plain[0], targets, ledger=ledger, scale=plain[1])
 
 
 if __name__ == "__main__":

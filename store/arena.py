@@ -161,5 +161,5 @@ def _put(slot: Slot, buffer: pa.Buffer) -> Span:
 
 def _rounded(nbytes: int) -> int:
     """Up to a quarter more, so that batches of about the same size fit the same files."""
-    step = max(SMALLEST, 1 << max(0, nbytes.bit_length() - 2))
+    step = max(SMALLEST, 1 << max(0, nbytes.bit_length() - 3))
     return -(-nbytes // step) * step

@@ -285,7 +285,7 @@ class StoreClient:
     ) -> tuple[pa.RecordBatch, Facts, Slot | None]:
         """Large columns are joined in shared memory, where that can be."""
         size = size_of(columns)
-        slot = await self._link.reserve(size + size // 16 + ROOM) if size > spec.inline_bytes else None
+        slot = await self._link.reserve(size + size // 32 + ROOM) if size > spec.inline_bytes else None
         if slot is None:
             return (*encode(self._columns, columns, rows), None)
         try:

@@ -73,13 +73,11 @@ def check_types(
 
 
 def size_of(values: dict[str, Any]) -> int:
-    """Bytes of the ragged columns that come as arrays: about what `encode` needs of its room."""
+    """Bytes of the columns that come as arrays or strings: about what `encode` needs of its room."""
     return sum(
-        value.nbytes
+        sum(value.nbytes if isinstance(value, np.ndarray) else len(value) for value in given)
         for given in values.values()
-        if len(given) and isinstance(given[0], np.ndarray)
-        for value in given
-        if isinstance(value, np.ndarray)
+        if len(given) and isinstance(given[0], np.ndarray | str)
     )
 
 

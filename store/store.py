@@ -9,6 +9,7 @@ so nobody polls and first come is first served. All calls must come from one eve
 """
 
 import asyncio
+import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -252,7 +253,10 @@ class Store:
 
         turns = self._consumers[ask.stage]
         if not ask.wait:
-            return None if self._closed is not None else ([] if len(turns) else take() or [])
+            if self._closed is not None:
+                return None
+            is_spare = self.ledger.residents.stage(ask.stage).num_free > len(turns)  # after those who came before
+            return take() or [] if is_spare else []
         return await turns.wait(take, ask.client, ask.ticket)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
@@ -373,6 +377,7 @@ class Store:
             },
             "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
             "closed": self._closed,
+            "process": {"pid": os.getpid(), "cpu_s": time.process_time()},
         }
 
     async def errors(self) -> list[str]:

@@ -1,0 +1,62 @@
+"""The store at scale, part of `benchmarks.store`: 1,024 consumers on one, two and four partitions, and three times more
+rows than its shared memory holds."""
+
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import Child
+
+PARTITIONS = (1, 2, 4)
+CONTROL = {"op": "control", "consumers": 1024, "seconds": 5, "rows": 65_536}
+SPILL = {"op": "spill", "memory_mib": 64, "times": 3, "rows_mib": 4}
+"""Rows of three times the shared memory, …"""
+FITTING = {**SPILL, "memory_mib": 512, "times": 0.375}
+"""… and the same rows with room for all."""
+
+
+def measure_scale(work: Path, num_rounds: int, quick: bool) -> list[dict[str, Any]]:
+    """Rounds of both, alternating."""
+    child = Child("Penstock", [sys.executable, "-m", "benchmarks.peers.penstock_scale"], work / "scale.log")
+    control = {**CONTROL, "consumers": 64, "seconds": 2, "rows": 16_384} if quick else CONTROL
+    rounds = []
+    try:
+        child.ready()
+        for number in range(num_rounds):
+            requests = [{**control, "partitions": count} for count in (PARTITIONS[:2] if quick else PARTITIONS)]
+            for request in (*requests, SPILL, FITTING):
+                answer = child.ask(request)
+                if "error" in answer:
+                    raise SystemExit(f"{request}: {answer['error']}")
+                rounds.append({**request, **answer, "round": number})
+    finally:
+        child.close()
+    return rounds
+
+
+def print_scale(rounds: list[dict[str, Any]]) -> None:
+    table = Table(title=f"{rounds[0]['consumers']:,} consumers: lease a row, write a number")
+    for column in ("partitions", "rows/s", "p50 / p99 ms", "of a core, each store process"):
+        table.add_column(column, justify="right")
+    for count in PARTITIONS:
+        some = [entry for entry in rounds if entry.get("partitions") == count]
+        if some:
+            rate = statistics.median(entry["rows"] / entry["seconds"] for entry in some)
+            latencies = sorted(value for entry in some for value in entry["latencies_ms"])
+            share = statistics.median(share for entry in some for share in entry["cpu_share"])
+            p50, p99 = latencies[len(latencies) // 2], latencies[int(0.99 * len(latencies))]
+            table.add_row(str(count), f"{rate:,.0f}", f"{p50:.0f} / {p99:.0f}", f"{share:.2f}")
+    Console(file=sys.stdout).print(table)
+    table = Table(title=f"{SPILL['times'] * SPILL['memory_mib']} MiB of rows, put, then read and checked")
+    for column in ("shared memory", "on disk", "put MB/s", "read MB/s"):
+        table.add_column(column, justify="right")
+    for request in (SPILL, FITTING):
+        some = [e for e in rounds if e["op"] == "spill" and e["memory_mib"] == request["memory_mib"]]
+        put, read = (statistics.median(e["bytes"] / e[key] / 1e6 for e in some) for key in ("put_s", "read_s"))
+        on_disk = f"{some[0]['spilled_bytes'] / 2**20:,.0f} MiB"
+        table.add_row(f"{request['memory_mib']} MiB", on_disk, f"{put:,.0f}", f"{read:,.0f}")
+    Console(file=sys.stdout).print(table)
