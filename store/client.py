@@ -26,6 +26,7 @@ from penstock.algorithms.columns import Column
 from penstock.conf.errors import suggest
 from penstock.store.arena import Slot
 from penstock.store.blocks import assemble
+from penstock.store.calls import Ask, Granted, Write
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, UnknownColumn
 from penstock.store.group import Facts
 from penstock.store.heartbeat import Heartbeat
@@ -35,7 +36,7 @@ from penstock.store.outbox import Outbox
 from penstock.store.rows import Rows
 from penstock.store.schema import encode, size_of
 from penstock.store.spec import StageSpec, StoreSpec
-from penstock.store.store import Ask, Granted, Store, Write
+from penstock.store.store import Store
 from penstock.store.stream import LeaseStream
 from penstock.store.transport import link_to
 

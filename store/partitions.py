@@ -21,11 +21,11 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.store.arena import Slot
+from penstock.store.calls import Ask, Granted, Result, Write
 from penstock.store.errors import StoreError
 from penstock.store.group import Facts
 from penstock.store.layout import Placed
 from penstock.store.spec import StoreSpec
-from penstock.store.store import Ask, Granted, Result, Write
 from penstock.store.transport import Link
 
 MAX_ROUNDS = 64
@@ -184,7 +184,7 @@ class Partitioned:
     async def _write(self, one: Write) -> None:
         size, num_parts = await self._size(), len(self._parts)
         group_ids = np.asarray(one.row_ids, dtype=np.int64) // size
-        writes = []
+        writes: list[Any] = []
         for part, local in self._where(one.lease_id):
             chosen = np.flatnonzero(group_ids % num_parts == part).tolist()
             if chosen:

@@ -23,7 +23,11 @@ _SCALARS = {
 }
 ARROW_TYPES = {str(kind): kind for scalar in _SCALARS.values() for kind in (scalar, pa.list_(scalar))}
 """Every type that a column may have, as Arrow prints it."""
-_NUMPY = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64), "float32": np.dtype(np.float32)}
+_NUMPY: "dict[str, np.dtype[Any]]" = {
+    "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "float32": np.dtype(np.float32),
+}
 """Dtypes whose arrays look in Arrow as they do in numpy."""
 _KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
 """numpy's letters for what each dtype takes."""
@@ -74,11 +78,12 @@ def check_types(
 
 def size_of(values: dict[str, Any]) -> int:
     """Bytes of the columns that come as arrays or strings: about what `encode` needs of its room."""
-    return sum(
-        sum(value.nbytes if isinstance(value, np.ndarray) else len(value) for value in given)
-        for given in values.values()
-        if len(given) and isinstance(given[0], np.ndarray | str)
-    )
+    sized = [given for given in values.values() if len(given) and isinstance(given[0], np.ndarray | str)]
+    return sum(_nbytes(value) for given in sized for value in given)
+
+
+def _nbytes(value: Any) -> int:
+    return value.nbytes if isinstance(value, np.ndarray) else len(value) if isinstance(value, str) else 0
 
 
 def _arrow_memory(nbytes: int) -> np.ndarray:

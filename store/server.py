@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from penstock.store.calls import refs_of
 from penstock.store.errors import StoreError
+from penstock.store.segments import Segments
 from penstock.store.wire import Wire
 
 LONGEST_PATH = 100
@@ -31,20 +33,6 @@ class Endpoint:
 
 
 class Served(Protocol):
-    """What a store is to its server. Readings of segments are counted, so that none is written anew too early."""
-
-    def entered(self, client: str) -> None:
-        """A client has connected."""
-
-    def handed(self, client: str, value: Any) -> None:
-        """An answer goes to the client, which will read the segments that it names."""
-
-    def heard(self, client: str, over: list[str]) -> None:
-        """The client has finished these readings."""
-
-    def notice(self, client: str) -> Any:
-        """What it is told of its own segments, or None."""
-
     async def left(self, client: str) -> None:
         """The client's connection has ended."""
 
@@ -52,8 +40,9 @@ class Served(Protocol):
 class Server:
     """Lifecycle: `start` once; it goes with its event loop, or with `close`. `path`: where it listens."""
 
-    def __init__(self, store: Served, path: Path) -> None:
+    def __init__(self, store: Served, segments: Segments, path: Path) -> None:
         self._store = store
+        self._segments = segments
         if len(str(path)) > LONGEST_PATH:
             path = Path(tempfile.mkdtemp(prefix="penstock-")) / path.name
         self.path = path
@@ -61,7 +50,7 @@ class Server:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Visitor(self._store).wire, str(self.path))
+        self._server = await loop.create_unix_server(lambda: Visitor(self._store, self._segments).wire, str(self.path))
 
     def close(self) -> None:
         """Take no more connections; those that are open stay."""
@@ -72,20 +61,21 @@ class Server:
 class Visitor:
     """One client's connection. Its first message is its name, the others are calls."""
 
-    def __init__(self, store: Served) -> None:
+    def __init__(self, store: Served, segments: Segments) -> None:
         self.wire = Wire(self._hear, self._gone)
         self._store = store
+        self._segments = segments
         self._client: str | None = None
         self._waiting: set[asyncio.Task[None]] = set()
 
     def _hear(self, message: Any) -> None:
         if self._client is None:
             self._client = str(message)
-            self._store.entered(self._client)
+            self._segments.entered(self._client)
             return
         number, method, arguments, over = message
         if over:
-            self._store.heard(self._client, over)
+            self._segments.unuse(self._client, over)
         answering = self._answer(self._client, number, method, arguments)
         if method in WITHOUT_WAITING:
             with contextlib.suppress(StopIteration):
@@ -106,8 +96,9 @@ class Visitor:
             error = failure
         with contextlib.suppress(ConnectionError):
             if self.wire.is_open:
-                self._store.handed(client, value)
-            self.wire.send((number, value, error, self._store.notice(client)))
+                for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
+                    self._segments.use(client, placed.segment)
+            self.wire.send((number, value, error, self._segments.notice(client)))
 
     def _gone(self) -> None:
         for task in list(self._waiting):

@@ -13,78 +13,28 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 
 from penstock.store import snapshot
-from penstock.store.blocks import Block, Blocks, Payload
+from penstock.store.blocks import Blocks
+from penstock.store.calls import Ask, Granted, Parcel, Result, Write
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.group import Facts
+from penstock.store.intake import Intake
 from penstock.store.layout import Placed
 from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
-from penstock.store.schema import ARROW_TYPES, check_types
-from penstock.store.segments import Notice, Segments
+from penstock.store.segments import Segments
 from penstock.store.server import Endpoint, Server
 from penstock.store.spec import StoreSpec
 from penstock.store.turns import Turns
 
 Clock = Callable[[], float]
-Parcel = pa.RecordBatch | Placed
-"""A batch on its way: by value, or where it lies."""
 SWEEP_AT = 1000
 """Ended leases whose client is remembered at most."""
-
-
-@dataclass(frozen=True)
-class Write:
-    """One write on its way: the columns `names` of a batch, one row for each of `row_ids`."""
-
-    lease_id: int
-    stage: str
-    row_ids: list[int]
-    names: list[str]
-    parcel: Parcel
-    facts: Facts
-
-
-@dataclass(frozen=True)
-class Ask:
-    """Somebody's wish for leases of a stage."""
-
-    stage: str
-    max_units: int
-    """Of one lease: samples or groups, as the stage's unit is."""
-    owner: str
-    """Who it is, for people and for `abandon`."""
-    max_tokens: int = 0
-    """Of one lease, prompts and responses; 0 for no bound."""
-    max_leases: int = 1
-    wait: bool = True
-    """Until at least one unit is free. False: an empty list at once if none is."""
-    client: str = ""
-    ticket: int = 0
-    """What `withdraw` names the wish by: unique in the client, which is unique."""
-
-
-@dataclass(frozen=True)
-class Granted:
-    """A lease on its way to its owner."""
-
-    lease_id: int
-    stage: str
-    names: tuple[str, ...]
-    payload: Payload
-    version: int = 0
-    siblings: tuple["Granted", ...] = ()
-    """The rest of the lease, where it has rows of several partitions."""
-
-
-Result = tuple[Any, StoreError | None]
-"""What a call of `many` returned, or raised."""
 
 
 class Store:
@@ -114,13 +64,13 @@ class Store:
         self._spec = spec
         self._clock = clock
         self._segments = segments
+        self._intake = Intake(spec, segments)
         self._node = node
         self._server: Server | None = None
         self._client_of: dict[int, str] = {}
         """Lease -> client that has it; swept now and then."""
         self.ledger = Ledger(spec)
-        self._blocks = Blocks(spec.columns, spec.group_size, self._let_go)
-        self._columns = {column.name: column for column in spec.columns}
+        self._blocks = Blocks(spec.columns, spec.group_size, self._intake.let_go)
         self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._producers = Turns(self._schedule)
         self._consumers = {stage.name: Turns(self._schedule) for stage in spec.stages}
@@ -138,7 +88,7 @@ class Store:
         if restore is not None:
             loaded = snapshot.load(restore, spec)
             self.ledger = loaded.ledger
-            snapshot.refill(self._blocks, loaded, lambda batch: self._block(batch, batch.num_rows))
+            snapshot.refill(self._blocks, loaded, lambda batch: self._intake.block(batch, batch.num_rows))
 
     async def spec(self) -> StoreSpec:
         self.loop = asyncio.get_running_loop()
@@ -148,30 +98,10 @@ class Store:
         """Where processes of this machine can call; listens from the first time on."""
         assert self._segments is not None
         if self._server is None:
-            self._server = Server(self, self._segments.directory / "socket")
+            self._server = Server(self, self._segments, self._segments.directory / "socket")
             await self._server.start()
         places = (str(self._segments.directory), str(self._segments.spill))
         return Endpoint(self._node, str(self._server.path), places)
-
-    def entered(self, client: str) -> None:
-        """A process of this machine has connected."""
-        if self._segments is not None:
-            self._segments.entered(client)
-
-    def handed(self, client: str, value: Any) -> None:
-        """The answer to a call is about to go to a client on this machine, which will read what it names."""
-        if self._segments is not None:
-            for placed in refs_of(value):
-                self._segments.use(client, placed.segment)
-
-    def heard(self, client: str, over: list[str]) -> None:
-        """The client has finished these readings."""
-        if self._segments is not None:
-            self._segments.unuse(client, over)
-
-    def notice(self, client: str) -> Notice | None:
-        """What the client is to hear about its segments."""
-        return self._segments.notice(client) if self._segments is not None else None
 
     async def left(self, client: str) -> None:
         """A client's process has ended: what it held goes back."""
@@ -180,6 +110,9 @@ class Store:
             self.ledger.release(lease_id)
         if self._segments is not None:
             self._segments.left(client)
+        for clients in self._clients.values():
+            clients.discard(client)
+        self._gone.discard(client)
         self._changed()
 
     async def read(self, refs: list[Placed]) -> list[pa.RecordBatch]:
@@ -200,7 +133,7 @@ class Store:
     async def put(self, names: list[str], parcel: Parcel, facts: Facts, priority: int = 0) -> list[int]:
         """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`."""
         num_groups = len(facts.row_bytes)
-        block = self._block(parcel, num_groups)
+        block = self._intake.block(parcel, num_groups)
         admitted: list[int] = []
 
         def admit() -> list[int] | None:
@@ -288,7 +221,7 @@ class Store:
 
     async def write(self, one: Write) -> None:
         """See `Ledger.write`."""
-        block = self._block(one.parcel, len(one.row_ids))
+        block = self._intake.block(one.parcel, len(one.row_ids))
         self._blocks.pin(block)
         try:
             kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
@@ -343,8 +276,9 @@ class Store:
         rows = self.ledger.rounds.last_batch
         chosen = tuple(self._blocks.columns_of(rows) if names is None else names)
         for name in chosen:
-            if name not in self._columns:
-                raise UnknownColumn(f"column {name!r} is not in the dataflow; it has {', '.join(self._columns)}.")
+            if name not in self._intake.columns:
+                there = ", ".join(self._intake.columns)
+                raise UnknownColumn(f"column {name!r} is not in the dataflow; it has {there}.")
         return self._grant(-1, "", rows, names=chosen)
 
     async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
@@ -393,31 +327,6 @@ class Store:
             self._server.close()
         for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
             turns.close()
-
-    def _block(self, parcel: Parcel, num_rows: int) -> Block:
-        """What came, checked. Raises `WrongType`, `WrongLength`, `StoreError`."""
-        placed = parcel if isinstance(parcel, Placed) else None
-        if placed is None:
-            types = zip(parcel.schema.names, parcel.schema.types, strict=True)
-            check_types(self._columns, types, parcel.num_rows, num_rows)
-            if self._segments is None or parcel.nbytes <= self._spec.inline_bytes:
-                return Block(parcel, None, parcel.nbytes)
-            placed = self._segments.keep(parcel)
-        assert self._segments is not None
-        self._segments.adopt(placed)
-        block = Block(None, placed, placed.nbytes)
-        try:
-            types = ((name, ARROW_TYPES[kind]) for name, kind, _ in placed.columns)
-            check_types(self._columns, types, placed.num_rows, num_rows)
-        except StoreError:
-            self._let_go(block)
-            raise
-        return block
-
-    def _let_go(self, block: Block) -> None:
-        """No cell lies in the block any more."""
-        if block.ref is not None and self._segments is not None:
-            self._segments.drop(block.ref.segment)
 
     def _grant(
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
@@ -485,9 +394,3 @@ class Store:
 
 def _at(values: list[int] | None, position: int) -> int:
     return values[position] if values is not None else 0
-
-
-def refs_of(value: Any) -> list[Placed]:
-    """The segments that the answer to a call names."""
-    granted = [value] if isinstance(value, Granted) else value if isinstance(value, list) else []
-    return [placed for one in granted if isinstance(one, Granted) for placed in one.payload.refs]

@@ -14,11 +14,12 @@ import pyarrow as pa
 
 from penstock.conf.errors import StoreError, WorkerDied
 from penstock.store.arena import Arena, Slot
+from penstock.store.calls import refs_of
 from penstock.store.layout import Placed
 from penstock.store.mappings import Mappings
 from penstock.store.segments import Notice
 from penstock.store.server import Endpoint
-from penstock.store.store import Store, refs_of
+from penstock.store.store import Store
 from penstock.store.wire import Wire
 
 

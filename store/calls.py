@@ -1,0 +1,71 @@
+"""What travels between clients and a store: wishes, writes, leases. Plain data, pickled as it is.
+
+Made by `client.py` and `store.py`; carried by `transport.py` and `server.py`, split and renumbered by `partitions.py`.
+"""
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+
+from penstock.store.blocks import Payload
+from penstock.store.errors import StoreError
+from penstock.store.group import Facts
+from penstock.store.layout import Placed
+
+Parcel: TypeAlias = "pa.RecordBatch | Placed"
+"""A batch on its way: by value, or where it lies."""
+
+
+@dataclass(frozen=True)
+class Write:
+    """One write on its way: the columns `names` of a batch, one row for each of `row_ids`."""
+
+    lease_id: int
+    stage: str
+    row_ids: list[int]
+    names: list[str]
+    parcel: Parcel
+    facts: Facts
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Somebody's wish for leases of a stage."""
+
+    stage: str
+    max_units: int
+    """Of one lease: samples or groups, as the stage's unit is."""
+    owner: str
+    """Who it is, for people and for `abandon`."""
+    max_tokens: int = 0
+    """Of one lease, prompts and responses; 0 for no bound."""
+    max_leases: int = 1
+    wait: bool = True
+    """Until at least one unit is free. False: an empty list at once if none is."""
+    client: str = ""
+    ticket: int = 0
+    """What `withdraw` names the wish by: unique in the client, which is unique."""
+
+
+@dataclass(frozen=True)
+class Granted:
+    """A lease on its way to its owner."""
+
+    lease_id: int
+    stage: str
+    names: tuple[str, ...]
+    payload: Payload
+    version: int = 0
+    siblings: tuple["Granted", ...] = ()
+    """The rest of the lease, where it has rows of several partitions."""
+
+
+Result = tuple[Any, StoreError | None]
+"""What a call of `many` returned, or raised."""
+
+
+def refs_of(value: Any) -> list[Placed]:
+    """The segments that the answer to a call names."""
+    granted = [value] if isinstance(value, Granted) else value if isinstance(value, list) else []
+    return [placed for one in granted if isinstance(one, Granted) for placed in one.payload.refs]

@@ -1,0 +1,51 @@
+"""What comes in: a parcel, checked against the schema, becomes a block. Used by `store.py`."""
+
+from collections.abc import Iterable
+
+import pyarrow as pa
+
+from penstock.store.blocks import Block
+from penstock.store.calls import Parcel
+from penstock.store.errors import StoreError
+from penstock.store.layout import Placed
+from penstock.store.schema import ARROW_TYPES, check_types
+from penstock.store.segments import Segments
+from penstock.store.spec import StoreSpec
+
+
+class Intake:
+    """Small batches stay where they are; large ones lie in segments, where there are any."""
+
+    def __init__(self, spec: StoreSpec, segments: Segments | None) -> None:
+        self._segments = segments
+        self._inline_bytes = spec.inline_bytes
+        self.columns = {column.name: column for column in spec.columns}
+
+    def block(self, parcel: Parcel, num_rows: int) -> Block:
+        """Raises `WrongType`, `WrongLength`, `StoreError`; then nothing of the parcel is kept."""
+        if isinstance(parcel, Placed):
+            return self._adopted(parcel, num_rows)
+        self._check(zip(parcel.schema.names, parcel.schema.types, strict=True), parcel.num_rows, num_rows)
+        if self._segments is None or parcel.nbytes <= self._inline_bytes:
+            return Block(parcel, None, parcel.nbytes)
+        return self._adopted(self._segments.keep(parcel), num_rows)
+
+    def let_go(self, block: Block) -> None:
+        """No cell lies in the block any more."""
+        if block.ref is not None and self._segments is not None:
+            self._segments.drop(block.ref.segment)
+
+    def _adopted(self, placed: Placed, num_rows: int) -> Block:
+        assert self._segments is not None
+        self._segments.adopt(placed)
+        block = Block(None, placed, placed.nbytes)
+        try:
+            types = ((name, ARROW_TYPES[kind]) for name, kind, _ in placed.columns)
+            self._check(types, placed.num_rows, num_rows)
+        except StoreError:
+            self.let_go(block)
+            raise
+        return block
+
+    def _check(self, types: Iterable[tuple[str, pa.DataType]], num_came: int, num_rows: int) -> None:
+        check_types(self.columns, types, num_came, num_rows)
