@@ -84,8 +84,8 @@ def discounted_sums(values_BT: Tensor, discount: float) -> Tensor:
 
     A window of n terms becomes one of 2n by adding that which starts n later: S_2n(t) = S_n(t) + discount^n S_n(t + n).
     """
-    sums, num_terms = values_BT.clone(), 1
-    while num_terms < sums.shape[-1] and discount:
+    sums, num_terms = values_BT, 1
+    while num_terms < sums.shape[-1]:
         later = sums[..., num_terms:] * discount**num_terms
         sums = torch.cat([sums[..., :-num_terms] + later, sums[..., -num_terms:]], dim=-1)
         num_terms *= 2

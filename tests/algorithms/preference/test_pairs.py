@@ -99,6 +99,12 @@ def test_half_precision_is_summed_in_float32():
     assert (result.dtype, result.item()) == (torch.float32, 4096.0)
 
 
+def test_log_ratios_in_half_precision_are_subtracted_in_float32():
+    # 127.75 has nine significant bits; bfloat16 has eight
+    logprobs, reference = torch.tensor([[-0.25], [-128.0]], dtype=torch.bfloat16).split(1)
+    assert token_log_ratios(logprobs, reference, torch.ones(1, 1, dtype=torch.bool)).item() == 127.75
+
+
 def test_log_ratios_of_long_sequences_keep_their_digits():
     # 20,000 tokens of ratio 2^-12: 4.8828125; sums of the log-probabilities, around -2e5, are 1/64 apart in float32
     logprobs = torch.full((1, 20_000), -10.0)
