@@ -22,7 +22,7 @@ class BatchTotals:
     """What one optimizer step trains on, over all ranks and micro-batches.
 
     >>> BatchTotals(10, 2) + BatchTotals(4, 1)
-    BatchTotals(num_tokens=14, num_sequences=3)
+    BatchTotals(num_tokens=14, num_sequences=3, num_groups=0)
     """
 
     num_tokens: float
@@ -30,13 +30,20 @@ class BatchTotals:
     num_sequences: float
     """Responses with at least one token. Rows that are padding altogether do not count, so adding some changes
     nothing."""
+    num_groups: float = 0
+    """Groups that have a row here, whatever is in it. Losses of pairs divide by it."""
 
     def __post_init__(self) -> None:
         non_negative("totals.num_tokens", self.num_tokens)
         non_negative("totals.num_sequences", self.num_sequences)
+        non_negative("totals.num_groups", self.num_groups)
 
     def __add__(self, other: "BatchTotals") -> "BatchTotals":
-        return BatchTotals(self.num_tokens + other.num_tokens, self.num_sequences + other.num_sequences)
+        return BatchTotals(
+            self.num_tokens + other.num_tokens,
+            self.num_sequences + other.num_sequences,
+            self.num_groups + other.num_groups,
+        )
 
     @classmethod
     def of(cls, mask_BT: Tensor) -> "BatchTotals":

@@ -52,6 +52,18 @@ def non_negative(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value}: must be a finite number, at least 0.")
 
 
+def positive(key: str, value: float) -> None:
+    """Raises `ConfigError` unless the number is finite and above 0."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{key}={value}: must be a finite number above 0.")
+
+
+def in_range(key: str, value: float, low: float, high: float) -> None:
+    """Raises `ConfigError` unless `low <= value <= high`."""
+    if not low <= value <= high:
+        raise ConfigError(f"{key}={value}: must be a number from {low} to {high}.")
+
+
 def known(key: str, value: str, names: Collection[str]) -> None:
     """Raises `ConfigError` with the nearest name."""
     if value not in names:
