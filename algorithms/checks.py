@@ -52,6 +52,12 @@ def non_negative(key: str, value: float) -> None:
         raise ConfigError(f"{key}={value}: must be a finite number, at least 0.")
 
 
+def positive(key: str, value: float) -> None:
+    """Raises `ConfigError` unless the number is finite and above 0."""
+    if not (math.isfinite(value) and value > 0):
+        raise ConfigError(f"{key}={value}: must be a finite number, above 0.")
+
+
 def known(key: str, value: str, names: Collection[str]) -> None:
     """Raises `ConfigError` with the nearest name."""
     if value not in names:
