@@ -31,8 +31,8 @@ class BatchTotals:
     """Responses with at least one token. Rows that are padding altogether do not count, so adding some changes
     nothing."""
     num_groups: float = 0
-    """Groups of the optimizer step, for losses whose unit is a group (pairs of preferences). One micro-batch cannot tell
-    how many groups it has, so `of` leaves 0 and the trainer fills it in."""
+    """Groups of the optimizer step, for losses whose unit is a group (pairs of preferences). A mask does not tell how
+    many groups there are, so `of` leaves 0 and the trainer fills it in."""
 
     def __post_init__(self) -> None:
         non_negative("totals.num_tokens", self.num_tokens)

@@ -1,4 +1,4 @@
-"""Estimates of KL(policy || reference) from the log-probabilities of the sampled tokens alone, and what to weigh them by.
+"""Estimates of KL(policy || reference) from the log-probabilities of the sampled tokens alone, and their coefficient.
 
 With `r = log policy - log reference` of a token that the policy sampled (J. Schulman, 2020, "Approximating KL
 divergence"):
@@ -34,8 +34,8 @@ ESTIMATORS = ("k1", "k2", "k3", "k1_st", "k3_st")
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k3") -> Tensor:
     """Elementwise estimate, float32, of the inputs' shape, exactly 0 where the two agree.
 
-    `logprobs`: of the policy, with gradient; `reference_logprobs`: of the reference, constant. Log-ratios are clamped to
-    ±20; beyond that the gradient is zero. Raises `ShapeError`, `ConfigError`.
+    `logprobs`: of the policy, with gradient; `reference_logprobs`: of the reference, constant. Log-ratios are clamped
+    to ±20; beyond that the gradient is zero. Raises `ShapeError`, `ConfigError`.
     """
     known("estimator", estimator, ESTIMATORS)
     same_shape(logprobs, "logprobs", reference_logprobs=reference_logprobs)

@@ -27,8 +27,8 @@ def ppo_clip(
 ) -> TokenLosses:
     """PPO, 1707.06347 eq. 7: `L = -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A)`.
 
-    `clip_high=0.28` is DAPO's clip-higher (2503.14476, section 3.1). `dual_clip=c`: where A < 0 the loss is at most `-c A`,
-    1912.09729, without which a ratio that explodes makes it unbounded; c must be above 1 (the paper has 3).
+    `clip_high=0.28` is DAPO's clip-higher (2503.14476, section 3.1). `dual_clip=c`: where A < 0 the loss is at most
+    `-c A`, 1912.09729, without which a ratio that explodes makes it unbounded; c must be above 1 (the paper has 3).
     The gradient is zero where the bound counts: A > 0 with ρ > 1 + clip_high, A < 0 with ρ < 1 - clip_low or ρ > c.
     Metrics: `clip_fraction`, and with dual_clip `dual_clip_fraction`, of tokens whose gradient each of them cut. Raises
     `ConfigError`.
@@ -65,8 +65,8 @@ def sapo(
     """SAPO, 2511.20347: `L = -(4 / τ) σ(τ (ρ - 1)) A`, with τ by the sign of A.
 
     A clip that fades instead of cutting. The gradient with respect to log π is `-4 p (1 - p) ρ A` with
-    `p = σ(τ (ρ - 1))`: on policy that is `-A`, as of PPO, and it fades as ρ leaves 1, the faster the higher τ. Tokens of
-    bad responses fade faster (1.05 against 1, the paper's), since raising all the other tokens is what is unstable.
+    `p = σ(τ (ρ - 1))`: on policy that is `-A`, as of PPO, and it fades as ρ leaves 1, the faster the higher τ. Tokens
+    of bad responses fade faster (1.05 against 1, the paper's), since raising all the other tokens is what is unstable.
     Metric: `gate_mean`, the share `4 p (1 - p)` of its gradient that a token keeps.
     """
     ratio = log_ratio(new, old).exp()

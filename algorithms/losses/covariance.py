@@ -85,7 +85,7 @@ def token_covariance(new: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
 
 
 def _number(mask: Tensor, share: float) -> int:
-    """How many tokens `share` is: none of none, one at least of some; a share of 0 turns the surrogate's own part off."""
+    """How many tokens `share` is: at least one if there are any. A share of 0 turns the surrogate's own part off."""
     tokens = int(mask.sum())
     return min(tokens, max(1, int(tokens * share))) if share else 0
 

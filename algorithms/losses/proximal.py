@@ -33,9 +33,8 @@ def interpolated_logprobs(new: Tensor, behavior: Tensor, staleness: Tensor) -> T
     `[B, T]` float32 without gradient. Raises `ShapeError`.
     """
     if staleness.shape not in (new.shape, new.shape[:1]):
-        raise ShapeError(
-            f"staleness is {describe(staleness)}; expected {list(new.shape[:1])} (a row) or {list(new.shape)} (a token)."
-        )
+        expected = f"{list(new.shape[:1])} (a row) or {list(new.shape)} (a token)"
+        raise ShapeError(f"staleness is {describe(staleness)}; expected {expected}.")
     d = in_float32(staleness).nan_to_num().view(*staleness.shape, *[1] * (new.dim() - staleness.dim()))
     share = torch.where(d >= 1, 1 / d.clamp(min=1), 0.0)
     return new.detach() + share * (behavior - new.detach())

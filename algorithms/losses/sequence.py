@@ -1,8 +1,8 @@
 """Surrogates whose ratio is of a whole response: its reward is of the whole response, too.
 
-A response's value stands at each of its tokens, so that the aggregations mean what they say: "sequence_mean" gives every
-response the same weight, as the papers have it, and "token_mean" weighs it by its length. Rows are independent, so
-micro-batches add up exactly. Called by `policy.py`, by their names.
+A response's value stands at each of its tokens, so that the aggregations mean what they say: "sequence_mean" gives
+every response the same weight, as the papers have it, and "token_mean" weighs it by its length. Rows are
+independent, so micro-batches add up exactly. Called by `policy.py`, by their names.
 
 Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py` for the arguments.
 """
@@ -73,9 +73,9 @@ def gmpo(
 
         L = -A · exp(mean_t of r_t),   r_t = s · min(s · log ρ_t, s · clip(log ρ_t, -clip_low, clip_high)),   s = sign A
 
-    The clip is on the logarithm: 0.4 is the paper's range (e^-0.4, e^0.4). A is the response's; if the tokens' advantages
-    differ, their mean, each token being clipped by the sign of its own. Metric: `clip_fraction`, of tokens whose
-    gradient the clip cut.
+    The clip is on the logarithm: 0.4 is the paper's range (e^-0.4, e^0.4). A is the response's; if the tokens'
+    advantages differ, their mean, each token being clipped by the sign of its own. Metric: `clip_fraction`, of tokens
+    whose gradient the clip cut.
     """
     tokens_B1 = mask.sum(dim=-1, keepdim=True).clamp(min=1)
     sign = advantage.sign()
