@@ -31,9 +31,9 @@ def gae(
     `[B, T]` float32 without gradient, zero in padding. With values 0 and lam 1 the returns are the discounted sums of
     rewards to come. Raises `ShapeError`, `ConfigError`.
     """
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= value <= 1:
-            raise ConfigError(f"algorithm.{name}={value}: must lie between 0 and 1.")
+    for name, factor in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= factor <= 1:
+            raise ConfigError(f"algorithm.{name}={factor}: must lie between 0 and 1.")
     has_axes("rewards", rewards, "BT")
     same_shape(rewards, "rewards", values=values, mask=mask)
     valid = as_mask(mask)
