@@ -7,6 +7,7 @@ independent, so micro-batches add up exactly. Called by `policy.py`, by their na
 Legend: B rows of the micro-batch, T response tokens, padded; see `surrogate.py` for the arguments.
 """
 
+import torch
 from torch import Tensor
 
 from penstock.algorithms.losses.clipped import pessimistic
@@ -54,7 +55,8 @@ def gspo_token(
     loss and gradient are those of `gspo`. Metric: `clip_fraction`.
     """
     sequence_B1 = sequence_log_ratio(new, old, mask).detach()
-    ratio = (sequence_B1 + new - new.detach()).exp()
+    own = torch.where(sequence_B1.abs() < LOG_RATIO_BOUND, new - new.detach(), 0.0)  # 0, with the token's gradient
+    ratio = (sequence_B1 + own).exp()
     loss, is_clipped = pessimistic(ratio, advantage, clip_low, clip_high)
     return loss, {"clip_fraction": is_clipped}
 

@@ -55,7 +55,7 @@ def test_bad_input_is_named():
         truncated_importance_weight(torch.zeros(1), torch.zeros(2), cap=2)
     with pytest.raises(ConfigError, match=r"correction masked: low=3 is above high=2, so that nothing would be kept"):
         masked(RATIOS, torch.zeros(2, 3), MASK, low=3, high=2)
-    with pytest.raises(ConfigError, match="correction rejection: low=3.0 is above high=2.0"):
+    with pytest.raises(ConfigError, match=r"correction rejection: low=3.0 is above high=2.0"):
         rejection(RATIOS, torch.zeros(2, 3), MASK, low=3.0)
 
 

@@ -30,7 +30,7 @@ def test_options_come_back_as_they_are():
 
 
 def test_a_partial_is_checked_like_its_function():
-    with pytest.raises(ConfigError, match="key.clip=-1"):
+    with pytest.raises(ConfigError, match=r"key.clip=-1"):
         checked_options(partial(formula, shift=1.0), {"clip": -1}, "key")
 
 
