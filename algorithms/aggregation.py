@@ -3,7 +3,7 @@
 A loss is computed on one micro-batch of one rank at a time, but its mean is over the whole batch of the optimizer step.
 The normaliser is therefore an argument, `BatchTotals`, which the trainer sums over all ranks and micro-batches before
 the first backward; each call returns a *contribution*, and contributions add up to the mean. No call knows or needs to
-know how many others there are. Called by `losses.py`, and by losses of one's own.
+know how many others there are. Called by the losses (`losses/policy.py` and its like), and by losses of one's own.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.algorithms.checks import as_mask, has_axes, known, non_negative, same_shape
+from penstock.algorithms.checks import as_mask, has_axes, known, non_negative, positive, same_shape
 from penstock.conf.algorithm import AGGREGATIONS
 
 
@@ -31,7 +31,8 @@ class BatchTotals:
     """Responses with at least one token. Rows that are padding altogether do not count, so adding some changes
     nothing."""
     num_groups: float = 0
-    """Groups that have a row here, whatever is in it. Losses of pairs divide by it."""
+    """Groups of the optimizer step, for losses whose unit is a group (pairs of preferences). A mask does not tell how
+    many groups there are, so `of` leaves 0 and the trainer fills it in."""
 
     def __post_init__(self) -> None:
         non_negative("totals.num_tokens", self.num_tokens)
@@ -63,24 +64,34 @@ def masked(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, in_float32(values), 0.0)
 
 
-def aggregate(values_BT: Tensor, mask_BT: Tensor, totals: BatchTotals, how: str) -> Tensor:
+def aggregate(values_BT: Tensor, mask_BT: Tensor, totals: BatchTotals, how: str, *, constant: float = 1.0) -> Tensor:
     """This micro-batch's contribution to the mean over the batch, float32 `[]`.
 
     `values_BT`: float `[B, T]`; what is under padding is ignored, NaN included. `mask_BT`: bool or 0/1 `[B, T]`.
-    `how`: "token_mean", Σ values·mask / num_tokens, where every token weighs the same; or "sequence_mean",
-    Σ over rows of the row's masked mean / num_sequences, where every response does. Rows without a token add 0.
+    `how`:
 
-    Raises `ShapeError` for shapes that differ, `ConfigError` for an unknown `how`.
+    - "token_mean": Σ values·mask / num_tokens. Every token weighs the same: DAPO, 2503.14476, section 3.3.
+    - "sequence_mean": Σ over rows of the row's masked mean / num_sequences. Every response weighs the same: GRPO,
+      2402.03300 eq. 3.
+    - "sequence_sum": Σ values·mask / num_sequences, the mean of the responses' sums.
+    - "constant": Σ values·mask / (num_sequences · `constant`), where `constant` is a length, such as the longest
+      response allowed: Dr. GRPO, 2503.20783 section 3.2. With 1 it is "sequence_sum".
+
+    `constant` is read by "constant" alone. Rows without a token add 0. Raises `ShapeError` for shapes that differ,
+    `ConfigError` for an unknown `how` or a `constant` that is not above 0.
     """
     known("aggregation", how, AGGREGATIONS)
+    positive("constant", constant)
     has_axes("values", values_BT, "BT")
     same_shape(values_BT, "values", mask=mask_BT)
     mask = as_mask(mask_BT)
     values = masked(values_BT, mask)
     if how == "token_mean":
         return _divide(values.sum(), totals.num_tokens)
-    tokens_B = mask.sum(dim=-1).clamp(min=1)
-    return _divide((values.sum(dim=-1) / tokens_B).sum(), totals.num_sequences)
+    if how == "sequence_mean":
+        tokens_B = mask.sum(dim=-1).clamp(min=1)
+        return _divide((values.sum(dim=-1) / tokens_B).sum(), totals.num_sequences)
+    return _divide(values.sum(), totals.num_sequences * (constant if how == "constant" else 1.0))
 
 
 def _divide(total: Tensor, count: float) -> Tensor:

@@ -55,7 +55,7 @@ def non_negative(key: str, value: float) -> None:
 def positive(key: str, value: float) -> None:
     """Raises `ConfigError` unless the number is finite and above 0."""
     if not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{key}={value}: must be a finite number above 0.")
+        raise ConfigError(f"{key}={value}: must be a finite number, above 0.")
 
 
 def in_range(key: str, value: float, low: float, high: float) -> None:

@@ -1,4 +1,4 @@
-"""Estimates of KL(policy || reference) from the log-probabilities of the sampled tokens alone.
+"""Estimates of KL(policy || reference) from the log-probabilities of the sampled tokens alone, and their coefficient.
 
 With `r = log policy - log reference` of a token that the policy sampled (J. Schulman, 2020, "Approximating KL
 divergence"):
@@ -7,38 +7,112 @@ divergence"):
     k2 = r² / 2              biased, low variance, never negative
     k3 = exp(-r) - 1 + r     unbiased, low variance, never negative; GRPO's, 2402.03300 eq. 4
 
-Called by `losses.py` with log-probabilities that carry gradients. Elementwise over any shape.
+That is about their *values*. A loss follows their *gradients*, and those are another matter. On samples of the policy
+itself the gradient of the divergence is `E[r ∇log π]` (the term `E[∇r] = E[∇log π]` is zero). k2's gradient is
+`r ∇log π`: unbiased. k1's is `∇log π`, whose expectation is zero: as a loss it does nothing but add noise. k3's is
+`(1 - exp(-r)) ∇log π`, which is the gradient of the *reverse* divergence KL(reference || policy). The straight-through
+variants `k1_st` and `k3_st` have the value of k1 or k3, for the metrics, and the gradient of k2.
+
+In the loss: `kl_estimate`, called by `losses/policy.py` with log-probabilities that carry gradients. In the reward:
+`kl_penalty`, where only values count. `FixedKl` and `AdaptiveKl` hold the coefficient between steps.
 """
+
+import math
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from penstock.algorithms.aggregation import in_float32
-from penstock.algorithms.checks import known, same_shape
+from penstock.algorithms.aggregation import masked
+from penstock.algorithms.checks import as_mask, has_axes, known, non_negative, positive, same_shape
+from penstock.algorithms.ratios import LOG_RATIO_BOUND as LOG_RATIO_BOUND
+from penstock.algorithms.ratios import log_ratio
 
-LOG_RATIO_BOUND = 20.0
-"""Log-ratios are clamped to ±20 before exp. exp(20) = 4.9e8 is finite in float32 and far beyond any ratio that is not a
-bug; beyond the bound the gradient is zero."""
-
-ESTIMATORS = ("k1", "k2", "k3")
-
-
-def log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """`numerator - denominator` of two log-probabilities, float32, clamped to ±`LOG_RATIO_BOUND`."""
-    return (in_float32(numerator) - in_float32(denominator)).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+ESTIMATORS = ("k1", "k2", "k3", "k1_st", "k3_st")
 
 
 def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "k3") -> Tensor:
     """Elementwise estimate, float32, of the inputs' shape, exactly 0 where the two agree.
 
-    `logprobs`: of the policy, with gradient; `reference_logprobs`: of the reference, constant. Raises `ShapeError`,
-    `ConfigError`.
+    `logprobs`: of the policy, with gradient; `reference_logprobs`: of the reference, constant. Log-ratios are clamped
+    to ±20; beyond that the gradient is zero. Raises `ShapeError`, `ConfigError`.
     """
     known("estimator", estimator, ESTIMATORS)
     same_shape(logprobs, "logprobs", reference_logprobs=reference_logprobs)
     r = log_ratio(logprobs, reference_logprobs)
+    value = _value(r, estimator.removesuffix("_st"))
+    if not estimator.endswith("_st"):
+        return value
+    k2 = _value(r, "k2")
+    return k2 - k2.detach() + value.detach()
+
+
+def _value(r: Tensor, estimator: str) -> Tensor:
     if estimator == "k1":
         return r
     if estimator == "k2":
         return r.square() / 2
     return torch.expm1(-r) + r  # expm1: exp(-r) - 1 would lose every digit where the two nearly agree
+
+
+def kl_penalty(
+    logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, coef: float, estimator: str = "k1"
+) -> Tensor:
+    """What to subtract from the reward of each token, `coef · k(π || π_reference)`: 1909.08593 eq. 2, a token.
+
+    All `[B, T]`; what is under `mask == 0` is ignored, NaN included. Returns `[B, T]` float32 without gradient, 0 in
+    padding. k1 by default: summed over a response it is exactly the log-ratio of the paper. Raises `ShapeError`,
+    `ConfigError`.
+    """
+    non_negative("kl_coef", coef)
+    has_axes("logprobs", logprobs, "BT")
+    same_shape(logprobs, "logprobs", reference_logprobs=reference_logprobs, mask=mask)
+    valid = as_mask(mask)
+    return coef * kl_estimate(masked(logprobs, valid).detach(), masked(reference_logprobs, valid).detach(), estimator)
+
+
+@dataclass(frozen=True)
+class FixedKl:
+    """A coefficient that stays.
+
+    >>> FixedKl(0.1).after(kl=3.0)
+    FixedKl(coef=0.1)
+    """
+
+    coef: float
+
+    def __post_init__(self) -> None:
+        non_negative("kl_coef", self.coef)
+
+    def after(self, kl: float) -> "FixedKl":
+        """The state for the next step, whatever this step's divergence was."""
+        return self
+
+
+@dataclass(frozen=True)
+class AdaptiveKl:
+    """A coefficient that follows a target: 1909.08593 section 2.2,
+
+        e = clip(KL / target - 1, -0.2, 0.2),   coef ← coef · (1 + gain · e)
+
+    The paper's gain is 0.1 a step. (Elsewhere it is written as samples of a step / horizon.) A value, not a holder of
+    one: each step's state is made from the last, so that it can be checkpointed and replayed.
+
+    >>> AdaptiveKl(coef=0.1, target=6.0).after(kl=12.0).coef  # e = 0.2: 0.1 · 1.02
+    0.10200000000000001
+    """
+
+    coef: float
+    target: float
+    gain: float = 0.1
+
+    def __post_init__(self) -> None:
+        non_negative("kl_coef", self.coef)
+        positive("kl_target", self.target)
+        non_negative("kl_gain", self.gain)
+
+    def after(self, kl: float) -> "AdaptiveKl":
+        """The state for the next step. `kl`: the mean divergence of this step's responses, in nats; finite or not, the
+        coefficient moves by at most `0.2 · gain`, and a NaN moves nothing."""
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        return self if math.isnan(kl) else replace(self, coef=self.coef * (1 + self.gain * error))

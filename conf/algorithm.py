@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from penstock.conf.checks import at_least, one_of
 
-AGGREGATIONS = ("token_mean", "sequence_mean")
+AGGREGATIONS = ("token_mean", "sequence_mean", "sequence_sum", "constant")
 CORRECTIONS = ("none", "truncated")
 
 
@@ -43,7 +43,8 @@ class GrpoConfig(AlgorithmConfig):
     kl_coef: float = 0.0
     """Weight of the k3 estimate of KL(policy || reference) in the loss. 0: no reference model is started."""
     aggregation: str = "token_mean"
-    """token_mean: every token of the batch weighs the same. sequence_mean: every response does."""
+    """token_mean: every token of the batch weighs the same. sequence_mean: every response does. sequence_sum: the mean
+    of the responses' sums, so that long ones weigh more. constant: the same over a constant length, which is 1 here."""
     correction: str = "truncated"
     """Between engine and trainer: truncated (importance weight of the trainer's over the engine's probability, capped),
     or none (the ratio is taken against the engine's log-probabilities)."""

@@ -21,6 +21,22 @@ def test_sequence_mean_weighs_every_response_the_same():
     assert aggregate(VALUES, MASK, BatchTotals.of(MASK), "sequence_mean").item() == 6.0
 
 
+def test_sequence_sum_is_the_mean_of_the_sums():
+    # ((1 + 2 + 3) + 10) / 2 responses = 8
+    assert aggregate(VALUES, MASK, BatchTotals.of(MASK), "sequence_sum").item() == 8.0
+
+
+def test_constant_divides_the_sums_by_a_length_that_is_the_same_for_all():
+    # ((1 + 2 + 3) + 10) / (2 responses · 4) = 2
+    assert aggregate(VALUES, MASK, BatchTotals.of(MASK), "constant", constant=4).item() == 2.0
+    assert aggregate(VALUES, MASK, BatchTotals.of(MASK), "constant").item() == 8.0
+
+
+def test_groups_are_summed_and_not_counted_from_a_mask():
+    assert BatchTotals(1, 1, 2) + BatchTotals(3, 1, 4) == BatchTotals(4, 2, 6)
+    assert BatchTotals.of(MASK).num_groups == 0
+
+
 def test_the_normaliser_is_of_the_whole_batch_not_of_the_call():
     # 16 over the 8 tokens of a batch of which this is one half
     assert aggregate(VALUES, MASK, BatchTotals(8, 4), "token_mean").item() == 2.0
@@ -102,5 +118,9 @@ def test_bad_input_is_named():
         aggregate(torch.zeros(1, 2), torch.ones(1, 2), BatchTotals(1, 1), "token_means")
     with pytest.raises(ConfigError, match=r"totals.num_tokens=-1"):
         BatchTotals(-1, 1)
+    with pytest.raises(ConfigError, match=r"totals.num_groups=-1"):
+        BatchTotals(1, 1, -1)
+    with pytest.raises(ConfigError, match=r"constant=0: must be a finite number, above 0"):
+        aggregate(torch.zeros(1, 2), torch.ones(1, 2), BatchTotals(1, 1), "constant", constant=0)
     with pytest.raises(ShapeError, match="values is list"):
         aggregate([[1.0]], torch.ones(1, 1), BatchTotals(1, 1), "token_mean")

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.kl import ESTIMATORS, LOG_RATIO_BOUND, kl_estimate, log_ratio
+from penstock.algorithms.kl import ESTIMATORS, AdaptiveKl, FixedKl, kl_estimate, kl_penalty
 from penstock.conf.errors import ConfigError, ShapeError
 
 LOGPROBS = st.floats(-60, 0, width=32)
@@ -65,14 +65,89 @@ def test_a_log_ratio_of_100_gives_finite_values_and_no_gradient(estimator, r):
     assert policy.grad.item() == 0.0
 
 
-def test_log_ratios_are_clamped_and_in_float32():
-    result = log_ratio(torch.tensor([1.0, 50.0, -50.0], dtype=torch.bfloat16), torch.zeros(3, dtype=torch.bfloat16))
-    assert result.tolist() == [1.0, LOG_RATIO_BOUND, -LOG_RATIO_BOUND]
-    assert result.dtype == torch.float32
-
-
 def test_bad_input_is_named():
     with pytest.raises(ShapeError, match=r"reference_logprobs is float32 \[3\]; expected \[2\]"):
         kl_estimate(torch.zeros(2), torch.zeros(3))
     with pytest.raises(ConfigError, match="estimator=k4: unknown"):
         kl_estimate(torch.zeros(2), torch.zeros(2), "k4")
+    with pytest.raises(ConfigError, match="kl_coef=-1"):
+        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), coef=-1)
+    with pytest.raises(ShapeError, match=r"logprobs is float32 \[2\]; expected a tensor \[B, T\]"):
+        kl_penalty(torch.zeros(2), torch.zeros(2), torch.ones(2), coef=1)
+    with pytest.raises(ShapeError, match=r"mask is float32 \[1, 3\]; expected \[1, 2\]"):
+        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 3), coef=1)
+    with pytest.raises(ConfigError, match="kl_coef=-1"):
+        FixedKl(-1)
+    with pytest.raises(ConfigError, match="kl_target=0"):
+        AdaptiveKl(0.1, target=0)
+    with pytest.raises(ConfigError, match="kl_gain=-1"):
+        AdaptiveKl(0.1, target=1, gain=-1)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_straight_through_has_the_value_of_one_and_the_gradient_of_k2(estimator):
+    # the gradient of k2 is r = ln 2
+    policy = torch.tensor([-1.0], dtype=torch.float64, requires_grad=True)
+    reference = policy.detach() - math.log(2)
+    estimate = kl_estimate(policy, reference, f"{estimator}_st")
+    estimate.backward()
+    assert estimate.item() == kl_estimate(policy.detach(), reference, estimator).item()
+    assert policy.grad.item() == pytest.approx(math.log(2))
+
+
+@given(st.lists(st.floats(-2, 2), min_size=3, max_size=3))
+def test_on_policy_the_expected_gradient_of_k2_is_that_of_the_divergence_and_that_of_k1_is_zero(logits):
+    # exact expectations over three tokens: sum π(y) · grad of k(y), against autograd on the divergence itself
+    logits = torch.tensor(logits, dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64).log()
+    policy = logits.log_softmax(0)
+    exact = torch.autograd.grad((policy.exp() * (policy - reference)).sum(), logits, retain_graph=True)[0]
+    for estimator, expected in (("k2", exact), ("k1_st", exact), ("k3_st", exact), ("k1", torch.zeros(3).double())):
+        estimate = (policy.detach().exp() * kl_estimate(policy, reference, estimator)).sum()
+        gradient = torch.autograd.grad(estimate, logits, retain_graph=True)[0]
+        torch.testing.assert_close(gradient, expected, rtol=1e-8, atol=1e-10)
+
+
+def test_the_penalty_is_the_scaled_log_ratio_without_gradient_and_zero_in_padding():
+    # 0.1 · (-1 + 2) = 0.1
+    logprobs = torch.tensor([[-1.0, math.nan]], requires_grad=True)
+    penalty = kl_penalty(logprobs, torch.tensor([[-2.0, math.nan]]), torch.tensor([[1, 0]]), coef=0.1)
+    torch.testing.assert_close(penalty, torch.tensor([[0.1, 0.0]]))
+    assert not penalty.requires_grad
+
+
+def test_the_sum_of_k1_penalties_is_the_log_ratio_of_the_responses():
+    logprobs, reference = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.5, -1.0, -2.0]])
+    penalty = kl_penalty(logprobs, reference, torch.ones(1, 3), coef=1.0)
+    assert penalty.sum().item() == pytest.approx((logprobs - reference).sum().item())
+
+
+def test_a_fixed_coefficient_stays():
+    assert FixedKl(0.1).after(100.0) == FixedKl(0.1)
+
+
+@pytest.mark.parametrize(
+    ("kl", "coef"),
+    [
+        (6.0, 0.1),  # on target
+        (6.6, 0.101),  # e = 0.1: 0.1 · (1 + 0.1 · 0.1)
+        (12.0, 0.102),  # e = 1, clipped to 0.2
+        (0.0, 0.098),  # e = -1, clipped to -0.2
+        (math.inf, 0.102),
+        (math.nan, 0.1),  # a step that cannot say moves nothing
+    ],
+)
+def test_an_adaptive_coefficient_follows_its_target_by_at_most_a_fiftieth(kl, coef):
+    assert AdaptiveKl(coef=0.1, target=6.0).after(kl).coef == pytest.approx(coef)
+
+
+@given(st.lists(st.floats(0, 1e6), max_size=30))
+def test_an_adaptive_coefficient_stays_positive_and_its_states_replay(divergences):
+    def run():
+        state = AdaptiveKl(coef=0.1, target=6.0)
+        for kl in divergences:
+            state = state.after(kl)
+        return state
+
+    assert run() == run()
+    assert run().coef > 0

@@ -190,7 +190,7 @@ def test_half_precision_is_computed_in_float32():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"beta": 0.0}, ConfigError, "algorithm.beta=0.0: must be a finite number above 0"),
+        ({"beta": 0.0}, ConfigError, "algorithm.beta=0.0: must be a finite number, above 0"),
         ({"desirable_weight": -1.0}, ConfigError, "algorithm.desirable_weight=-1.0: must be"),
         ({"undesirable_weight": float("nan")}, ConfigError, "algorithm.undesirable_weight=nan: must be"),
         ({"logprobs": torch.zeros(2)}, ShapeError, r"logprobs is float32 \[2\]; expected a tensor \[B, T\]"),

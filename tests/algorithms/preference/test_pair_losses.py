@@ -173,7 +173,7 @@ def test_bad_tensors_are_named(loss, changes, message):
 @pytest.mark.parametrize(
     ("loss", "settings", "message"),
     [
-        (dpo_loss, {"beta": 0.0}, r"algorithm.beta=0.0: must be a finite number above 0"),
+        (dpo_loss, {"beta": 0.0}, r"algorithm.beta=0.0: must be a finite number, above 0"),
         (dpo_loss, {"beta": float("inf")}, r"algorithm.beta=inf: must be"),
         (dpo_loss, {"label_smoothing": 0.6}, r"algorithm.label_smoothing=0.6: must be a number from 0.0 to 0.5"),
         (dpo_loss, {"label_smoothing": float("nan")}, r"algorithm.label_smoothing=nan: must be"),

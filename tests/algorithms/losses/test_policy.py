@@ -1,5 +1,8 @@
+import inspect
 import math
+import re
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.losses import per_token, ppo_clip_loss, sft_loss
+from penstock.algorithms.losses import SURROGATES, per_token, policy_loss, ppo_clip_loss
 from penstock.conf.algorithm import AGGREGATIONS, CORRECTIONS
 from penstock.conf.errors import ConfigError, ShapeError
 
@@ -87,14 +90,6 @@ def test_kl_is_measured_but_not_added_with_coefficient_zero():
     loss, gradient, metrics = one_token(1.0, 1.0, kl_coef=0.0, reference_logprobs=reference)
     assert (loss, gradient) == (-1.0, -1.0)
     assert metrics["kl"] == pytest.approx(0.193147, abs=1e-6)
-
-
-def test_sft_is_the_negative_log_likelihood():
-    # token mean: (1 + 2 + 3) / 3 = 2; sequence mean: ((1 + 2) / 2 + 3) / 2 = 2.25
-    logprobs, mask = torch.tensor([[-1.0, -2.0], [-3.0, math.nan]]), torch.tensor([[1, 1], [1, 0]])
-    loss, metrics = sft_loss(logprobs, mask, BatchTotals.of(mask))
-    assert loss.item() == metrics["loss"].item() == 2.0
-    assert sft_loss(logprobs, mask, BatchTotals.of(mask), aggregation="sequence_mean")[0].item() == 2.25
 
 
 def batch(seed, rows, width, dtype=torch.float64):
@@ -276,3 +271,140 @@ def test_bad_input_is_named(changes, error, message):
     arguments |= {"mask": torch.ones(2, 3), "totals": BatchTotals(6, 2), "advantage": torch.zeros(2)}
     with pytest.raises(error, match=message):
         ppo_clip_loss(**(arguments | changes))
+
+
+def two_tokens(**settings):
+    """`policy_loss` of the log-probabilities -1 and -2 with every other one in a place of its own."""
+    arguments = {
+        "logprobs": torch.tensor([[-1.0, -2.0]], dtype=torch.float64, requires_grad=True),
+        "mask": torch.ones(1, 2),
+        "totals": BatchTotals(2, 1),
+        "advantage": torch.tensor([1.0], dtype=torch.float64),
+        "behavior_logprobs": torch.tensor([[-1.5, -2.5]], dtype=torch.float64),
+        "old_logprobs": torch.tensor([[-1.25, -2.25]], dtype=torch.float64),
+    }
+    return policy_loss(**(arguments | settings))
+
+
+def anchor_seen(**settings):
+    """What a surrogate gets as `old`, and a correction as its two."""
+    seen = {}
+
+    def formula(new, old, advantage, mask):
+        seen["anchor"] = old.tolist()
+        return 0.0 * new, {}
+
+    def weigh(old, behavior, mask):
+        seen["weighed"] = old.tolist(), behavior.tolist()
+        return torch.ones_like(old), {}
+
+    settings.setdefault("correction", weigh)
+    two_tokens(surrogate=formula, **settings)
+    return seen
+
+
+def test_the_ratio_is_taken_against_the_trainer_and_the_weight_between_trainer_and_engine():
+    assert anchor_seen() == {"anchor": [[-1.25, -2.25]], "weighed": ([[-1.25, -2.25]], [[-1.5, -2.5]])}
+
+
+def test_without_a_correction_the_ratio_is_taken_against_the_engine():
+    assert anchor_seen(correction="none") == {"anchor": [[-1.5, -2.5]]}
+
+
+def test_a_proximal_policy_stands_between_the_two_ratios():
+    proximal = torch.tensor([[-1.0, -3.0]], dtype=torch.float64)
+    for settings in ({}, {"correction": "none"}):
+        seen = anchor_seen(proximal="column", proximal_logprobs=proximal, **settings)
+        assert seen["anchor"] == proximal.tolist()
+    assert anchor_seen(proximal="column", proximal_logprobs=proximal)["weighed"][0] == proximal.tolist()
+    # two updates old: half way between -1, -2 and -1.5, -2.5
+    assert anchor_seen(proximal="interpolated", staleness=torch.tensor([2]))["anchor"] == [[-1.25, -2.25]]
+
+
+def test_any_surrogate_goes_with_any_correction():
+    # cispo: ratio e^0.25, weight of the correction e^0.25; L = -Σ w ρ A log π / 2 = e^0.5 (1 + 2) / 2
+    loss, metrics = two_tokens(surrogate="cispo", correction="masked", correction_options={"high": 2.0})
+    assert loss.item() == pytest.approx(math.exp(0.5) * 1.5)
+    assert set(metrics) == {"pg_loss", "clip_fraction", "correction_weight_mean", "correction_masked_fraction"}
+
+
+def test_a_token_that_the_correction_masks_has_no_loss_but_stays_in_the_count():
+    # weight e^0.25 = 1.28 is above 1.2: both tokens are out
+    loss, metrics = two_tokens(correction="masked", correction_options={"high": 1.2})
+    assert loss.item() == 0.0
+    assert metrics["correction_masked_fraction"] == 1.0
+
+
+def test_the_kl_term_is_not_weighted_by_the_correction():
+    reference = torch.tensor([[-1.0, -2.0 - math.log(2)]], dtype=torch.float64)
+    masks_all = {"correction": "masked", "correction_options": {"high": 1.2}, "reference_logprobs": reference}
+    # k3(ln 2) = 0.193147, k1 = 0.693147, over two tokens
+    loss, metrics = two_tokens(kl_coef=2.0, **masks_all)
+    assert loss.item() == pytest.approx(0.193147, abs=1e-6)
+    loss, metrics = two_tokens(kl_coef=2.0, kl_estimator="k1_st", **masks_all)
+    assert loss.item() == pytest.approx(0.693147, abs=1e-6)
+    assert metrics["kl"] == pytest.approx(0.346574, abs=1e-6)
+
+
+def test_the_aggregation_takes_its_constant():
+    loss, _ = two_tokens(surrogate="reinforce", correction="none", aggregation="constant", constant=6.0)
+    assert loss.item() == pytest.approx(3.0 / 6.0)  # (1 + 2) / (1 response · 6)
+
+
+def test_the_preset_is_the_driver_with_its_defaults():
+    logprobs, mask, columns = batch(5, 3, 4)
+    preset = run(ppo_clip_loss, logprobs, mask, columns, BatchTotals.of(mask))
+    driver = run(policy_loss, logprobs, mask, columns, BatchTotals.of(mask))
+    assert torch.equal(preset[0], driver[0])
+    assert torch.equal(preset[1], driver[1])
+    assert preset[2] == driver[2]
+
+
+def test_no_setting_of_a_loss_looks_like_a_column():
+    # a parameter whose default is None is read from the rows
+    names = [name for name, p in inspect.signature(policy_loss).parameters.items() if p.default is None]
+    assert names == ["reference_logprobs", "proximal_logprobs", "staleness"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"surrogate": "ppo_clp"}, ConfigError, r"algorithm.surrogate=ppo_clp: unknown; did you mean 'ppo_clip'"),
+        ({"correction": "mask"}, ConfigError, r"algorithm.correction=mask: unknown; did you mean 'masked'"),
+        ({"proximal": "rows"}, ConfigError, r"algorithm.proximal=rows: unknown"),
+        ({"kl_estimator": "k4", "reference_logprobs": torch.zeros(1, 2)}, ConfigError, "estimator=k4"),
+        ({"surrogate_options": {"clip_lo": 1}}, ConfigError, r"algorithm.surrogate_options.clip_lo: ppo_clip has no"),
+        ({"surrogate_options": {"clip_low": -1}}, ConfigError, r"algorithm.surrogate_options.clip_low=-1: must be"),
+        ({"correction_options": {"cap": "2"}}, ConfigError, r"algorithm.correction_options.cap='2': expected float"),
+        ({"constant": 0.0}, ConfigError, r"constant=0.0: must be a finite number, above 0"),
+        ({"proximal": "column"}, ConfigError, r"algorithm.proximal=column needs proximal_logprobs, which nothing"),
+        ({"proximal": "interpolated"}, ConfigError, r"algorithm.proximal=interpolated needs staleness, which nothing"),
+        (
+            {"proximal": "column", "proximal_logprobs": torch.zeros(1, 3)},
+            ShapeError,
+            r"proximal_logprobs is float32 \[1, 3\]; expected \[1, 2\], the shape of logprobs",
+        ),
+        (
+            {"proximal": "interpolated", "staleness": torch.zeros(3)},
+            ShapeError,
+            r"staleness is float32 \[3\]; expected \[1\] \(a row\) or \[1, 2\] \(a token\)",
+        ),
+    ],
+)
+def test_bad_settings_of_the_driver_are_named(settings, error, message):
+    with pytest.raises(error, match=message):
+        two_tokens(**settings)
+
+
+def test_the_surrogate_in_the_documentation_runs():
+    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "@surrogate(" in block)
+    names = {"__name__": "documentation"}
+    exec(code, names)
+    SURROGATES.pop("my_spo")
+    # on policy: -A, and the penalty is zero
+    logprobs, mask, columns = batch(1, 3, 4)
+    columns["old_logprobs"] = columns["behavior_logprobs"] = logprobs
+    _, gradient, metrics = run(names["loss"], logprobs, mask, columns, BatchTotals.of(mask))
+    torch.testing.assert_close(gradient, -columns["advantage"][:, None] * mask / mask.sum())
+    assert metrics["ratio"] == 1.0

@@ -1,0 +1,31 @@
+"""How much better a sample, or a token, is than was to be expected: rewards to advantages.
+
+Pure functions, called by the `compute` stages of a dataflow with one tensor a column read.
+
+    normalizer.py    the one formula for outcome rewards: a centre and a scale, of the group or of the batch
+    outcome.py       its presets and kin, by name: grpo, dr_grpo, rloo, reinforce_plus_plus, opo, remax, gpg …
+    token_rewards.py a reward and a KL penalty as rewards of tokens
+    temporal.py      rewards and values of tokens to advantages and returns of tokens (GAE); whitening
+
+A stage sees one group at a time: presets take all of its samples as one group if they get no `group_ids`. What needs
+statistics of the batch wants the batch's rewards, `[N]`, and says so.
+
+One's own, from any file: `@advantage("mine")`, see `registry.py`.
+"""
+
+from penstock.algorithms.advantages.normalizer import finite_rewards as finite_rewards
+from penstock.algorithms.advantages.normalizer import normalized as normalized
+from penstock.algorithms.advantages.outcome import dr_grpo as dr_grpo
+from penstock.algorithms.advantages.outcome import gpg as gpg
+from penstock.algorithms.advantages.outcome import group_advantage as group_advantage
+from penstock.algorithms.advantages.outcome import opo as opo
+from penstock.algorithms.advantages.outcome import reinforce_plus_plus as reinforce_plus_plus
+from penstock.algorithms.advantages.outcome import reinforce_plus_plus_baseline as reinforce_plus_plus_baseline
+from penstock.algorithms.advantages.outcome import remax as remax
+from penstock.algorithms.advantages.outcome import rloo as rloo
+from penstock.algorithms.advantages.registry import ADVANTAGES as ADVANTAGES
+from penstock.algorithms.advantages.registry import advantage as advantage
+from penstock.algorithms.advantages.temporal import gae as gae
+from penstock.algorithms.advantages.temporal import gae_ragged as gae_ragged
+from penstock.algorithms.advantages.temporal import whitened as whitened
+from penstock.algorithms.advantages.token_rewards import token_rewards as token_rewards

@@ -1,0 +1,155 @@
+"""The policy loss: one driver for every formula, `w · surrogate + kl_coef · KL`, aggregated.
+
+    mask ─▶ anchor (old, behavior or proximal log-probabilities) ─▶ correction: weights w ─┐
+                     └──────────────▶ surrogate: a loss a token ───────────────────────────┴─▶ mean ─▶ + KL term
+
+The driver checks shapes and settings, masks, and sums; the formulas are in `clipped.py`, `sequence.py`, `weighted.py`
+and `covariance.py`, or in one's own file. Called by the trainer, see `losses/__init__.py`.
+
+Legend: B rows of the micro-batch, T response tokens, padded: what lies under `mask == 0` may be anything, NaN included.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked
+from penstock.algorithms.checks import as_mask, describe, has_axes, known, non_negative, same_shape
+from penstock.algorithms.corrections import CORRECTIONS, Correction, none
+from penstock.algorithms.kl import kl_estimate
+from penstock.algorithms.losses.proximal import PROXIMALS, proximal_anchor
+from penstock.algorithms.losses.surrogate import SURROGATES, Surrogate
+from penstock.algorithms.options import NO_OPTIONS, Options, checked_options
+from penstock.conf.algorithm import CORRECTIONS as PRESET_CORRECTIONS
+from penstock.conf.errors import ConfigError, ShapeError
+
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+
+def policy_loss(
+    logprobs: Tensor,
+    mask: Tensor,
+    totals: BatchTotals,
+    advantage: Tensor,
+    behavior_logprobs: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor | None = None,
+    proximal_logprobs: Tensor | None = None,
+    staleness: Tensor | None = None,
+    *,
+    surrogate: str | Surrogate = "ppo_clip",
+    surrogate_options: Options = NO_OPTIONS,
+    correction: str | Correction = "truncated",
+    correction_options: Options = NO_OPTIONS,
+    proximal: str = "old",
+    kl_coef: float = 0.0,
+    kl_estimator: str = "k3",
+    aggregation: str = "token_mean",
+    constant: float = 1.0,
+) -> LossAndMetrics:
+    """Any surrogate, with any correction, and a KL term: `L = w · surrogate(π, π_anchor, A) + kl_coef · k(π || π_ref)`.
+
+    `surrogate`, `correction`: a registered name, or the function itself. `proximal`: the anchor of the ratio, see
+    `proximal.py`; with "old" it is `old_logprobs`, and `behavior_logprobs` where the correction is "none".
+    `aggregation`, `constant`: see `aggregate`; they apply to the surrogate and the KL term, metrics are token means.
+
+    `logprobs`, `old_logprobs`, `behavior_logprobs`, `reference_logprobs`, `proximal_logprobs`, `mask`: `[B, T]`.
+    `advantage`, `staleness`: `[B]` or `[B, T]`. Only `logprobs` gets a gradient.
+    Metrics: `pg_loss`, `kl` (with a reference), and those of the surrogate and the correction. Raises `ShapeError`,
+    `ConfigError`.
+    """
+    non_negative("algorithm.kl_coef", kl_coef)
+    known("algorithm.proximal", proximal, PROXIMALS)
+    formula, weigh = SURROGATES.find(surrogate), CORRECTIONS.find(correction)
+    formula_options = checked_options(formula, surrogate_options, "algorithm.surrogate_options")
+    weigh_options = checked_options(weigh, correction_options, "algorithm.correction_options")
+    has_axes("logprobs", logprobs, "BT")
+    same_shape(logprobs, "logprobs", mask=mask, behavior_logprobs=behavior_logprobs, old_logprobs=old_logprobs)
+    valid = as_mask(mask)
+    new, behavior = masked(logprobs, valid), masked(behavior_logprobs, valid).detach()
+    if proximal == "old":
+        anchor = behavior if weigh is none else masked(old_logprobs, valid).detach()
+    else:
+        anchor = proximal_anchor(proximal, new, behavior, valid, proximal_logprobs, staleness)
+
+    values_BT, metrics_BT = formula(new, anchor, per_token(advantage, valid), valid, **formula_options)
+    weight_BT, correction_metrics_BT = weigh(anchor, behavior, valid, **weigh_options)
+    mean = partial(aggregate, mask_BT=valid, totals=totals, how=aggregation, constant=constant)
+    token_mean = partial(aggregate, mask_BT=valid, totals=totals, how="token_mean")
+    pg_loss = mean(weight_BT * values_BT)
+    metrics = {name: token_mean(value).detach() for name, value in (metrics_BT | correction_metrics_BT).items()}
+    metrics["pg_loss"] = pg_loss.detach()
+    if reference_logprobs is None:
+        _no_reference(kl_coef)
+        return pg_loss, metrics
+    same_shape(logprobs, "logprobs", reference_logprobs=reference_logprobs)
+    kl_BT = kl_estimate(new, masked(reference_logprobs, valid).detach(), kl_estimator)
+    metrics["kl"] = token_mean(kl_BT).detach()
+    return pg_loss + kl_coef * mean(kl_BT) if kl_coef else pg_loss, metrics
+
+
+def ppo_clip_loss(
+    logprobs: Tensor,
+    mask: Tensor,
+    totals: BatchTotals,
+    advantage: Tensor,
+    behavior_logprobs: Tensor,
+    old_logprobs: Tensor,
+    reference_logprobs: Tensor | None = None,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    kl_coef: float = 0.0,
+    aggregation: str = "token_mean",
+    correction: str = "truncated",
+    correction_cap: float = 2.0,
+) -> LossAndMetrics:
+    """PPO's clipped surrogate (1707.06347 eq. 7) with GRPO's KL term (2402.03300 eq. 3), a token:
+
+        L = -w · min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) + kl_coef · k3(π || π_reference)
+
+    A preset of `policy_loss`, its settings flat. `correction="truncated"`: `ρ = π / π_old` and
+    `w = min(π_old / π_behavior, correction_cap)`, a constant: clipping bounds how far this batch moves the policy, `w`
+    makes up for the engine (2505.24298). `correction="none"`: `ρ = π / π_behavior`, `w = 1`.
+
+    Shapes as of `policy_loss`. Metrics: `pg_loss`, `clip_fraction` (tokens whose gradient the clip cut), `kl` (with a
+    reference; token mean), `correction_weight_mean` and `correction_capped_fraction` (with a correction). Raises
+    `ShapeError`, `ConfigError`.
+    """
+    for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("correction_cap", correction_cap)):
+        non_negative(f"algorithm.{name}", value)
+    known("algorithm.correction", correction, PRESET_CORRECTIONS)
+    return policy_loss(
+        logprobs,
+        mask,
+        totals,
+        advantage,
+        behavior_logprobs,
+        old_logprobs,
+        reference_logprobs,
+        surrogate_options={"clip_low": clip_low, "clip_high": clip_high},
+        correction=correction,
+        correction_options={"cap": correction_cap} if correction == "truncated" else NO_OPTIONS,
+        kl_coef=kl_coef,
+        aggregation=aggregation,
+    )
+
+
+def per_token(advantage: Tensor, mask: Tensor) -> Tensor:
+    """Advantages `[B]` or `[B, T]` as `[B, T]` float32 without gradient, 0 in padding. Raises `ShapeError`."""
+    if advantage.shape == mask.shape[:1]:
+        return torch.where(mask, in_float32(advantage.detach()).unsqueeze(-1), 0.0)
+    if advantage.shape == mask.shape:
+        return masked(advantage.detach(), mask)
+    raise ShapeError(
+        f"advantage is {describe(advantage)}; expected {list(mask.shape[:1])} (a row) or {list(mask.shape)} (a token)."
+    )
+
+
+def _no_reference(kl_coef: float) -> None:
+    if kl_coef:
+        raise ConfigError(
+            f"algorithm.kl_coef={kl_coef} needs reference_logprobs, which nothing writes. "
+            "Add flow.logprobs('reference') to the dataflow, or set algorithm.kl_coef=0."
+        )

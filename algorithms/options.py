@@ -1,0 +1,92 @@
+"""Settings of a surrogate or a correction, checked against what the function says that it takes.
+
+A formula declares its settings as keyword-only parameters with a type, and its limits in the type:
+
+    @surrogate("mine")
+    def mine(new, old, advantage, mask, *, clip: NonNegative = 0.2, temperature: Positive = 1.0): ...
+
+    checked_options(mine, {"clip": -1}, "algorithm.surrogate_options")
+    # ConfigError: algorithm.surrogate_options.clip=-1: must be a finite number, at least 0.
+
+Called by `losses/policy.py`, and by whoever wants a wrong option refused before a run starts.
+"""
+
+import inspect
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType, UnionType
+from typing import Annotated, Any
+
+from penstock.algorithms.checks import non_negative, positive
+from penstock.conf.errors import ConfigError, suggest
+
+Options = Mapping[str, Any]
+NO_OPTIONS: Options = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Metadata of an annotated number: `check(key, value)` raises `ConfigError` where the value is out of range."""
+
+    check: Callable[[str, float], None]
+
+
+NonNegative = Annotated[float, Limit(non_negative)]
+"""Finite, at least 0: distances, coefficients, clips."""
+Positive = Annotated[float, Limit(positive)]
+"""Finite, above 0: temperatures, caps, divisors."""
+
+
+def checked_options(function: Callable[..., Any], options: Options, key: str) -> dict[str, Any]:
+    """The options as a dictionary, each one a keyword-only parameter of the function and of its type.
+
+    An int passes for a float, a bool passes only for a bool. Types other than bool, int, float, str, None and unions
+    of them are not looked at. Raises `ConfigError` with `key.name`, and the nearest name if it is unknown.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
+    hints = typing.get_type_hints(getattr(function, "func", function), include_extras=True)
+    for name, value in options.items():
+        if name not in names:
+            raise ConfigError(f"{key}.{name}: {_title(function)} has no such option{suggest(name, names)}")
+        if name in hints:
+            _check(f"{key}.{name}", value, hints[name])
+    return dict(options)
+
+
+def _check(key: str, value: Any, hint: Any) -> None:
+    kinds = typing.get_args(hint) if _is_union(hint) else (hint,)
+    for kind in kinds:
+        bare, limits = _bare(kind)
+        if _fits(value, bare):
+            for limit in limits:
+                limit.check(key, value)
+            return
+    expected = " or ".join(getattr(_bare(kind)[0], "__name__", str(kind)).replace("NoneType", "null") for kind in kinds)
+    raise ConfigError(f"{key}={value!r}: expected {expected}, not {type(value).__name__}.")
+
+
+def _is_union(hint: Any) -> bool:
+    return typing.get_origin(hint) in (typing.Union, UnionType)
+
+
+def _bare(kind: Any) -> tuple[Any, tuple[Limit, ...]]:
+    """The type under `Annotated`, and its limits."""
+    if typing.get_origin(kind) is Annotated:
+        return typing.get_args(kind)[0], tuple(item for item in kind.__metadata__ if isinstance(item, Limit))
+    return kind, ()
+
+
+def _fits(value: Any, bare: Any) -> bool:
+    if bare is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if bare is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if bare in (bool, str, type(None)):
+        return isinstance(value, bare)
+    return True
+
+
+def _title(function: Callable[..., Any]) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
