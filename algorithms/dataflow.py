@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
+from penstock.algorithms.preference.responses import pair_responses
 from penstock.conf.errors import DataflowError, suggest
 
 UNITS = ("sample", "group", "batch")
-PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals")
+PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids")
 """Arguments of a loss that are no columns: see `workers/trainer`."""
 
 
@@ -25,7 +26,7 @@ class Stage:
     """One node. `unit` is what becomes ready and is leased as a whole: a sample, a whole group, or the step's batch."""
 
     name: str
-    kind: str  # source, rollout, reward, logprobs, compute, train
+    kind: str  # source, rollout, greedy_rollout, reward, logprobs, compute, filter, train
     unit: str
     reads: tuple[str, ...]
     writes: tuple[Column, ...]
@@ -34,6 +35,18 @@ class Stage:
     """compute: the function. train: the loss. reward: the reward, or None for the one that `reward.function` names."""
     optional_reads: tuple[str, ...] = ()
     """Read if some stage writes them: arguments of the loss with a default."""
+    reason: str = ""
+    """filter: what its dropped rows are counted under."""
+
+    @property
+    def is_in_trainer(self) -> bool:
+        """Run by the trainers on the step's whole batch, before the update: the store knows nothing of it."""
+        return self.kind == "compute" and self.unit == "batch"
+
+    @property
+    def takes_groups(self) -> bool:
+        """The loss compares the samples of a group, so that none is cut apart."""
+        return self.kind == "train" and "group_ids" in inspect.signature(self.function).parameters  # type: ignore[arg-type]
 
 
 @dataclass
@@ -55,6 +68,17 @@ class Dataflow:
         """Rows come with their response: supervised training. Replaces the rollout."""
         return self._add(Stage("source", "source", "group", (), _columns((*PROMPT_COLUMNS, "response_ids"), "source")))
 
+    def preferences(self) -> "Dataflow":
+        """Rows come in pairs, a chosen and a rejected response to the same prompt: writes `response_ids` and
+        `preferred`, +1 or -1. Replaces the rollout."""
+        self.samples_per_prompt = 2
+        pair = (Column("chosen_ids", "int32", "prompt", per_group=True),
+                Column("rejected_ids", "int32", "prompt", per_group=True))  # fmt: skip
+        self._add(Stage("source", "source", "group", (), _columns((*PROMPT_COLUMNS, *pair), "source")))
+        return self.compute(
+            pair_responses, per="group", reads=["chosen_ids", "rejected_ids"], writes=["response_ids", "preferred"]
+        )
+
     def rollout(self, model: str = "policy", *, samples_per_prompt: int) -> "Dataflow":
         """Sample `samples_per_prompt` responses to each prompt: they form a group."""
         if samples_per_prompt < 1:
@@ -66,10 +90,22 @@ class Dataflow:
         writes = _columns(ROLLOUT_COLUMNS, "rollout")
         return self._add(Stage("rollout", "rollout", "group", ("prompt_ids",), writes, model=model))
 
-    def reward(self, function: Callable[..., Any] | None = None, *, writes: str | Column = "reward") -> "Dataflow":
-        """Score each response. `function=None`: the one that `reward.function` names."""
-        reads = ("task", "response_text")
-        return self._add(Stage("reward", "reward", "sample", reads, _columns((writes,), "reward"), function=function))
+    def greedy_rollout(self, model: str = "policy") -> "Dataflow":
+        """One response to each prompt with temperature 0, for baselines: writes its text as `greedy_text`, the same for
+        all samples of the group. Comes after `rollout`."""
+        writes = _columns(("greedy_text",), "greedy_rollout")
+        return self._add(Stage("greedy_rollout", "greedy_rollout", "group", ("prompt_ids",), writes, model=model))
+
+    def reward(
+        self,
+        function: Callable[..., Any] | None = None,
+        *,
+        writes: str | Column = "reward",
+        text: str = "response_text",
+        name: str = "reward",
+    ) -> "Dataflow":
+        """Score each response. `function=None`: the one that `reward.function` names. `text`: the column to score."""
+        return self._add(Stage(name, "reward", "sample", ("task", text), _columns((writes,), name), function=function))
 
     def logprobs(self, model: str = "reference") -> "Dataflow":
         """Log-probabilities of the responses under a model that is not trained: writes `<model>_logprobs`."""
@@ -90,11 +126,30 @@ class Dataflow:
         """A pure function of columns, called with a keyword a column read.
 
         Sample columns come as `[G]` tensors over the unit's rows, token columns as lists of `[T_i]` tensors; the result
-        is one such value, or a tuple of them in the order of `writes`.
+        is one such value, or a tuple of them in the order of `writes`. A parameter `group_ids` gets int64 `[G]`.
+
+        `per`: "sample", "group", or "batch": then the trainers call it on the rows of the whole step, before the
+        update, and only a loss or another "batch" stage can read what it writes.
         """
         stage_name = name or _name_of(function)
         columns = _columns(tuple(writes), stage_name)
         return self._add(Stage(stage_name, "compute", per, tuple(reads), columns, function=function))
+
+    def filter(
+        self,
+        function: Callable[..., Any],
+        *,
+        reads: Sequence[str],
+        reason: str,
+        per: str = "group",
+        name: str | None = None,
+    ) -> "Dataflow":
+        """Drop what is not worth training, counted as dropped/`reason`. `function`: True, or `[G]` bools, for what is
+        kept; called like that of `compute`. Groups that end give their place to new ones at once, whatever else the
+        step waits for."""
+        stage_name = name or _name_of(function)
+        kept = Column(f"{stage_name}_kept", "bool")
+        return self._add(Stage(stage_name, "filter", per, tuple(reads), (kept,), function=function, reason=reason))
 
     def train(self, model: str = "policy", *, loss: Callable[..., Any]) -> "Dataflow":
         """Update `model` on the step's batch and end the rows' life. What the loss reads is what its parameters are
@@ -114,6 +169,22 @@ class Dataflow:
     def columns(self) -> dict[str, Column]:
         """Every column that some stage writes, by name."""
         return {column.name: column for stage in self.stages for column in stage.writes}
+
+    @property
+    def stored_columns(self) -> dict[str, Column]:
+        """Those that are in the store: all but what the trainers compute for themselves."""
+        return {column.name: column for stage in self.stages if not stage.is_in_trainer for column in stage.writes}
+
+    @property
+    def in_trainer(self) -> list[Stage]:
+        """What the trainers compute on the step's batch before the update, in order."""
+        return [stage for stage in self.stages if stage.is_in_trainer]
+
+    @property
+    def rows_are(self) -> str:
+        """What the source brings: "prompts", "demonstrations" or "preferences"."""
+        source = self.columns
+        return "prompts" if self.of_kind("rollout") else "preferences" if "chosen_ids" in source else "demonstrations"
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
@@ -138,12 +209,22 @@ class Dataflow:
                         f"{suggest(column, writers)} {_mend(stage)}"
                     )
         _check_cycles(self, writers)
+        _check_trainers_own(self, writers)
         return self
 
     def reads_of(self, stage: Stage) -> tuple[str, ...]:
-        """All that a stage gets: what it must have, and what it may have and somebody writes."""
+        """All that a stage gets: what it must have, and what it may have and somebody writes. Training waits for every
+        filter."""
         written = self.columns
-        return tuple(dict.fromkeys((*stage.reads, *(name for name in stage.optional_reads if name in written))))
+        optional = (name for name in stage.optional_reads if name in written)
+        verdicts = (one.writes[0].name for one in self.of_kind("filter")) if stage.kind == "train" else ()
+        return tuple(dict.fromkeys((*stage.reads, *optional, *verdicts)))
+
+    def batch_reads(self) -> tuple[str, ...]:
+        """What the trainers get of each row of a step: what the loss reads, and what they compute it from."""
+        stages = [*self.of_kind("train"), *self.in_trainer]
+        stored = self.stored_columns
+        return tuple(dict.fromkeys(name for stage in stages for name in self.reads_of(stage) if name in stored))
 
 
 def _columns(names: tuple[str | Column, ...], stage: str) -> tuple[Column, ...]:
@@ -195,11 +276,9 @@ def _check_units(flow: Dataflow) -> None:
     for stage in flow.stages:
         if stage.unit not in UNITS:
             raise DataflowError(f"stage {stage.name!r}: per={stage.unit!r} is unknown{suggest(stage.unit, UNITS)}")
-        if stage.kind == "compute" and stage.unit == "batch":
-            raise DataflowError(
-                f"stage {stage.name!r}: per='batch' is for training only; use per='group' or per='sample'."
-            )
-        if stage.kind == "compute" and not (stage.reads and stage.writes):
+        if stage.kind == "filter" and stage.unit == "batch":
+            raise DataflowError(f"stage {stage.name!r}: a filter is per='group' or per='sample'; a batch is trained.")
+        if stage.kind in ("compute", "filter") and not (stage.reads and stage.writes):
             raise DataflowError(f"stage {stage.name!r}: a compute stage reads and writes at least one column each.")
         if stage.kind == "compute" and any(column.per_group for column in stage.writes):
             raise DataflowError(f"stage {stage.name!r}: only the source writes columns that a group shares.")
@@ -221,6 +300,19 @@ def _writers(flow: Dataflow) -> dict[str, Stage]:
                 )
             writers[column.name] = stage
     return writers
+
+
+def _check_trainers_own(flow: Dataflow, writers: dict[str, Stage]) -> None:
+    """What is computed in the trainers does not leave them."""
+    for stage in flow.stages:
+        for column in flow.reads_of(stage):
+            writer = writers[column]
+            if writer.is_in_trainer and not (stage.is_in_trainer or stage.kind == "train"):
+                raise DataflowError(
+                    f"stage {stage.name!r} reads column {column!r}, which stage {writer.name!r} writes per='batch', "
+                    "when the batch is formed; only the loss and other per='batch' stages can read it. Make the writer "
+                    "per='group', or the reader per='batch'."
+                )
 
 
 def _check_cycles(flow: Dataflow, writers: dict[str, Stage]) -> None:

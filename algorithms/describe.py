@@ -77,12 +77,15 @@ def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
     details = {
         "source": "the dataset",
         "rollout": f"{stage.model}, {flow.samples_per_prompt} samples a prompt",
+        "greedy_rollout": f"{stage.model}, one at temperature 0",
+        "filter": f"drops as {stage.reason}",
         "reward": name or "reward.function",
         "logprobs": f"log-probabilities of {stage.model}",
         "compute": "" if name == stage.name else name,
         "train": f"{stage.model}, {name}",
     }
-    return f"{stage.name}  per {stage.unit}", details[stage.kind]
+    where = " (in the trainer)" if stage.is_in_trainer else ""
+    return f"{stage.name}  per {stage.unit}", details[stage.kind] + where
 
 
 def _cell(

@@ -17,7 +17,9 @@ class ColumnsConfig:
     answer: str | None = "answer"
     """Column with the reference answer, handed to the reward. `null`: the reward needs none."""
     response: str | None = None
-    """Column with a demonstration, for SFT. `null`: the answer itself."""
+    """Column with a demonstration, for SFT, or with the chosen response of a pair. `null`: the answer itself."""
+    rejected: str | None = None
+    """Column with the rejected response of a pair, for DPO and reward models."""
 
 
 @dataclass
@@ -41,6 +43,8 @@ class DataConfig:
     teacher: str | None = None
     """SFT: `file.py:function` or `package.module:function` that writes the demonstration: `(task: dict) -> str`.
     `null`: the dataset's own column, or the answer."""
+    rejected_teacher: str | None = None
+    """DPO and reward models: the same for the rejected response."""
     system_prompt: str | None = None
     """Put before the user's text where the chat template is applied."""
     prompt_template: str = "{prompt}"

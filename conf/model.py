@@ -38,6 +38,8 @@ class ModelConfig:
     fresh: FreshModelConfig = field(default_factory=FreshModelConfig)
     reference_path: str | None = None
     """Model of the `reference` stage. `null`: the policy as it was at the start of the run."""
+    paths: dict[str, str] = field(default_factory=dict)
+    """Further models that the dataflow names, by name: {teacher: DIRECTORY}."""
     attention: str = "sdpa"
     """Attention implementation of the trainer (transformers' name): sdpa, eager, flash_attention_2."""
 

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from penstock.conf import algorithm as algorithm_configs
+from penstock.conf import policy_gradient, preference
 from penstock.conf.algorithm import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
@@ -105,7 +106,8 @@ def _known_algorithms() -> dict[str, type[AlgorithmConfig]]:
     and a wrong key should not take seconds to be told. A file of one's own has imported the registry by now."""
     known = {
         cls.name: cls
-        for cls in vars(algorithm_configs).values()
+        for module in (algorithm_configs, policy_gradient, preference)
+        for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls is not AlgorithmConfig
     }
     registry = sys.modules.get("penstock.algorithms.registry")

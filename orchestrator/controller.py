@@ -247,7 +247,7 @@ class Controller:
         every = self.config.tracking.samples_every_steps
         if not every or (round % every and round + 1 != self.config.trainer.max_steps):
             return
-        columns = [name for name in SAMPLE_COLUMNS if name in self.flow.columns]
+        columns = [name for name in SAMPLE_COLUMNS if name in self.flow.stored_columns]
         rows = await answer(
             self.store.last_batch(columns), name="Store", phase=f"samples of step {round + 1}", timeout_s=QUICK_S
         )

@@ -116,8 +116,7 @@ class Fleet:
         }
         store = self.store or None
         if actor.role == "prompts":
-            demonstrations = not self.flow.of_kind("rollout")
-            return _remote(Prompts, options).remote(self.config, self.model_path, demonstrations, store)
+            return _remote(Prompts, options).remote(self.config, self.model_path, self.flow.rows_are, store)
         if actor.role == "rollout":
             return _remote(Rollout, options).remote(self._rollout_spec(actor), store)
         if actor.role == "reward":
@@ -133,27 +132,26 @@ class Fleet:
         config = self.config
         threads = threads_per_worker(config.rollout.num_threads, config, os.cpu_count() or 1)
         return RolloutSpec(
-            actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt
-        )
+            actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt,
+            bool(self.flow.of_kind("greedy_rollout")),
+        )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
-        config, stages = self.config, self.flow.of_kind("reward")
+        config = self.config
         imports = tuple(config.imports)
-        if not stages:
+        if not self.flow.of_kind("reward"):
             return RewardPlan(actor.name, config.reward, imports)
-        stage = stages[0]
-        return RewardPlan(actor.name, config.reward, imports, stage.function, stage.name, stage.writes[0].name)
+        stage = self.flow.stage(str(actor.stage))
+        return RewardPlan(
+            actor.name, config.reward, imports, stage.function, stage.name, stage.writes[0].name, stage.reads[1]
+        )
 
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self.config, self.flow.stage(str(actor.stage))
         reference = actor.role == "reference"
         path = self.model_path
         if reference:
-            path = config.model.reference_path or self.model_path
-            if stage.model != "reference":
-                raise ModelError(
-                    f"stage {stage.name!r} asks for the model {stage.model!r}; only 'policy' and 'reference' are known."
-                )
+            path = model_path(config, str(stage.model), self.model_path)
         return TrainerSpec(
             actor.name,
             config.trainer,
@@ -167,7 +165,22 @@ class Fleet:
             config.model.attention,
             config.rollout.dtype,
             stage.writes[0].name if reference else "",
+            () if reference else tuple(self.flow.in_trainer),
+            self.flow.columns,
         )
+
+
+def model_path(config: RunConfig, model: str, policy_path: str) -> str:
+    """Where a model that is not trained comes from. Raises `ModelError`."""
+    path = config.model.paths.get(model)
+    if path is None and model == "reference":
+        return config.model.reference_path or policy_path
+    if path is None:
+        raise ModelError(
+            f"the dataflow asks for the model {model!r}, and model.paths says nothing of it. Set model.paths.{model} "
+            "to the directory of a HF model."
+        )
+    return path
 
 
 def _remote(cls: type, options: dict[str, Any]) -> Any:

@@ -34,12 +34,14 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
         for index in range(config.rollout.num_workers):
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
-        actors.append(ActorPlan("Reward-0", "reward", stage="reward"))
+        names = [stage.name for stage in flow.of_kind("reward")] or ["reward"]
+        actors.extend(ActorPlan(f"Reward-{index}", "reward", stage=name) for index, name in enumerate(names))
     for stage in flow.of_kind("logprobs"):
         for rank in range(trainer.num_ranks):
             name = f"Trainer-{stage.name}-{rank}"
             actors.append(ActorPlan(name, "reference", cpus, trainer.num_gpus_per_rank, stage.name, rank))
-    actors.extend(ActorPlan(f"Compute-{stage.name}", "compute", stage=stage.name) for stage in flow.of_kind("compute"))
+    computed = [stage for stage in flow.stages if stage.kind in ("compute", "filter") and not stage.is_in_trainer]
+    actors.extend(ActorPlan(f"Compute-{stage.name}", "compute", stage=stage.name) for stage in computed)
     model = flow.of_kind("train")[0].model
     for rank in range(trainer.num_ranks):
         actors.append(ActorPlan(f"Trainer-{model}-{rank}", "trainer", cpus, trainer.num_gpus_per_rank, "train", rank))

@@ -26,7 +26,8 @@ class Usage:
     """Remembers the last counters. `since_last` is called once a step."""
 
     def __init__(self, fleet: Fleet, flow: Dataflow) -> None:
-        roles = [role for role in ROLES if flow.of_kind("logprobs" if role == "reference" else role)]
+        # Engines and rewards may be there for evaluation alone.
+        roles = [role for role in ROLES if role not in ("rollout", "reward") or flow.of_kind(role)]
         self._workers = [(role, name, handle) for role in roles for name, handle in fleet.role(role)]
         self._prompts = fleet.role("prompts")
         self._last: dict[str, dict[str, float]] = defaultdict(dict)

@@ -18,6 +18,7 @@ from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster import check_resources
 from penstock.orchestrator.compose import load_config, to_yaml
+from penstock.orchestrator.fleet import model_path
 from penstock.orchestrator.model_check import check_model, tokenizer_of
 from penstock.orchestrator.placement import ActorPlan, needed, plan_actors
 from penstock.workers.prompts.check import check_prompts
@@ -40,6 +41,9 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if any(stage.function is None for stage in flow.of_kind("reward")) or config.evaluation.every_steps:
         yield Check("reward", lambda: _reward(config))
     yield Check("data", lambda: _data(config, flow))
+    others = [str(stage.model) for stage in flow.of_kind("logprobs") if stage.model != "reference"]
+    if others:
+        yield Check("other models", lambda: ", ".join(model_path(config, name, "") for name in others))
     if config.evaluation.every_steps:
         yield Check("held-out data", lambda: _data(config, flow, held_out=True))
     if config.warm_start.recipe and config.model.path is None:
@@ -111,8 +115,8 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     dataset = open_dataset(config.data, config.evaluation, held_out=held_out)
     if dataset is None:
         return "none"
-    demonstrations = not flow.of_kind("rollout") and not held_out
-    report = check_prompts(dataset, tokenizer_of(config), config, demonstrations=demonstrations)
+    rows_are = "prompts" if held_out else flow.rows_are
+    report = check_prompts(dataset, tokenizer_of(config), config, rows_are=rows_are)
     found = f"{report.rows:,} rows, {report.read:,} read; longest prompt {report.longest_prompt} tokens"
     if report.longest_response:
         found += f", longest response {report.longest_response}"

@@ -211,7 +211,7 @@ class Rounds:
             group = residents.groups[group_id]
             rows = row_ids(group_id, mask, residents.size)
             tokens = [group.prompt_tokens + group.response_tokens[row - group_id * residents.size] for row in rows]
-            if stage.unit == "group":
+            if stage.unit == "group" or stage.spec.whole_groups:
                 units.append(rows)
                 costs.append(sum(tokens))
             else:

@@ -18,6 +18,8 @@ class StageSpec:
     unit: str  # sample, group, batch
     reads: tuple[str, ...]
     writes: tuple[str, ...]
+    whole_groups: bool = False
+    """Of a batch: all samples of a group go to the same rank."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,17 @@ class StoreSpec:
 
     @classmethod
     def of(cls, flow: Dataflow, config: RunConfig, *, strict: bool = False) -> "StoreSpec":
-        columns = flow.columns
+        columns = flow.stored_columns
         stages = []
         for stage in flow.stages:
-            if stage.kind == "source":
+            if stage.kind == "source" or stage.is_in_trainer:
                 continue
             reads = flow.reads_of(stage)
             if stage.kind == "train":
-                reads = tuple(dict.fromkeys((*reads, *(name for name in REPORTED_COLUMNS if name in columns))))
-            stages.append(StageSpec(stage.name, stage.unit, reads, tuple(column.name for column in stage.writes)))
+                reported = (name for name in REPORTED_COLUMNS if name in columns)
+                reads = tuple(dict.fromkeys((*flow.batch_reads(), *reported)))
+            writes = tuple(column.name for column in stage.writes)
+            stages.append(StageSpec(stage.name, stage.unit, reads, writes, stage.takes_groups))
         return cls(
             columns=tuple(columns.values()),
             source_columns=tuple(column.name for column in flow.stage("source").writes),

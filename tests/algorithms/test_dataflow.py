@@ -11,6 +11,10 @@ def advantage(reward):
     return reward
 
 
+def has_signal(**columns):
+    return True
+
+
 def novelty(response_ids):
     return response_ids
 
@@ -107,7 +111,14 @@ def test_a_compute_stage_is_named_after_its_function():
             lambda: grpo_like(per="groups").check(),
             r"stage 'advantage': per='groups' is unknown; did you mean 'group'\?",
         ),
-        (lambda: grpo_like(per="batch").check(), "stage 'advantage': per='batch' is for training only"),
+        (
+            lambda: grpo_like(per="batch").filter(has_signal, reads=["advantage"], reason="none").check(),
+            "stage 'has_signal' reads column 'advantage', which stage 'advantage' writes per='batch'",
+        ),
+        (
+            lambda: grpo_like().filter(has_signal, reads=["reward"], reason="none", per="batch").check(),
+            "stage 'has_signal': a filter is per='group' or per='sample'",
+        ),
         (
             lambda: grpo_like(reads=[]).check(),
             "stage 'advantage': a compute stage reads and writes at least one column",

@@ -4,6 +4,7 @@ Run by the controller's process or by `workers/compute/actor.py`; `run` ends whe
 without a store, for the imperative API and for reference loops.
 """
 
+import inspect
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -26,6 +27,8 @@ class Store(Protocol):
     def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> Any: ...
 
     async def write(self, lease: Any, row_ids: Sequence[int], columns: dict[str, Any]) -> None: ...
+
+    async def drop(self, lease: Any, row_ids: Sequence[int], reason: str, detail: str = "") -> None: ...
 
 
 class ComputeWorker:
@@ -52,6 +55,7 @@ class ComputeWorker:
         self.max_units = max_units
         self.num_units = 0
         self.busy_s = 0.0
+        self._takes_group_ids = "group_ids" in inspect.signature(stage.function).parameters if stage.function else False
 
     async def run(self) -> None:
         """Lease, compute, write. Raises `DataflowError` if the function returns what the stage does not declare, and
@@ -63,7 +67,21 @@ class ComputeWorker:
                 results = self.apply(lease.rows)
                 self.busy_s += time.perf_counter() - started
                 with suppress(LeaseExpired):  # the rows are somebody else's by now
-                    await self.store.write(lease, [int(row) for row in lease.rows.row_ids], results)
+                    await self._finish(lease, results)
+
+    async def _finish(self, lease: Any, results: dict[str, list[Any]]) -> None:
+        """Write, and drop what a filter does not keep."""
+        assert self.store is not None
+        row_ids = [int(row) for row in lease.rows.row_ids]
+        if self.stage.kind == "filter":
+            verdicts = results[self.stage.writes[0].name]
+            lost = [row for row, kept in zip(row_ids, verdicts, strict=True) if not kept]
+            row_ids = [row for row, kept in zip(row_ids, verdicts, strict=True) if kept]
+            results = {self.stage.writes[0].name: [True] * len(row_ids)}
+            if lost:
+                await self.store.drop(lease, lost, self.stage.reason)
+        if row_ids:
+            await self.store.write(lease, row_ids, results)
 
     def stats(self) -> dict[str, float]:
         return {"units": self.num_units, "busy_s": self.busy_s}
@@ -72,6 +90,8 @@ class ComputeWorker:
         """The columns that the stage writes, one value a row: a number, or an array `[T_i]` for token columns."""
         results: dict[str, list[Any]] = {column.name: [None] * len(rows) for column in self.stage.writes}
         inputs = {name: self._input(rows, name) for name in self.stage.reads}
+        if self._takes_group_ids:
+            inputs["group_ids"] = torch.from_numpy(rows.group_ids.copy())
         for positions in self._units(rows):
             keywords = {name: _taken(values, positions) for name, values in inputs.items()}
             for column, values in zip(self.stage.writes, self._call(keywords, len(positions)), strict=True):
@@ -81,6 +101,8 @@ class ComputeWorker:
         return results
 
     def _units(self, rows: Rows) -> list[list[int]]:
+        if self.stage.unit == "batch":
+            return [list(range(len(rows)))]
         if self.stage.unit == "group":
             return [positions.tolist() for _, positions in rows.groups()]
         return [[position] for position in range(len(rows))]
@@ -100,6 +122,8 @@ class ComputeWorker:
         with torch.no_grad():
             returned = self.stage.function(**keywords)
         writes = self.stage.writes
+        if self.stage.kind == "filter" and isinstance(returned, bool):
+            returned = torch.full((num_rows,), returned)
         values = (returned,) if len(writes) == 1 and not isinstance(returned, tuple) else returned
         if not isinstance(values, tuple) or len(values) != len(writes):
             names = ", ".join(column.name for column in writes)

@@ -11,16 +11,17 @@ from penstock.workers.prompts.source import PromptSource
 class Prompts:
     """Lifecycle: `start`, then `run` until the store closes.
 
-    `demonstrations`: rows bring their response (supervised training). `model_path`: where the tokenizer is.
+    `rows_are`: "prompts", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where the
+    tokenizer is.
     """
 
-    def __init__(self, config: RunConfig, model_path: str, demonstrations: bool, store: Any) -> None:
-        self._config, self._model_path, self._demonstrations = config, model_path, demonstrations
+    def __init__(self, config: RunConfig, model_path: str, rows_are: str, store: Any) -> None:
+        self._config, self._model_path, self._rows_are = config, model_path, rows_are
         self._client = StoreClient(store)
         self._source: PromptSource | None = None
 
     async def start(self) -> None:
-        self._source = open_source(self._config, self._model_path, demonstrations=self._demonstrations)
+        self._source = open_source(self._config, self._model_path, rows_are=self._rows_are)
 
     async def run(self) -> None:
         assert self._source is not None

@@ -5,7 +5,7 @@ from typing import Any
 
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
-from penstock.workers.prompts.dataset import ProblemDataset, PromptDataset
+from penstock.workers.prompts.dataset import ProblemDataset, PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
 MAX_READ_ROWS = 50_000
@@ -35,26 +35,26 @@ def check_prompts(
     tokenizer: Any,
     config: RunConfig,
     *,
-    demonstrations: bool = False,
+    rows_are: str = "prompts",
     sample: int = 1000,
 ) -> PromptReport:
     """Look at a dataset before anything starts: the first rows as they are, and the `sample` longest of them tokenised.
 
     Raises `DataError` (a missing column, a line that is no JSON, a prompt too long) or `ModelError`.
     """
-    limits = TokenLimits.of_run(config, demonstrations=demonstrations)
+    limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(tokenizer, config.data, limits)
     num_read = min(len(dataset), sample if isinstance(dataset, ProblemDataset) else MAX_READ_ROWS)
     sizes = []
     for index in range(num_read):
         task = dataset.row(index)
-        sizes.append(len(task.prompt) + (len(task.response or "") if demonstrations else 0))
+        sizes.append(len(task.prompt) + (len(task.response or "") if rows_are != "prompts" else 0))
     longest = sorted(range(num_read), key=lambda index: -sizes[index])[:sample]
     prompts, responses, skipped = [], [], 0
     for index in sorted(longest):
         try:
             task = dataset.row(index)
-            prompt, response = encoder.demonstration_ids(task) if demonstrations else (encoder.prompt_ids(task), [])
+            prompt, response = _encoded(encoder, task, rows_are)
         except PromptTooLong:
             if config.data.too_long != "skip":
                 raise
@@ -70,3 +70,11 @@ def check_prompts(
     return PromptReport(
         len(dataset), num_read, len(longest), max(prompts, default=0), max(responses, default=0), skipped
     )
+
+
+def _encoded(encoder: PromptEncoder, task: Task, rows_are: str) -> tuple[list[int], list[int]]:
+    """Prompt and longest response."""
+    if rows_are == "preferences":
+        prompt, *pair = encoder.preference_ids(task)
+        return prompt, max(pair, key=len)
+    return encoder.demonstration_ids(task) if rows_are == "demonstrations" else (encoder.prompt_ids(task), [])

@@ -33,7 +33,9 @@ class Task:
     where: str
     """File and line, for messages."""
     response: str | None = None
-    """The demonstration, where there is one."""
+    """The demonstration, or of a pair the chosen response, where there is one."""
+    rejected: str | None = None
+    """Of a pair the other response."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's own columns, or what the environment's verifier needs."""
 
@@ -79,9 +81,10 @@ class TableDataset:
         response = row.get(response_column) if response_column else None
         if columns.response is not None:
             response = self._text(row, columns.response, "response", where)
-        extra = {key: value for key, value in row.items() if key != columns.response}
+        rejected = None if columns.rejected is None else self._text(row, columns.rejected, "rejected", where)
+        extra = {key: value for key, value in row.items() if key not in (columns.response, columns.rejected)}
         text = self.config.prompt_template.replace("{prompt}", prompt)
-        return Task(text, answer, index, where, None if response is None else str(response), extra)
+        return Task(text, answer, index, where, None if response is None else str(response), rejected, extra)
 
     def _value(self, row: dict[str, Any], column: str, role: str, where: str) -> Any:
         if column not in row:
@@ -116,7 +119,7 @@ class ProblemDataset:
         prompt = self.config.prompt_template.replace("{prompt}", str(entry["question"]))
         answer = str(entry["answer"])
         where = f"{self.problems.task} problem {index}"
-        return Task(prompt, answer, index, where, answer, self.problems.extra(entry))
+        return Task(prompt, answer, index, where, answer, extra=self.problems.extra(entry))
 
 
 def open_dataset(data: DataConfig, evaluation: EvaluationConfig, *, held_out: bool = False) -> PromptDataset | None:
@@ -125,9 +128,12 @@ def open_dataset(data: DataConfig, evaluation: EvaluationConfig, *, held_out: bo
     None: there is no held-out set and none is asked for. Raises `DataError` or `ConfigError` naming the key.
     """
     dataset = _open(data, evaluation, held_out)
-    if dataset is None or held_out or data.teacher is None:
+    if dataset is None or held_out:
         return dataset
-    return TaughtDataset(dataset, find_function(data.teacher, "data.teacher"))
+    for field_name, key in (("response", "teacher"), ("rejected", "rejected_teacher")):
+        if teacher := getattr(data, key):
+            dataset = TaughtDataset(dataset, find_function(teacher, f"data.{key}"), field_name)
+    return dataset
 
 
 def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> PromptDataset | None:

@@ -11,15 +11,15 @@ from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits, lo
 
 
 def open_source(
-    config: RunConfig, model_path: str, *, demonstrations: bool = False, held_out: bool = False
+    config: RunConfig, model_path: str, *, rows_are: str = "prompts", held_out: bool = False
 ) -> PromptSource:
     """The groups of a run in order, epoch after epoch; or the held-out ones in the dataset's own order.
 
-    Raises `DataError`, `ConfigError` or `ModelError`.
+    `rows_are`: "prompts", "demonstrations" or "preferences". Raises `DataError`, `ConfigError` or `ModelError`.
     """
     dataset = open_dataset(config.data, config.evaluation, held_out=held_out)
     if dataset is None:
         raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
-    limits = TokenLimits.of_run(config, demonstrations=demonstrations)
+    limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(load_tokenizer(model_path), config.data, limits)
-    return PromptSource(dataset, encoder, config.data, demonstrations=demonstrations, once=held_out)
+    return PromptSource(dataset, encoder, config.data, rows_are=rows_are, once=held_out)

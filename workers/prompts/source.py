@@ -40,14 +40,15 @@ class PromptSource:
         *,
         cursor: PromptCursor | None = None,
         first_group: int = 0,
-        demonstrations: bool = False,
+        rows_are: str = "prompts",
         once: bool = False,
     ) -> None:
-        """`once`: one epoch, in the dataset's own order (held-out problems)."""
+        """`rows_are`: "prompts", or what has responses: "demonstrations", "preferences". `once`: one epoch, in the
+        dataset's own order (held-out problems)."""
         self.dataset = dataset
         self.encoder = encoder
         self.skips = data.too_long == "skip"
-        self.demonstrations = demonstrations
+        self.rows_are = rows_are
         self.skipped = 0
         """Rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
         self._order = PromptOrder(len(dataset), data.seed, cursor, shuffle=data.shuffle and not once)
@@ -72,8 +73,8 @@ class PromptSource:
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
         """The source columns of the next `count` groups: `prompt_ids` (list of int), `task` (JSON string), and
-        `response_ids` with demonstrations. Fewer than `count` only from a source that goes through its dataset once.
-        Raises `DataError` for a row that cannot be used."""
+        `response_ids` with demonstrations, `chosen_ids` and `rejected_ids` with preferences. Fewer than `count` only
+        from a source that goes through its dataset once. Raises `DataError` for a row that cannot be used."""
         groups = (self._next_group() for _ in range(count))
         return [group for group in groups if group is not None]
 
@@ -114,7 +115,11 @@ class PromptSource:
         )
 
     def _group(self, task: Task) -> dict[str, Any]:
-        if self.demonstrations:
+        if self.rows_are == "preferences":
+            prompt_ids, chosen_ids, rejected_ids = self.encoder.preference_ids(task)
+            pair = {"chosen_ids": chosen_ids, "rejected_ids": rejected_ids}
+            return {"prompt_ids": prompt_ids, "task": task.to_json(), **pair}
+        if self.rows_are == "demonstrations":
             prompt_ids, response_ids = self.encoder.demonstration_ids(task)
             return {"prompt_ids": prompt_ids, "task": task.to_json(), "response_ids": response_ids}
         return {"prompt_ids": self.encoder.prompt_ids(task), "task": task.to_json()}

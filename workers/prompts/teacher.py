@@ -18,10 +18,11 @@ class Rows(Protocol):
 
 
 class TaughtDataset:
-    """The same rows with other demonstrations."""
+    """The same rows with other demonstrations, or other rejected responses."""
 
-    def __init__(self, dataset: Rows, teacher: Teacher) -> None:
-        self._dataset, self._teacher = dataset, teacher
+    def __init__(self, dataset: Rows, teacher: Teacher, writes: str = "response") -> None:
+        """`writes`: the task's field, "response" or "rejected"."""
+        self._dataset, self._teacher, self._writes = dataset, teacher, writes
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -33,4 +34,4 @@ class TaughtDataset:
             raise DataError(
                 f"{task.where}: the teacher (data.teacher) returned {type(response).__name__}, where text is due."
             )
-        return replace(task, response=response)
+        return replace(task, **{self._writes: response})

@@ -29,9 +29,9 @@ class TokenLimits:
     room_means: str
 
     @classmethod
-    def of_run(cls, config: RunConfig, *, demonstrations: bool) -> "TokenLimits":
+    def of_run(cls, config: RunConfig, *, with_responses: bool) -> "TokenLimits":
         room, means = config.rollout.max_model_len, "rollout.max_model_len"
-        if not demonstrations:
+        if not with_responses:
             room, means = room - config.rollout.sampling.max_tokens, f"{means} less rollout.sampling.max_tokens"
         return cls(config.data.max_prompt_tokens, room, means)
 
@@ -88,14 +88,29 @@ class PromptEncoder:
                 f"{task.where}: no demonstration to train on. Name its column with data.columns.response (or "
                 "data.columns.answer)."
             )
+        ids, response = self._prompt_ids(task), self._response_ids(task.response)
+        self.limits.check(task.where, len(ids), len(response))
+        return ids, response
+
+    def preference_ids(self, task: Task) -> tuple[list[int], list[int], list[int]]:
+        """Prompt, chosen and rejected ids; as `demonstration_ids`."""
+        if not task.response or not task.rejected:
+            lacks = "rejected" if task.response else "chosen"
+            raise DataError(
+                f"{task.where}: no {lacks} response to compare. Name the columns with data.columns.response (the "
+                "chosen one) and data.columns.rejected, or functions with data.teacher and data.rejected_teacher."
+            )
+        ids = self._prompt_ids(task)
+        chosen, rejected = self._response_ids(task.response), self._response_ids(task.rejected)
+        self.limits.check(task.where, len(ids), max(len(chosen), len(rejected)))
+        return ids, chosen, rejected
+
+    def _response_ids(self, text: str) -> list[int]:
         if self.tokenizer.eos_token_id is None:
             raise ModelError(
                 "model.path: its tokenizer has no end-of-sequence token (eos_token), which ends a demonstration."
             )
-        ids = self._prompt_ids(task)
-        response = [*self.tokenizer(task.response, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
-        self.limits.check(task.where, len(ids), len(response))
-        return ids, response
+        return [*self.tokenizer(text, add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id]
 
     def _prompt_ids(self, task: Task) -> list[int]:
         # A chat template writes its special tokens itself.

@@ -23,6 +23,8 @@ class RewardPlan:
     """The dataflow's own reward; None: the one that `reward.function` names."""
     stage: str = "reward"
     column: str = "reward"
+    text: str = "response_text"
+    """The column to score."""
 
 
 class Reward:
@@ -33,7 +35,13 @@ class Reward:
         spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
         client = StoreClient(store) if store is not None else None
         self._worker = RewardWorker(
-            RewardPool.of(config, spec), client, config, name=plan.name, stage=plan.stage, column=plan.column
+            RewardPool.of(config, spec),
+            client,
+            config,
+            name=plan.name,
+            stage=plan.stage,
+            column=plan.column,
+            text=plan.text,
         )
 
     async def start(self) -> None:

@@ -93,9 +93,11 @@ class RewardWorker:
         name: str = "reward-0",
         stage: str = "reward",
         column: str = "reward",
+        text: str = "response_text",
         max_samples: int = 64,
     ) -> None:
-        """`store`: None for a worker that only scores for evaluation."""
+        """`store`: None for a worker that only scores for evaluation. `text`: the column to score."""
+        self.text = text
         self.pool = pool
         self.store = store
         self.name = name
@@ -172,7 +174,7 @@ class RewardWorker:
         known: list[tuple[int, Result]] = []
         written = time.perf_counter()
         rows = lease.rows
-        async for position, result in self.pool.stream(rows.strings("response_text"), rows.strings("task")):
+        async for position, result in self.pool.stream(rows.strings(self.text), rows.strings("task")):
             self.errors.add(result)
             known.append((int(rows.row_ids[position]), result))
             if time.perf_counter() - written > WRITE_AFTER_S:

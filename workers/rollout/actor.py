@@ -26,6 +26,8 @@ class RolloutSpec:
     num_threads: int
     seed: int
     group_size: int
+    greedy: bool = False
+    """Serve the greedy stage as well."""
 
 
 class Rollout:
@@ -34,26 +36,36 @@ class Rollout:
     def __init__(self, spec: RolloutSpec, store: Any | None) -> None:
         self._spec = spec
         self._engine = make_engine(spec.config, spec.model_path, num_threads=spec.num_threads)
-        self._worker = None
+        self._workers: list[RolloutWorker] = []
         if store is not None:
-            self._worker = RolloutWorker(
-                self._engine,
-                StoreClient(store),
-                Sampling.of(spec.config.sampling),
-                spec.name,
-                spec.seed if spec.config.sampling.seeded else None,
-                num_samples=spec.group_size,
-                max_concurrent_samples=spec.config.max_concurrent_samples,
-                generate_timeout_s=spec.config.generate_timeout_s,
-            )
+            self._workers = [self._worker(store, greedy) for greedy in ((False, True) if spec.greedy else (False,))]
+
+    def _worker(self, store: Any, greedy: bool) -> RolloutWorker:
+        spec = self._spec
+        return RolloutWorker(
+            self._engine,
+            StoreClient(store),
+            Sampling.of(spec.config.sampling),
+            spec.name,
+            spec.seed if spec.config.sampling.seeded else None,
+            num_samples=1 if greedy else spec.group_size,
+            max_concurrent_samples=spec.config.max_concurrent_samples,
+            generate_timeout_s=spec.config.generate_timeout_s,
+            greedy=greedy,
+        )
 
     async def start(self) -> None:
         await self._engine.start()
 
     async def run(self) -> None:
-        """Serve the store's rollout stage until it closes."""
-        assert self._worker is not None
-        await self._worker.run()
+        """Serve the store's rollout stages until it closes."""
+        running = [asyncio.ensure_future(worker.run()) for worker in self._workers]
+        try:
+            await asyncio.gather(*running)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], num_samples: int, samplings: Sequence[Sampling]
@@ -73,7 +85,8 @@ class Rollout:
         return await self._engine.version()
 
     async def stats(self) -> dict[str, float]:
-        return self._worker.stats() if self._worker is not None else {}
+        """Of the sampled rollouts."""
+        return self._workers[0].stats() if self._workers else {}
 
     async def close(self) -> None:
         await self._engine.close()

@@ -12,6 +12,7 @@ import asyncio
 import hashlib
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from penstock.store.lease import Lease
 from penstock.store.rows import Rows
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 
-STAGE = "rollout"
+STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
 
 
 def sample_seed(run_seed: int, group_id: int) -> int:
@@ -45,8 +46,12 @@ class RolloutWorker:
         num_samples: int,
         max_concurrent_samples: int,
         generate_timeout_s: float = 1800.0,
+        greedy: bool = False,
     ) -> None:
-        """`seed`: of the run, None for unseeded sampling. `num_samples`: samples in a group."""
+        """`seed`: of the run, None for unseeded sampling. `num_samples`: samples in a group. `greedy`: serve the
+        greedy stage instead, one response for all samples of a group."""
+        self._stage = GREEDY_STAGE if greedy else STAGE
+        self._greedy = greedy
         self._engine = engine
         self._store = store
         self._sampling = sampling
@@ -66,7 +71,7 @@ class RolloutWorker:
             while True:
                 free = self._max_groups - len(self._groups)
                 if asking is None and free > 0:
-                    asking = asyncio.create_task(self._store.lease(STAGE, free, self._name))
+                    asking = asyncio.create_task(self._store.lease(self._stage, free, self._name))
                 waits = self._groups | ({asking} if asking is not None else set())
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {asking}:
@@ -94,10 +99,15 @@ class RolloutWorker:
 
     async def _roll(self, lease: Lease, group_id: int, rows: Rows) -> None:
         """One group: generate, then write."""
+        num_samples = 1 if self._greedy else len(rows)
         try:
-            completions = await self._generate(group_id, rows.arrays("prompt_ids")[0].tolist(), len(rows))
+            completions = await self._generate(group_id, rows.arrays("prompt_ids")[0].tolist(), num_samples)
         except DataError as error:
             await self._store.drop(lease, rows.row_ids, "invalid_prompt", str(error))
+            return
+        if self._greedy:
+            with suppress(LeaseExpired):
+                await self._store.write(lease, rows.row_ids, {"greedy_text": [completions[0].text] * len(rows)})
             return
         kept = [position for position, completion in enumerate(completions) if completion.token_ids]
         empty = [position for position, completion in enumerate(completions) if not completion.token_ids]
@@ -117,7 +127,8 @@ class RolloutWorker:
 
     async def _generate(self, group_id: int, prompt_ids: list[int], num_samples: int) -> list[Completion]:
         seed = None if self._seed is None else sample_seed(self._seed, group_id)
-        generation = self._engine.generate(prompt_ids, num_samples, self._sampling.seeded(seed))
+        sampling = self._sampling.greedy() if self._greedy else self._sampling.seeded(seed)
+        generation = self._engine.generate(prompt_ids, num_samples, sampling)
         try:
             return await asyncio.wait_for(generation, self._timeout_s)
         except TimeoutError:

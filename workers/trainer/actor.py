@@ -6,17 +6,20 @@ updates is driven step by step by the controller; one that only computes log-pro
 """
 
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import ray
 
+from penstock.algorithms.columns import Column
+from penstock.algorithms.dataflow import Stage
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.rows import Rows
 from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainerWorker
 
 
@@ -36,6 +39,10 @@ class TrainerSpec:
     engine_dtype: str = "float32"
     column: str = "reference_logprobs"
     """What a log-probability stage writes."""
+    in_trainer: tuple[Stage, ...] = ()
+    """Stages that run on the batch before the update."""
+    columns: dict[str, Column] = field(default_factory=dict)
+    """Of the dataflow, for these."""
 
 
 class Trainer:
@@ -73,7 +80,10 @@ class Trainer:
         if self._store is None:
             return
         if spec.loss is not None:
-            self._worker = TrainerWorker(trainer, self._store, spec.rank, spec.num_ranks, spec.loss)
+            preparation = Preparation(spec.in_trainer, spec.columns, trainer.group.gather)
+            self._worker = TrainerWorker(
+                trainer, self._store, spec.rank, spec.num_ranks, spec.loss, preparation=preparation
+            )
         else:
             self._worker = ReferenceWorker(trainer, self._store, spec.stage, spec.column, spec.rank, spec.num_ranks)
 

@@ -39,6 +39,8 @@ class MicroBatch:
     """Into `[B * T]`: where each response token belongs."""
     mask_BT: Tensor
     """bool: True for response tokens."""
+    group_ids_B: Tensor
+    """int64."""
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -113,6 +115,27 @@ def plan(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     return cuts
 
 
+def plan_groups(lengths: np.ndarray, group_ids: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+    """As `plan`, but the rows of a group stay together: for losses that compare them. Positions, each exactly once.
+
+    Groups with long rows first (equal ones in order of id); a micro-batch is filled while rows x longest <=
+    `max_tokens`, and has at least one group.
+    """
+    groups, group_of = np.unique(group_ids, return_inverse=True)
+    longest = np.zeros(len(groups), dtype=np.int64)
+    np.maximum.at(longest, group_of, lengths)
+    cuts: list[list[int]] = []
+    widest = 0
+    for group in np.argsort(-longest, kind="stable").tolist():
+        members = np.flatnonzero(group_of == group).tolist()
+        if cuts and (len(cuts[-1]) + len(members)) * widest <= max_tokens:
+            cuts[-1].extend(members)
+        else:
+            cuts.append(members)
+            widest = max(1, int(longest[group]))
+    return [np.asarray(cut, dtype=np.int64) for cut in cuts]
+
+
 def split_minibatches(group_ids: np.ndarray, all_groups: Sequence[int], num_minibatches: int) -> list[np.ndarray]:
     """Positions of this rank's rows for each optimizer step: whole groups, about equally many each, in ascending order
     of group id.
@@ -150,6 +173,7 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> M
         targets_N=torch.from_numpy(input_ids_BL[row_N, num_prompt[row_N] + token_N]),
         slots_N=torch.from_numpy(row_N * width_response + token_N),
         mask_BT=torch.from_numpy(mask_BT),
+        group_ids_B=torch.from_numpy(rows.group_ids[positions]),
     )
     for name in columns:
         batch.columns[name] = _column(rows, name, positions, mask_BT)
@@ -162,7 +186,8 @@ def dummy(device: torch.device | None = None) -> MicroBatch:
     """
     zero = torch.zeros(1, dtype=torch.int64)
     ids_BL = torch.full((1, 2), PAD_ID)
-    batch = MicroBatch(np.zeros(0, np.int64), ids_BL, zero, zero + PAD_ID, zero, torch.zeros(1, 1, dtype=torch.bool))
+    mask_BT = torch.zeros(1, 1, dtype=torch.bool)
+    batch = MicroBatch(np.zeros(0, np.int64), ids_BL, zero, zero + PAD_ID, zero, mask_BT, zero)
     return batch.to(device) if device else batch
 
 

@@ -12,7 +12,7 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
 import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -140,7 +140,7 @@ class FsdpTrainer:
         started = time.perf_counter()
         seconds: dict[str, float] = defaultdict(float)
         inputs = LossInputs.of(loss, rows.names)
-        steps = self._plan_steps(rows, inputs.columns)
+        steps = self._plan_steps(rows, inputs)
         old = self.logprobs(rows) if inputs.takes_old_logprobs and len(steps) > 1 else None
         rate = learning_rate(self.config.optimizer, self.step, self.config.max_steps)
         for param_group in self.optimizer.param_groups:
@@ -178,21 +178,28 @@ class FsdpTrainer:
         """Leave the process group, if this trainer made it."""
         self.group.leave()
 
-    def _microbatches(self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...]) -> list[MicroBatch]:
+    def _microbatches(
+        self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False
+    ) -> list[MicroBatch]:
         lengths = batching.row_lengths(rows, self.max_length)[positions]
-        cuts = batching.plan(lengths, self.config.max_tokens_per_microbatch)
+        budget = self.config.max_tokens_per_microbatch
+        if whole_groups:
+            cuts = batching.plan_groups(lengths, rows.group_ids[positions], budget)
+        else:
+            cuts = batching.plan(lengths, budget)
         return [batching.collate(rows, positions[cut], columns).to(self.group.device) for cut in cuts]
 
-    def _plan_steps(self, rows: Rows, columns: tuple[str, ...]) -> list[Step]:
+    def _plan_steps(self, rows: Rows, inputs: LossInputs) -> list[Step]:
         """Cut the rows; exchange counts, so that ranks agree on totals and on the number of micro-batches."""
+        columns = inputs.columns
         if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
             columns = (*columns, "behavior_logprobs")
         count = self.config.num_minibatches
         every_group = self.group.gather(np.unique(rows.group_ids)) if count > 1 else []
         parts = batching.split_minibatches(rows.group_ids, np.concatenate(every_group) if every_group else [], count)
-        cuts = [self._microbatches(rows, part, columns) for part in parts]
+        cuts = [self._microbatches(rows, part, columns, whole_groups=inputs.takes_groups) for part in parts]
         sizes = [
-            (len(batches), sum((BatchTotals.of(batch.mask_BT) for batch in batches), BatchTotals(0, 0)))
+            (len(batches), sum((_totals(batch, inputs.takes_groups) for batch in batches), BatchTotals(0, 0)))
             for batches in cuts
         ]
         steps = []
@@ -267,3 +274,9 @@ class FsdpTrainer:
         self.optimizer.zero_grad()
         seconds["optimizer"] += time.perf_counter() - started
         return value
+
+
+def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:
+    """Of one micro-batch. Groups can be counted where none is cut apart."""
+    totals = BatchTotals.of(batch.mask_BT)
+    return replace(totals, num_groups=len(batch.group_ids_B.unique())) if whole_groups else totals

@@ -50,6 +50,11 @@ class LossInputs:
                 columns.append(name)
         return cls(loss, tuple(columns), "entropy" in provided, "old_logprobs" in provided, tuple(provided))
 
+    @property
+    def takes_groups(self) -> bool:
+        """The samples of a group must be in one micro-batch."""
+        return "group_ids" in self.provided
+
     def call(
         self,
         batch: MicroBatch,
@@ -65,6 +70,7 @@ class LossInputs:
             "entropy": entropy_BT,
             "mask": batch.mask_BT,
             "totals": totals,
+            "group_ids": batch.group_ids_B,
         }
         arguments = {name: available[name] for name in self.provided}
         return self.loss(**arguments, **{name: batch.columns[name] for name in self.columns})

@@ -19,6 +19,7 @@ import numpy as np
 from penstock.conf.errors import LeaseExpired
 from penstock.store.rows import Rows
 from penstock.workers.protocols import Loss, Trainer
+from penstock.workers.trainer.preparation import Preparation
 
 
 class Store(Protocol):
@@ -89,8 +90,17 @@ class TrainerWorker:
     """Trains on the store's batches, one a `step`."""
 
     def __init__(
-        self, trainer: Trainer, store: Store, rank: int, num_ranks: int, loss: Loss, stage: str = "train"
+        self,
+        trainer: Trainer,
+        store: Store,
+        rank: int,
+        num_ranks: int,
+        loss: Loss,
+        stage: str = "train",
+        preparation: Preparation | None = None,
     ) -> None:
+        """`preparation`: of the batch before the update; None for none."""
+        self._preparation = preparation
         self._trainer = trainer
         self._store = store
         self._rank = rank
@@ -105,12 +115,13 @@ class TrainerWorker:
         if lease is None:
             return None
         leased = time.perf_counter()
-        report = self._trainer.update(lease.rows, self._loss)
+        rows = self._preparation.apply(lease.rows) if self._preparation is not None else lease.rows
+        report = self._trainer.update(rows, self._loss)
         self._store.complete_shared(lease)
         trained = time.perf_counter()
-        rows = TrainedRows.of(lease.rows, lease.version)
+        trained_rows = TrainedRows.of(lease.rows, lease.version)
         return StepReport(
-            round, lease.version, report.metrics, rows, leased - started, trained - leased, report.seconds
+            round, lease.version, report.metrics, trained_rows, leased - started, trained - leased, report.seconds
         )
 
 

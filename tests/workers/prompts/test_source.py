@@ -59,13 +59,13 @@ def make_config(path, **data):
     )
 
 
-def make_source(path, *, tokenizer=None, demonstrations=False, cursor=None, first_group=0, once=False, **data):
+def make_source(path, *, tokenizer=None, rows_are="prompts", cursor=None, first_group=0, once=False, **data):
     config = make_config(path, **data)
     dataset = open_dataset(config.data, EvaluationConfig())
-    limits = TokenLimits.of_run(config, demonstrations=demonstrations)
+    limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(tokenizer or Characters(), config.data, limits)
     return PromptSource(
-        dataset, encoder, config.data, cursor=cursor, first_group=first_group, demonstrations=demonstrations, once=once
+        dataset, encoder, config.data, cursor=cursor, first_group=first_group, rows_are=rows_are, once=once
     )
 
 
@@ -96,7 +96,7 @@ def test_without_a_chat_template_the_text_is_bare(rows):
 
 
 def test_demonstrations_end_with_the_end_of_sequence_token(rows):
-    (group,) = make_source(rows, demonstrations=True, shuffle=False).next_groups(1)
+    (group,) = make_source(rows, rows_are="demonstrations", shuffle=False).next_groups(1)
     assert group["response_ids"] == [ord("0"), EOS]
 
 
@@ -104,7 +104,7 @@ def test_demonstrations_need_an_end_of_sequence_token(rows):
     tokenizer = Characters()
     tokenizer.eos_token_id = None
     with pytest.raises(ModelError, match="eos_token"):
-        make_source(rows, tokenizer=tokenizer, demonstrations=True).next_groups(1)
+        make_source(rows, tokenizer=tokenizer, rows_are="demonstrations").next_groups(1)
 
 
 def write_long(path, length, count=1):
@@ -130,7 +130,7 @@ def test_a_prompt_that_leaves_no_room_for_a_response_is_refused(tmp_path):
 
 
 def test_a_demonstration_must_fit_with_its_prompt(tmp_path):
-    source = make_source(write_long(tmp_path / "a.jsonl", 45), shuffle=False, demonstrations=True)
+    source = make_source(write_long(tmp_path / "a.jsonl", 45), shuffle=False, rows_are="demonstrations")
     with pytest.raises(PromptTooLong, match=r"46 tokens and its response 46.*room for 80"):
         source.next_groups(4)
 
@@ -216,7 +216,9 @@ def test_check_counts_and_finds_the_longest_prompt(tmp_path):
     config = make_config(path)
     report = check_prompts(open_dataset(config.data, EvaluationConfig()), Characters(), config, sample=2)
     assert (report.rows, report.read, report.tokenized, report.longest_prompt) == (4, 4, 2, 36)
-    report = check_prompts(open_dataset(config.data, EvaluationConfig()), Characters(), config, demonstrations=True)
+    report = check_prompts(
+        open_dataset(config.data, EvaluationConfig()), Characters(), config, rows_are="demonstrations"
+    )
     assert report.longest_response == 36
 
 
@@ -241,7 +243,7 @@ def test_a_row_without_a_demonstration_is_named():
 
 def test_the_tokenizer_of_a_model_directory_is_used(rows, tmp_path):
     build_fresh_model(tmp_path / "model", FreshModelConfig(num_layers=1, hidden_size=32, intermediate_size=32), seed=0)
-    source = open_source(make_config(rows, shuffle=False), str(tmp_path / "model"), demonstrations=True)
+    source = open_source(make_config(rows, shuffle=False), str(tmp_path / "model"), rows_are="demonstrations")
     (group,) = source.next_groups(1)
     tokenizer = source.encoder.tokenizer
     assert tokenizer.decode(group["prompt_ids"]) == "0+0\n"

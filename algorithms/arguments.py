@@ -1,0 +1,39 @@
+"""What a function reads, by the names of its parameters: how stages of a dataflow find their columns."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+Function = Callable[..., Any]
+GROUP_IDS = "group_ids"
+"""Given to whoever has a parameter of that name; no column."""
+
+
+def columns_read(function: Function) -> list[str]:
+    """Parameters without a default: the columns that a `compute` or `filter` stage must read for the function."""
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.name != GROUP_IDS]
+
+
+class Renamed:
+    """The function, with one parameter under the name of another column. Pickles where the function does.
+
+    >>> columns_read(Renamed(lambda reward: reward, "reward", "shaped_reward"))
+    ['shaped_reward']
+    """
+
+    def __init__(self, function: Function, parameter: str, column: str) -> None:
+        self.function, self.parameter, self.column = function, parameter, column
+        self.__name__ = str(getattr(getattr(function, "func", function), "__name__", "compute"))
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        signature = inspect.signature(self.function)
+        parameters = signature.parameters.values()
+        return signature.replace(
+            parameters=[p.replace(name=self.column) if p.name == self.parameter else p for p in parameters]
+        )
+
+    def __call__(self, **arguments: Any) -> Any:
+        arguments[self.parameter] = arguments.pop(self.column)
+        return self.function(**arguments)

@@ -1,0 +1,125 @@
+"""Critic-free policy gradients: sample, reward, compare, push. One dataflow; the methods are its presets.
+
+    source ─▶ rollout ─▶ reward ─▶ (overlong_reward) ─▶ advantage ─▶ train
+                 │          └────▶ (has_signal, drops groups without) ─┤
+                 └─▶ (reference, with kl_coef) ────────────────────────┘
+    remax:       greedy_rollout ─▶ greedy_reward ─▶ advantage
+
+What they differ in is in `conf/policy_gradient.py`: names and settings, all of them open to `algorithm.KEY=…`.
+"""
+
+from functools import partial
+from typing import Any
+
+from penstock.algorithms.advantages import ADVANTAGES
+from penstock.algorithms.arguments import Renamed, columns_read
+from penstock.algorithms.columns import Column
+from penstock.algorithms.corrections import CORRECTIONS
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.losses import SURROGATES, policy_loss, with_entropy_bonus
+from penstock.algorithms.options import checked_options
+from penstock.algorithms.registry import algorithm
+from penstock.algorithms.shaping import has_signal, overlong_reward
+from penstock.conf.policy_gradient import (
+    CispoConfig,
+    DapoConfig,
+    DrGrpoConfig,
+    GspoConfig,
+    PolicyGradientConfig,
+    ReinforcePpConfig,
+    RemaxConfig,
+    RlooConfig,
+)
+
+SHAPED = Column("shaped_reward", "float32")
+
+
+@algorithm("policy_gradient")
+def policy_gradient(cfg: PolicyGradientConfig) -> Dataflow:
+    """Whatever advantage, surrogate and correction the configuration names."""
+    flow = Dataflow()
+    flow.rollout("policy", samples_per_prompt=cfg.group_size)
+    flow.reward()
+    if cfg.drop_uniform_groups:
+        flow.filter(has_signal, reads=["reward"], reason="no_signal")
+    if cfg.kl_coef:
+        flow.logprobs("reference")
+    _add_advantage(flow, cfg)
+    flow.train("policy", loss=_loss(cfg))
+    return flow
+
+
+def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig) -> None:
+    function = ADVANTAGES.find(cfg.advantage)
+    options = checked_options(function, cfg.advantage_options, "algorithm.advantage_options")
+    advantage: Any = partial(function, **options)
+    if cfg.overlong_tokens:
+        settings = {"limit": cfg.overlong_limit, "buffer": cfg.overlong_tokens, "penalty": cfg.overlong_penalty}
+        shape = partial(overlong_reward, **settings)
+        flow.compute(shape, per="sample", reads=["reward", "response_ids"], writes=[SHAPED])
+        advantage = Renamed(advantage, "reward", SHAPED.name)
+    reads = columns_read(advantage)
+    if "greedy_reward" in reads:
+        flow.greedy_rollout("policy")
+        flow.reward(writes="greedy_reward", text="greedy_text", name="greedy_reward")
+    flow.compute(advantage, per=cfg.advantage_per, reads=reads, writes=["advantage"], name="advantage")
+
+
+def _loss(cfg: PolicyGradientConfig) -> Any:
+    surrogate, correction = SURROGATES.find(cfg.surrogate), CORRECTIONS.find(cfg.correction)
+    loss = partial(
+        policy_loss,
+        surrogate=surrogate,
+        surrogate_options=checked_options(surrogate, cfg.surrogate_options, "algorithm.surrogate_options"),
+        correction=correction,
+        correction_options=checked_options(correction, cfg.correction_options, "algorithm.correction_options"),
+        kl_coef=cfg.kl_coef,
+        kl_estimator=cfg.kl_estimator,
+        aggregation=cfg.aggregation,
+        constant=cfg.constant_tokens,
+    )
+    if not cfg.entropy_coef:
+        return loss
+    return with_entropy_bonus(loss, coef=cfg.entropy_coef, aggregation=cfg.aggregation, constant=cfg.constant_tokens)
+
+
+@algorithm("dr_grpo")
+def dr_grpo(cfg: DrGrpoConfig) -> Dataflow:
+    """Rewards only centred, sums of tokens divided by a constant: 2503.20783."""
+    return policy_gradient(cfg)
+
+
+@algorithm("dapo")
+def dapo(cfg: DapoConfig) -> Dataflow:
+    """Clip-higher, dynamic sampling, token mean: 2503.14476."""
+    return policy_gradient(cfg)
+
+
+@algorithm("rloo")
+def rloo(cfg: RlooConfig) -> Dataflow:
+    """REINFORCE, leave-one-out baseline: 2402.14740."""
+    return policy_gradient(cfg)
+
+
+@algorithm("reinforce_pp")
+def reinforce_pp(cfg: ReinforcePpConfig) -> Dataflow:
+    """Baseline of the group, scale of the batch: 2501.03262."""
+    return policy_gradient(cfg)
+
+
+@algorithm("remax")
+def remax(cfg: RemaxConfig) -> Dataflow:
+    """REINFORCE, greedy baseline: 2310.10505."""
+    return policy_gradient(cfg)
+
+
+@algorithm("gspo")
+def gspo(cfg: GspoConfig) -> Dataflow:
+    """Ratios of whole responses: 2507.18071."""
+    return policy_gradient(cfg)
+
+
+@algorithm("cispo")
+def cispo(cfg: CispoConfig) -> Dataflow:
+    """Clipped weights, no clipped gradients: 2506.13585."""
+    return policy_gradient(cfg)

@@ -1,0 +1,135 @@
+"""Configuration of the critic-free policy gradients: one dataclass for all, and the papers' settings as its presets.
+
+What differs between most of these methods is a name: of the advantage, the surrogate, the correction. All settings stay
+open in every preset: `algorithm=gspo algorithm.advantage=rloo` is a run.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.conf.algorithm import AGGREGATIONS, AlgorithmConfig
+from penstock.conf.checks import above, at_least, one_of
+
+UNITS = ("group", "batch")
+
+
+@dataclass
+class PolicyGradientConfig(AlgorithmConfig):
+    """A group of samples a prompt, an advantage, a surrogate loss. Used by `algorithms/policy_gradient.py`."""
+
+    name: str = "policy_gradient"
+    group_size: int = 8
+    advantage: str = "grpo"
+    """grpo, dr_grpo, rloo, opo, remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, or one's own
+    (`@advantage`)."""
+    advantage_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword settings of the advantage."""
+    advantage_per: str = "group"
+    """group: computed as soon as a group has its rewards. batch: by the trainers, over the step's batch; for advantages
+    that take statistics of the batch."""
+    surrogate: str = "ppo_clip"
+    """ppo_clip, reinforce, gpg, gspo, gspo_token, gmpo, cispo, sapo, clip_cov, kl_cov, dppo_tv, or one's own
+    (`@surrogate`)."""
+    surrogate_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword settings of the surrogate, e.g. {clip_low: 0.2, clip_high: 0.28}."""
+    correction: str = "truncated"
+    """Between engine and trainer: none, truncated, sequence_truncated, masked, rejection, or one's own
+    (`@correction`)."""
+    correction_options: dict[str, Any] = field(default_factory=dict)
+    """Keyword settings of the correction, e.g. {cap: 2.0}."""
+    kl_coef: float = 0.0
+    """Weight of the KL estimate in the loss. 0: no reference model is started."""
+    kl_estimator: str = "k3"
+    """k1, k2, k3, and their straight-through variants."""
+    entropy_coef: float = 0.0
+    """Weight of the entropy bonus. 0: no gradient of the entropy is computed."""
+    aggregation: str = "token_mean"
+    """token_mean: every token of the batch weighs the same. sequence_mean: every response does. sequence_sum: tokens
+    summed, responses averaged. constant: as that, divided by constant_tokens."""
+    constant_tokens: float = 1.0
+    """aggregation=constant: what a response's sum is divided by, mostly the longest response allowed. Tokens."""
+    drop_uniform_groups: bool = False
+    """Groups whose rewards are all equal have no gradient: drop them (dropped/no_signal), and new ones take their place
+    while the step still waits for others. DAPO's dynamic sampling (2503.14476, section 3.2)."""
+    overlong_tokens: int = 0
+    """Responses longer than `overlong_limit - overlong_tokens` lose reward in proportion, up to `overlong_penalty` at
+    the limit: DAPO's soft punishment (2503.14476 eq. 13). 0: none. Tokens."""
+    overlong_limit: int = 0
+    """Longest response, rollout.sampling.max_tokens as a rule. Tokens."""
+    overlong_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.group_size", self.group_size, 1)
+        for key in ("kl_coef", "entropy_coef", "overlong_tokens", "overlong_limit", "overlong_penalty"):
+            at_least(f"algorithm.{key}", getattr(self, key), 0)
+        above("algorithm.constant_tokens", self.constant_tokens, 0)
+        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
+        one_of("algorithm.advantage_per", self.advantage_per, UNITS)
+        at_least("algorithm.overlong_limit", self.overlong_limit, self.overlong_tokens)
+
+
+@dataclass
+class DrGrpoConfig(PolicyGradientConfig):
+    """GRPO without its two biases, by length and by difficulty (2503.20783)."""
+
+    name: str = "dr_grpo"
+    advantage: str = "dr_grpo"
+    aggregation: str = "constant"
+
+
+@dataclass
+class DapoConfig(PolicyGradientConfig):
+    """Clip-higher, dynamic sampling, token mean, soft punishment of long responses (2503.14476)."""
+
+    name: str = "dapo"
+    surrogate_options: dict[str, Any] = field(default_factory=lambda: {"clip_low": 0.2, "clip_high": 0.28})
+    drop_uniform_groups: bool = True
+
+
+@dataclass
+class RlooConfig(PolicyGradientConfig):
+    """REINFORCE with a leave-one-out baseline (2402.14740)."""
+
+    name: str = "rloo"
+    advantage: str = "rloo"
+    surrogate: str = "reinforce"
+    aggregation: str = "sequence_sum"
+
+
+@dataclass
+class ReinforcePpConfig(PolicyGradientConfig):
+    """REINFORCE++ with the group's mean as baseline, scaled by the batch (2501.03262)."""
+
+    name: str = "reinforce_pp"
+    advantage: str = "reinforce_plus_plus_baseline"
+    advantage_per: str = "batch"
+
+
+@dataclass
+class RemaxConfig(PolicyGradientConfig):
+    """REINFORCE with the greedy response's reward as baseline (2310.10505)."""
+
+    name: str = "remax"
+    group_size: int = 1
+    advantage: str = "remax"
+    surrogate: str = "reinforce"
+    aggregation: str = "sequence_sum"
+
+
+@dataclass
+class GspoConfig(PolicyGradientConfig):
+    """The ratio of whole responses (2507.18071)."""
+
+    name: str = "gspo"
+    surrogate: str = "gspo"
+    surrogate_options: dict[str, Any] = field(default_factory=lambda: {"clip_low": 3e-4, "clip_high": 4e-4})
+    aggregation: str = "sequence_mean"
+
+
+@dataclass
+class CispoConfig(PolicyGradientConfig):
+    """Clipped importance weights that no token loses its gradient to (2506.13585)."""
+
+    name: str = "cispo"
+    surrogate: str = "cispo"
+    surrogate_options: dict[str, Any] = field(default_factory=lambda: {"clip_low": 1.0, "clip_high": 4.0})

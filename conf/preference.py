@@ -1,0 +1,64 @@
+"""Configuration of learning from preferences and from a teacher."""
+
+from dataclasses import dataclass
+
+from penstock.conf.algorithm import AGGREGATIONS, AlgorithmConfig
+from penstock.conf.checks import above, at_least, one_of, within
+
+PAIR_LOSSES = ("dpo", "ipo", "simpo", "orpo")
+
+
+@dataclass
+class DpoConfig(AlgorithmConfig):
+    """Direct preference optimisation on a dataset of pairs (2305.18290), and its kin."""
+
+    name: str = "dpo"
+    group_size: int = 2
+    loss: str = "dpo"
+    """dpo, ipo (2310.12036), simpo (2405.14734) or orpo (2403.07691). The last two need no reference."""
+    beta: float = 0.1
+    """How far from the reference: larger stays closer. SimPO wants about 2."""
+    label_smoothing: float = 0.0
+    """dpo: the share of labels taken to be wrong."""
+    target_margin: float = 1.0
+    """simpo: by how much the chosen response is to win."""
+
+    def __post_init__(self) -> None:
+        one_of("algorithm.loss", self.loss, PAIR_LOSSES)
+        above("algorithm.beta", self.beta, 0)
+        within("algorithm.label_smoothing", self.label_smoothing, 0, 0.5)
+        at_least("algorithm.target_margin", self.target_margin, 0)
+        one_of("algorithm.group_size", self.group_size, (2,))
+
+
+@dataclass
+class OnlineDpoConfig(DpoConfig):
+    """DPO on the policy's own samples: the best of a group against the worst (2402.04792)."""
+
+    name: str = "online_dpo"
+    group_size: int = 4
+    min_gap: float = 0.0
+    """Groups whose best and worst reward are less apart have no pair."""
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.group_size", self.group_size, 2)
+        at_least("algorithm.min_gap", self.min_gap, 0)
+        size, self.group_size = self.group_size, 2
+        super().__post_init__()
+        self.group_size = size
+
+
+@dataclass
+class DistillConfig(AlgorithmConfig):
+    """On-policy distillation: the student samples, a teacher (model.paths.teacher) judges every token (2306.13649)."""
+
+    name: str = "distill"
+    group_size: int = 4
+    discount: float = 0.0
+    """0: a token answers for itself. 1: also for where it leads (2306.08543)."""
+    aggregation: str = "token_mean"
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.group_size", self.group_size, 1)
+        within("algorithm.discount", self.discount, 0, 1)
+        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
