@@ -1,6 +1,6 @@
 # The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check format bench-env bench clean
+.PHONY: help setup demo test soak oracle check format bench-env bench clean
 
 BIN := .venv/bin
 SOURCES := penstock conf algorithms store workers orchestrator recipes tests benchmarks conftest.py setup.py
@@ -20,6 +20,9 @@ test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a q
 
 soak: setup ## the store's random histories, a million events and more: about a quarter of an hour
 	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store -k "histories or staleness" $(ARGS)
+
+oracle: .venv-oracle/.locked ## the formulas against verl and TRL, in an environment of their own; ARGS="-k gspo" for some
+	.venv-oracle/bin/python -m pytest tests/oracle $(ARGS)
 
 check: setup .typing/penstock ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(SOURCES)
@@ -50,5 +53,5 @@ bench: bench-env ## every benchmark, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
-	rm -rf .venv .venv-trl .venv-tq .typing runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-tq .venv-oracle .typing runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

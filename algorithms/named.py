@@ -55,4 +55,4 @@ class Named(dict[str, Function]):
 
 
 def _home(function: Function) -> str:
-    return f"{function.__module__}.{function.__qualname__}"
+    return f"{function.__module__}.{getattr(function, '__qualname__', function)}"

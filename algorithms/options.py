@@ -42,17 +42,27 @@ def checked_options(function: Callable[..., Any], options: Options, key: str) ->
     """The options as a dictionary, each one a keyword-only parameter of the function and of its type.
 
     An int passes for a float, a bool passes only for a bool. Types other than bool, int, float, str, None and unions
-    of them are not looked at. Raises `ConfigError` with `key.name`, and the nearest name if it is unknown.
+    of them are not looked at, nor are types that cannot be found. Raises `ConfigError` with `key.name`, and the nearest
+    name if it is unknown.
     """
     parameters = inspect.signature(function).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY]
-    hints = typing.get_type_hints(getattr(function, "func", function), include_extras=True)
+    hints = _hints(getattr(function, "func", function))
     for name, value in options.items():
         if name not in names:
             raise ConfigError(f"{key}.{name}: {_title(function)} has no such option{suggest(name, names)}")
         if name in hints:
             _check(f"{key}.{name}", value, hints[name])
     return dict(options)
+
+
+def _hints(function: Callable[..., Any]) -> dict[str, Any]:
+    """A function that was pickled by value leaves behind what only its annotations name, if they are strings."""
+    try:
+        routine = function if inspect.isroutine(function) else type(function).__call__
+        return typing.get_type_hints(routine, include_extras=True)
+    except NameError:
+        return {}
 
 
 def _check(key: str, value: Any, hint: Any) -> None:

@@ -91,7 +91,7 @@ class RolloutEngine(Protocol):
 
 
 Loss = Callable[..., Any]
-"""`(logprobs, mask, totals, <columns>) -> (loss, metrics)`: see `algorithms/losses.py`."""
+"""`(logprobs, mask, totals, <columns>) -> (loss, metrics)`: see `algorithms/losses/`."""
 
 
 @dataclass

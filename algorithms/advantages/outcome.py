@@ -46,7 +46,7 @@ def dr_grpo(reward: Tensor, group_ids: Tensor | None = None) -> Tensor:
 
 @advantage("rloo")
 def rloo(reward: Tensor, group_ids: Tensor | None = None) -> Tensor:
-    """RLOO, `A_i = r_i - mean of the others' rewards`: 2402.14740, section 2.2. An unbiased baseline, since it does not
+    """RLOO, `A_i = r_i - mean of the others' rewards`: 2402.14740. An unbiased baseline, since it does not
     depend on the sample itself; Dr. GRPO's advantage times G / (G - 1)."""
     return normalized(reward, group_ids, centre="leave_one_out", scale="none")
 
@@ -90,7 +90,7 @@ def opo(reward: Tensor, response_ids: Sequence[Tensor] | Tensor, group_ids: Tens
 
 @advantage("remax")
 def remax(reward: Tensor, greedy_reward: Tensor) -> Tensor:
-    """ReMax, `A_i = r_i - r(greedy response to the same prompt)`: 2310.10505, algorithm 2. Both `[N]`."""
+    """ReMax, `A_i = r_i - r(greedy response to the same prompt)`: 2310.10505. Both `[N]`."""
     same_shape(reward, "reward", greedy_reward=greedy_reward)
     return (finite_rewards(reward) - finite_rewards(greedy_reward, "greedy_reward")).float()
 

@@ -80,9 +80,8 @@ def gmpo(
     whose gradient the clip cut.
     """
     tokens_B1 = mask.sum(dim=-1, keepdim=True).clamp(min=1)
-    sign = advantage.sign()
-    unclipped = sign * log_ratio(new, old)
-    clipped = sign * log_ratio(new, old).clamp(-clip_low, clip_high)
+    sign, log_rho = advantage.sign(), log_ratio(new, old)
+    unclipped, clipped = sign * log_rho, sign * log_rho.clamp(-clip_low, clip_high)
     mean_B1 = (sign * unclipped.minimum(clipped)).sum(dim=-1, keepdim=True) / tokens_B1
     ratio_B1 = mean_B1.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
     loss_B1 = -ratio_B1 * advantage.sum(dim=-1, keepdim=True) / tokens_B1

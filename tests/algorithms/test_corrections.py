@@ -105,6 +105,12 @@ def test_masked_drops_tokens_on_either_side_and_keeps_the_ratio_of_the_others():
     assert metrics == {"correction_weight_mean": pytest.approx(1.25), "correction_masked_fraction": 0.5}
 
 
+@pytest.mark.parametrize("correction", [masked, rejection])
+def test_a_ratio_on_a_bound_is_kept(correction):
+    zero, mask = torch.zeros(1, 2), torch.ones(1, 2, dtype=torch.bool)
+    assert correction(zero, zero, mask, low=1.0, high=1.0)[0].tolist() == [[1.0, 1.0]]
+
+
 def test_rejection_drops_whole_responses_by_their_geometric_mean():
     # geometric means 1 and 8
     weight, metrics = weights(rejection, low=0.5, high=2.0)

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 
 from penstock.algorithms.advantages import ADVANTAGES
@@ -39,6 +41,13 @@ def test_a_name_belongs_to_one_function():
     with pytest.raises(ConfigError, match=r"algorithm.thing=one: .*_two takes a name that .*_one has"):
         names.register("one")(_two)
     assert names.find("one") is _one
+
+
+def test_a_partial_can_have_a_name():
+    names = Named("algorithm.thing")
+    names.register("one")(partial(_one))
+    with pytest.raises(ConfigError, match="takes a name"):
+        names.register("one")(partial(_two))
 
 
 def test_the_builtin_names():

@@ -34,6 +34,27 @@ def test_a_partial_is_checked_like_its_function():
         checked_options(partial(formula, shift=1.0), {"clip": -1}, "key")
 
 
+def test_an_object_that_is_called_is_checked_like_a_function():
+    class Formula:
+        def __call__(self, new, *, clip: NonNegative = 0.2):
+            return new
+
+    assert checked_options(Formula(), {"clip": 1}, "key") == {"clip": 1}
+    with pytest.raises(ConfigError, match=r"key.clip=-1"):
+        checked_options(Formula(), {"clip": -1}, "key")
+    with pytest.raises(ConfigError, match=r"key.clap: Formula has no such option"):
+        checked_options(Formula(), {"clap": -1}, "key")
+
+
+def test_types_that_cannot_be_found_are_not_checked_but_names_are():
+    def own(new, *, clip: "Elsewhere" = 0.2):  # noqa: F821 - a name that did not travel with its function
+        return new
+
+    assert checked_options(own, {"clip": -1}, "key") == {"clip": -1}
+    with pytest.raises(ConfigError, match=r"key.clap: own has no such option; did you mean 'clip'"):
+        checked_options(own, {"clap": 1}, "key")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

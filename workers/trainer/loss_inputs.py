@@ -1,6 +1,6 @@
 """Which arguments a loss takes, found once from its signature, and the call with them.
 
-The loss of a dataflow names what it reads (`algorithms/dataflow.py`, `algorithms/losses.py`): columns of the rows, and
+The loss of a dataflow names what it reads (`algorithms/dataflow.py`, `algorithms/losses/`): columns of the rows, and
 what only the trainer has. Called by `fsdp.py` for every micro-batch.
 
 Legend: B rows of the micro-batch, T response tokens, padded.

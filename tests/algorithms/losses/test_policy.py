@@ -1,9 +1,11 @@
 import inspect
 import math
+import pickle
 import re
 from functools import partial
 from pathlib import Path
 
+import cloudpickle
 import pytest
 import torch
 from hypothesis import given
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import SURROGATES, per_token, policy_loss, ppo_clip_loss
+from penstock.algorithms.options import Positive
 from penstock.conf.algorithm import AGGREGATIONS, CORRECTIONS
 from penstock.conf.errors import ConfigError, ShapeError
 
@@ -349,6 +352,18 @@ def test_the_kl_term_is_not_weighted_by_the_correction():
 def test_the_aggregation_takes_its_constant():
     loss, _ = two_tokens(surrogate="reinforce", correction="none", aggregation="constant", constant=6.0)
     assert loss.item() == pytest.approx(3.0 / 6.0)  # (1 + 2) / (1 response · 6)
+
+
+def test_a_loss_with_ones_own_surrogate_pickles_by_value():
+    def own(new, old, advantage, mask, *, scale: Positive = 1.0):
+        return -scale * advantage * new, {}
+
+    logprobs, mask, columns = batch(6, 3, 4)
+    loss = partial(policy_loss, surrogate=own, surrogate_options={"scale": 2.0})
+    there = pickle.loads(cloudpickle.dumps(loss))
+    assert there.keywords["surrogate"] is not own
+    here, gone = (run(each, logprobs, mask, columns, BatchTotals.of(mask)) for each in (loss, there))
+    assert torch.equal(here[1], gone[1])
 
 
 def test_the_preset_is_the_driver_with_its_defaults():

@@ -67,6 +67,13 @@ def test_the_geometric_mean_of_clipped_ratios_of_a_bad_response():
     assert metrics["clip_fraction"] == [1.0, 0.0]
 
 
+def test_either_bound_of_the_geometric_mean_is_its_own():
+    # a good token is cut at +0.3, a bad one at -0.1
+    for log_ratio, advantage, expected in ((1.0, 1.0, 0.3), (-1.0, 1.0, -1.0), (-1.0, -1.0, -0.1), (1.0, -1.0, 1.0)):
+        value = tokens("gmpo", [log_ratio], [0.0], [advantage], clip_low=0.1, clip_high=0.3)[0][0]
+        assert value == pytest.approx(-advantage * math.exp(expected))
+
+
 def test_tokens_of_different_advantage_share_their_mean():
     # A = (1 + 3) / 2, ratio 1
     assert tokens("gmpo", [-1.0, -1.0], [-1.0, -1.0], [1.0, 3.0])[0] == [-2.0, -2.0]
