@@ -34,7 +34,7 @@ CASES: dict[str, dict[str, int]] = {
     "c": {**SHORT, "batch": 1},
     "d": {**SHORT, "resident": 100_000},
 }
-ROWS = {"a": 4096, "b": 256, "c": 512, "d": 1024}
+ROWS = {"a": 4096, "b": 1024, "c": 512, "d": 2048}
 OPS = ("put", "lease", "stages")
 NUM_ROUNDS = 3
 TARGETS = {"a": 10.0, "b": 3.0, "c": 5.0, "d": 20.0}

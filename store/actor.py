@@ -1,6 +1,7 @@
 """The store as Ray actors: light processes, named, that everyone in the run finds."""
 
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -16,6 +17,9 @@ from penstock.store.spec import StoreSpec
 MAX_WAITING_CALLS = 10_000
 """Calls that may wait in the store at a time: each is a coroutine, not a thread."""
 SHARED_MEMORY = "/dev/shm"
+GC_THRESHOLD = (50_000, 20, 50)
+"""Python's collector looks for cycles, of which the store makes few; at its usual pace it would walk over all resident
+rows' state many times a second."""
 
 
 class Store(store.Store):
@@ -24,6 +28,7 @@ class Store(store.Store):
     def __init__(self, spec: StoreSpec, directory: str, restore: str | None = None) -> None:
         import ray
 
+        gc.set_threshold(*GC_THRESHOLD)
         spill = os.path.join(spec.spill_dir or tempfile.gettempdir(), os.path.basename(directory))
         segments = Segments(directory, spill, spec.shared_bytes)
         super().__init__(spec, segments=segments, node=ray.get_runtime_context().get_node_id(), restore=restore)

@@ -160,7 +160,6 @@ class Segments:
                         file.unlink()
 
     def close(self) -> None:
-        self._arena.close()
         for place in (self.directory, self.spill):
             shutil.rmtree(place, ignore_errors=True)
 

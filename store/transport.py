@@ -165,17 +165,14 @@ class OverSocket:
             self._answers.pop(number, None)
 
     async def reserve(self, nbytes: int) -> Slot | None:
-        try:
-            return self._arena.reserve(nbytes)
-        except OSError:  # shared memory and disk are full: the store is asked to keep it, and says so
-            return None
+        return self._arena.reserve(nbytes)
 
     async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
         if slot is None and batch.nbytes <= inline_bytes:
             return batch
         try:
             return self._arena.place(batch, slot)
-        except OSError:
+        except OSError:  # shared memory and disk are full: the store is asked to keep it, and says so
             return batch
 
     async def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
