@@ -16,7 +16,7 @@ from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDAR
 from penstock.conf.errors import DataflowError, suggest
 
 UNITS = ("sample", "group", "batch")
-PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids")
+PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids", "values", "scores")
 """Arguments of a loss that are no columns: see `workers/trainer`."""
 
 
@@ -25,7 +25,7 @@ class Stage:
     """One node. `unit` is what becomes ready and is leased as a whole: a sample, a whole group, or the step's batch."""
 
     name: str
-    kind: str  # source, rollout, greedy_rollout, reward, logprobs, compute, filter, train
+    kind: str  # source, rollout, greedy_rollout, reward, logprobs, scores, values, compute, filter, critic, train
     unit: str
     reads: tuple[str, ...]
     writes: tuple[Column, ...]
@@ -40,7 +40,13 @@ class Stage:
     @property
     def is_in_trainer(self) -> bool:
         """Run by the trainers on the step's whole batch, before the update: the store knows nothing of it."""
-        return self.kind == "compute" and self.unit == "batch"
+        return self.unit == "batch" and self.kind in ("compute", "values", "critic")
+
+    @property
+    def is_scored(self) -> bool:
+        """Of a model with a scalar head for whole responses, served or trained."""
+        trained = self.kind == "train" and "scores" in inspect.signature(self.function).parameters  # type: ignore[arg-type]
+        return self.kind == "scores" or trained
 
     @property
     def takes_groups(self) -> bool:
@@ -114,6 +120,25 @@ class Dataflow:
         column = STANDARD_COLUMNS.get(name, Column(name, "float32", "token"))
         reads = ("prompt_ids", "response_ids")
         return self._add(Stage(model, "logprobs", "sample", reads, (column,), model=model))
+
+    def scores(self, model: str = "reward_model", *, writes: str | Column = "reward") -> "Dataflow":
+        """One number a response from a reward model (model.paths.<model>), in place of `reward`."""
+        reads = ("prompt_ids", "response_ids")
+        return self._add(Stage(model, "scores", "sample", reads, _columns((writes,), model), model=model))
+
+    def values(self, model: str = "critic") -> "Dataflow":
+        """What the critic expects before each token of the step's batch: writes `old_values`, in the trainers. The
+        critic starts from the policy's weights with a new head, and lives with the policy's ranks."""
+        reads = ("prompt_ids", "response_ids")
+        writes = _columns((Column("old_values", "float32", "token"),), model)
+        return self._add(Stage(f"{model}_values", "values", "batch", reads, writes, model=model))
+
+    def train_critic(self, model: str = "critic", *, loss: Callable[..., Any]) -> "Dataflow":
+        """Update the critic on the step's batch, before the policy. The loss takes `values` `[B, T]`, with gradient."""
+        required, optional = _loss_columns(loss)
+        reads = tuple(dict.fromkeys(("prompt_ids", "response_ids", *required)))
+        name = f"train_{model}"
+        return self._add(Stage(name, "critic", "batch", reads, (), model=model, function=loss, optional_reads=optional))
 
     def compute(
         self,

@@ -82,6 +82,9 @@ def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
         "reward": name or "reward.function",
         "logprobs": f"log-probabilities of {stage.model}",
         "compute": "" if name == stage.name else name,
+        "scores": f"scores of {stage.model}",
+        "values": f"what {stage.model} expects",
+        "critic": f"{stage.model}, {name}",
         "train": f"{stage.model}, {name}",
     }
     where = " (in the trainer)" if stage.is_in_trainer else ""

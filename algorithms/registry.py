@@ -70,4 +70,4 @@ def build_dataflow(config: AlgorithmConfig) -> Dataflow:
     return find_algorithm(config.name).build(config).check()
 
 
-from penstock.algorithms import distill, grpo, policy_gradient, preferences, sft  # noqa: E402, F401 - they register themselves, and need the above to do so
+from penstock.algorithms import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: E402, F401 - they register themselves, and need the above to do so

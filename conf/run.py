@@ -42,6 +42,9 @@ class RunConfig:
     imports: list[str] = field(default_factory=list)
     """Python files (relative to the recipe) that register algorithms, rewards or losses."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    other_models: dict[str, WarmStartConfig] = field(default_factory=dict)
+    """Runs before the run that make further models of the dataflow, by the models' names: {teacher: {recipe: sft}}.
+    Those that model.paths names are not made."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

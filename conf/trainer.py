@@ -61,6 +61,8 @@ class TrainerConfig:
     step_timeout_s: float = 3600.0
     """Deadline of one update, waiting for its samples included."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    """Of the critic, where the algorithm has one. Its head is new, so that it wants a higher rate than the policy."""
 
     def __post_init__(self) -> None:
         one_of("trainer.engine", self.engine, ("fsdp",))

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from penstock.conf import algorithm as algorithm_configs
-from penstock.conf import policy_gradient, preference
+from penstock.conf import policy_gradient, ppo, preference
 from penstock.conf.algorithm import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
@@ -106,7 +106,7 @@ def _known_algorithms() -> dict[str, type[AlgorithmConfig]]:
     and a wrong key should not take seconds to be told. A file of one's own has imported the registry by now."""
     known = {
         cls.name: cls
-        for module in (algorithm_configs, policy_gradient, preference)
+        for module in (algorithm_configs, policy_gradient, ppo, preference)
         for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls is not AlgorithmConfig
     }
@@ -259,7 +259,7 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
         config.evaluation.path = absolute(config.evaluation.path)
     config.model.path = absolute(config.model.path)
     config.model.reference_path = absolute(config.model.reference_path)
-    for section, key in ((config.reward, "function"), (config.data, "teacher")):
+    for section, key in ((config.reward, "function"), (config.data, "teacher"), (config.data, "rejected_teacher")):
         file, colon, function = (getattr(section, key) or "").rpartition(":")
         if colon and file.endswith(".py"):
             setattr(section, key, f"{absolute(file)}:{function}")

@@ -167,6 +167,7 @@ class Fleet:
             stage.writes[0].name if reference else "",
             () if reference else tuple(self.flow.in_trainer),
             self.flow.columns,
+            "scores" if stage.is_scored else "policy",
         )
 
 

@@ -36,7 +36,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
         names = [stage.name for stage in flow.of_kind("reward")] or ["reward"]
         actors.extend(ActorPlan(f"Reward-{index}", "reward", stage=name) for index, name in enumerate(names))
-    for stage in flow.of_kind("logprobs"):
+    for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores")):
         for rank in range(trainer.num_ranks):
             name = f"Trainer-{stage.name}-{rank}"
             actors.append(ActorPlan(name, "reference", cpus, trainer.num_gpus_per_rank, stage.name, rank))

@@ -3,6 +3,8 @@
 
     recipe=arithmetic          a directory of the package `penstock.recipes`
     recipe=path/to/directory   any other one, or its YAML file
+
+A recipe may say `base: NAME` and then only what differs from that one.
 """
 
 import importlib.util
@@ -70,7 +72,32 @@ def find_recipe(name: str) -> Recipe:
         )
     else:
         raise ConfigError(f"recipe={name}: neither a recipe nor a directory with a {FILE_NAME}{suggest(name, known)}")
-    return Recipe(directory.name, directory, _read(directory / FILE_NAME))
+    return Recipe(directory.name, directory, _with_base(directory, _read(directory / FILE_NAME)))
+
+
+def _with_base(directory: Path, values: dict[str, Any], seen: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """The values over those of the recipe that `base` names. An `algorithm` section of another name replaces the
+    base's."""
+    if "base" not in values:
+        return values
+    if directory in seen:
+        raise ConfigError(f"{directory / FILE_NAME}: base={values['base']} leads back to this recipe.")
+    known = packaged_recipes()
+    name = str(values["base"])
+    where = known[name] if name in known else (directory / name).resolve()
+    if not (where / FILE_NAME).is_file():
+        raise ConfigError(f"{directory / FILE_NAME}: base={name} is no recipe{suggest(name, known)}")
+    base = _with_base(where, _read(where / FILE_NAME), (*seen, directory))
+    own = {key: value for key, value in values.items() if key != "base"}
+    if own.get("algorithm", {}).get("name") not in (None, base.get("algorithm", {}).get("name")):
+        base = {key: value for key, value in base.items() if key != "algorithm"}
+    return _merged(base, own)
+
+
+def _merged(base: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    both = {key: _merged(base[key], own[key]) for key in base if isinstance(base[key], dict)
+            and isinstance(own.get(key), dict)}  # fmt: skip
+    return {**base, **own, **both}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.console import Console
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import PenstockError
-from penstock.conf.run import RunConfig, validate
+from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.orchestrator.cluster import connect
 from penstock.orchestrator.compose import load_config
 from penstock.orchestrator.controller import Controller, Outcome
@@ -29,7 +29,7 @@ from penstock.orchestrator.report import write_report
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.sinks import Sink, make_sinks
 from penstock.orchestrator.status import note_connection
-from penstock.orchestrator.validate import check_run
+from penstock.orchestrator.validate import check_run, first_runs
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.weights.roots import SHARED_MEMORY, claim_root, remove_root, sweep_stale
 
@@ -68,6 +68,7 @@ def run(
         with connect(_with_warm_start(plan, config), config, directory.path.name) as namespace:
             note_connection(directory, namespace)
             model_path = starting_model(config, directory)
+            config = with_other_models(config, directory)
             progress = Progress(config, directory.path.name, console=Console(quiet=True) if quiet else None)
             outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks))
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
@@ -116,24 +117,37 @@ def starting_model(config: RunConfig, directory: RunDirectory) -> str:
     if config.model.path is not None:
         return config.model.path
     if config.warm_start.recipe is not None:
-        overrides = [
-            f"recipe={config.warm_start.recipe}", f"seed={config.seed}", "name=warm_start",
-            f"output_dir={directory.path}",
-            f"evaluation.seed={config.evaluation.seed}", f"evaluation.num_problems={config.evaluation.num_problems}",
-            *config.warm_start.overrides,
-        ]  # fmt: skip
-        return str(run(load_config(overrides)).model)
+        return _made_by(config.warm_start, "warm_start", config, directory)
     build_fresh_model(directory.initial_model, config.model.fresh, config.seed)
     return str(directory.initial_model)
 
 
+def with_other_models(config: RunConfig, directory: RunDirectory) -> RunConfig:
+    """Make the models of `other_models`, one run after the other, and note where they are."""
+    paths = dict(config.model.paths)
+    for name, first in config.other_models.items():
+        if name not in paths:
+            paths[name] = _made_by(first, name, config, directory)
+    return replace(config, model=replace(config.model, paths=paths))
+
+
+def _made_by(first: WarmStartConfig, name: str, config: RunConfig, directory: RunDirectory) -> str:
+    """Run a recipe below the run's directory, on the same problems; its model."""
+    overrides = [
+        f"recipe={first.recipe}", f"seed={config.seed}", f"name={name}", f"output_dir={directory.path}",
+        f"evaluation.seed={config.evaluation.seed}", f"evaluation.num_problems={config.evaluation.num_problems}",
+        *first.overrides,
+    ]  # fmt: skip
+    return str(run(load_config(overrides)).model)
+
+
 def _with_warm_start(plan: list[ActorPlan], config: RunConfig) -> list[ActorPlan]:
-    """What a local Ray must hold: the larger of both runs' needs, as they come one after the other."""
-    if config.model.path is not None or config.warm_start.recipe is None:
-        return plan
-    first = load_config([f"recipe={config.warm_start.recipe}", *config.warm_start.overrides])
-    other = plan_actors(build_dataflow(first.algorithm), first)
-    return max(plan, other, key=lambda actors: (sum(a.num_gpus for a in actors), sum(a.num_cpus for a in actors)))
+    """What a local Ray must hold: the largest of all runs' needs, as they come one after the other."""
+    plans = [plan]
+    for start in first_runs(config):
+        first = load_config([f"recipe={start.recipe}", *start.overrides])
+        plans.append(plan_actors(build_dataflow(first.algorithm), first))
+    return max(plans, key=lambda actors: (sum(a.num_gpus for a in actors), sum(a.num_cpus for a in actors)))
 
 
 def _starting_text(plan: list[ActorPlan], config: RunConfig) -> str:

@@ -7,15 +7,16 @@ by one, with the resolved configuration, the dataflow and the plan of actors.
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.dataflow import Dataflow, Stage
 from penstock.algorithms.describe import draw
 from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import PenstockError
-from penstock.conf.run import RunConfig
+from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.orchestrator.cluster import check_resources
 from penstock.orchestrator.compose import load_config, to_yaml
 from penstock.orchestrator.fleet import model_path
@@ -41,13 +42,14 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if any(stage.function is None for stage in flow.of_kind("reward")) or config.evaluation.every_steps:
         yield Check("reward", lambda: _reward(config))
     yield Check("data", lambda: _data(config, flow))
-    others = [str(stage.model) for stage in flow.of_kind("logprobs") if stage.model != "reference"]
+    others = [str(stage.model) for stage in flow.stages if _needs_path(stage)]
     if others:
-        yield Check("other models", lambda: ", ".join(model_path(config, name, "") for name in others))
+        yield Check("other models", lambda: ", ".join(_other_model(config, name) for name in others))
     if config.evaluation.every_steps:
         yield Check("held-out data", lambda: _data(config, flow, held_out=True))
-    if config.warm_start.recipe and config.model.path is None:
-        yield Check("warm start", lambda: _warm_start(config))
+    for start in first_runs(config):
+        name = "warm start" if start is config.warm_start else "first run"
+        yield Check(name, partial(_first_run, start))
 
 
 def check_run(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> None:
@@ -123,8 +125,24 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     return found + (f"; {report.skipped} too long and left out" if report.skipped else "")
 
 
-def _warm_start(config: RunConfig) -> str:
-    first = load_config([f"recipe={config.warm_start.recipe}", *config.warm_start.overrides])
+def _needs_path(stage: Stage) -> bool:
+    return stage.kind == "scores" or (stage.kind == "logprobs" and stage.model != "reference")
+
+
+def first_runs(config: RunConfig) -> list[WarmStartConfig]:
+    """The runs that come before this one, for its models."""
+    starts = [config.warm_start] if config.warm_start.recipe and config.model.path is None else []
+    return starts + [start for name, start in config.other_models.items() if name not in config.model.paths]
+
+
+def _other_model(config: RunConfig, name: str) -> str:
+    if name in config.other_models and name not in config.model.paths:
+        return f"{name} by {config.other_models[name].recipe}"
+    return model_path(config, name, "")
+
+
+def _first_run(start: WarmStartConfig) -> str:
+    first = load_config([f"recipe={start.recipe}", *start.overrides])
     flow = build_dataflow(first.algorithm)
     check_run(first, flow, plan_actors(flow, first))
-    return f"{config.warm_start.recipe} first, {first.trainer.max_steps} steps of {first.algorithm.name}"
+    return f"{start.recipe}, {first.trainer.max_steps} steps of {first.algorithm.name}"

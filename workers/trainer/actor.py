@@ -7,7 +7,7 @@ updates is driven step by step by the controller; one that only computes log-pro
 
 import socket
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
@@ -20,6 +20,7 @@ from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer.fsdp import FsdpTrainer
 from penstock.workers.trainer.preparation import Preparation
+from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainerWorker
 
 
@@ -43,6 +44,8 @@ class TrainerSpec:
     """Stages that run on the batch before the update."""
     columns: dict[str, Column] = field(default_factory=dict)
     """Of the dataflow, for these."""
+    head: str = "policy"
+    """policy, or scores: a reward model, trained or served."""
 
 
 class Trainer:
@@ -64,7 +67,25 @@ class Trainer:
     def start(self, address: str) -> None:
         """Load the model and join the other ranks. Collective."""
         spec = self._spec
-        trainer = FsdpTrainer(
+        trainer = self._trainer = self._make(spec.head == "scores", address)
+        if self._store is None:
+            return
+        if spec.loss is not None:
+            critic = None
+            if any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
+                options = {"metrics_prefix": "critic", "optimizer": spec.config.critic_optimizer}
+                critic = self._critic = cast(ScalarTrainer, self._make(True, address, **options))
+            preparation = Preparation(spec.in_trainer, spec.columns, trainer.group.gather, critic)
+            self._worker = TrainerWorker(
+                trainer, self._store, spec.rank, spec.num_ranks, spec.loss, preparation=preparation
+            )
+        else:
+            compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
+            self._worker = ReferenceWorker(compute, self._store, spec.stage, spec.column, spec.rank, spec.num_ranks)
+
+    def _make(self, is_scalar: bool, address: str, **options: Any) -> FsdpTrainer:
+        spec = self._spec
+        return (ScalarTrainer if is_scalar else FsdpTrainer)(
             spec.config,
             spec.model_path,
             temperature=spec.temperature,
@@ -75,17 +96,8 @@ class Trainer:
             attention=spec.attention,
             trainable=spec.loss is not None,
             engine_dtype=spec.engine_dtype,
+            **options,
         )
-        self._trainer = trainer
-        if self._store is None:
-            return
-        if spec.loss is not None:
-            preparation = Preparation(spec.in_trainer, spec.columns, trainer.group.gather)
-            self._worker = TrainerWorker(
-                trainer, self._store, spec.rank, spec.num_ranks, spec.loss, preparation=preparation
-            )
-        else:
-            self._worker = ReferenceWorker(trainer, self._store, spec.stage, spec.column, spec.rank, spec.num_ranks)
 
     @property
     def _ready(self) -> FsdpTrainer:

@@ -13,13 +13,14 @@ import math
 import time
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.conf.trainer import TrainerConfig
+from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer import batching, writing
@@ -66,15 +67,19 @@ class FsdpTrainer:
         attention: str = "sdpa",
         trainable: bool = True,
         engine_dtype: str = "float32",
+        metrics_prefix: str = "actor",
+        optimizer: OptimizerConfig | None = None,
     ) -> None:
         """Load the model and join the other ranks. Collective.
 
         `temperature`: of the sampling distribution. `address`: host:port where ranks meet; one rank needs none.
-        `num_threads`: of torch; 0 leaves it. `engine_dtype`: of publications. Raises `ModelError`, `ConfigError`.
+        `num_threads`: of torch; 0 leaves it. `engine_dtype`: of publications. `metrics_prefix`: of what `update`
+        reports. `optimizer`: other settings than `config.optimizer`. Raises `ModelError`, `ConfigError`.
         """
         if num_threads:
             torch.set_num_threads(num_threads)
-        self.config = config
+        self.config = config if optimizer is None else replace(config, optimizer=optimizer)
+        self.metrics_prefix = metrics_prefix
         self.model_path = model_path
         self.engine_dtype = engine_dtype
         self.step = 0
@@ -82,17 +87,19 @@ class FsdpTrainer:
         self.group = ProcessGroup.join(
             rank, num_ranks, address, config.collective_timeout_s, config.num_gpus_per_rank > 0
         )
-        lm = load_causal_lm(
-            model_path,
-            dtype="float32" if trainable else config.dtype,
-            attention=attention,
-            checkpoint_layers=trainable and config.activation_checkpointing,
-        )
-        self.max_length = max_length(lm)
-        self.model = PolicyModel(lm, temperature=temperature, chunk_tokens=config.logprob_chunk_tokens)
+        self._temperature = temperature
+        dtype = "float32" if trainable else config.dtype
+        checkpoint_layers = trainable and config.activation_checkpointing
+        self.model, self.max_length = self._load(model_path, dtype, attention, checkpoint_layers)
         self.model.requires_grad_(trainable)
         self.policy = ShardedPolicy(self.model, self.group, config.dtype)
         self.optimizer = self._build_optimizer() if trainable else None
+
+    def _load(self, path: str, dtype: str, attention: str, checkpoint_layers: bool) -> tuple[Any, int | None]:
+        """The model, and its longest sequence."""
+        lm = load_causal_lm(path, dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
+        chunk_tokens = self.config.logprob_chunk_tokens
+        return PolicyModel(lm, temperature=self._temperature, chunk_tokens=chunk_tokens), max_length(lm)
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         options = self.config.optimizer
@@ -116,16 +123,19 @@ class FsdpTrainer:
 
         Raises `DataError` for a row that does not fit the model.
         """
-        batches = self._microbatches(rows, np.arange(len(rows)), ())
-        counts = self.group.gather(len(batches))
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
-        for batch in batching.pad_plan(batches, max(counts), self.group.device):
+        for batch in self._all_batches(rows):
             values_N, _ = self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N)
             if not batch.is_dummy:
                 for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True):
                     results[position] = values
         self.policy.free()
         return results
+
+    def _all_batches(self, rows: Rows) -> list[MicroBatch]:
+        """The rows in micro-batches, as many as on any rank. Collective."""
+        batches = self._microbatches(rows, np.arange(len(rows)), ())
+        return batching.pad_plan(batches, max(self.group.gather(len(batches))), self.group.device)
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """One policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
@@ -156,9 +166,9 @@ class FsdpTrainer:
         self.step += 1
         metrics = tally.reduced(self.group)
         metrics |= {
-            "actor/lr": rate,
-            "actor/grad_norm": sum(norms) / len(norms),
-            "actor/skipped_nonfinite": float(skipped),
+            f"{self.metrics_prefix}/lr": rate,
+            f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),
+            f"{self.metrics_prefix}/skipped_nonfinite": float(skipped),
         }
         seconds["update"] = time.perf_counter() - started
         num_tokens = int(rows.lengths("response_ids").sum()) if len(rows) else 0
@@ -222,18 +232,13 @@ class FsdpTrainer:
         for number, batch in enumerate(step.batches):
             started = time.perf_counter()
             self.policy.before_backward(is_last=number == len(step.batches) - 1)
-            entropy = "gradient" if inputs.takes_entropy else "value"
-            logprobs_N, entropy_N = self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N, entropy)
-            if batch.is_dummy:
-                loss = logprobs_N.sum() * 0.0
-            else:
-                loss = self._loss(step, batch, inputs, old, tally, is_first, logprobs_N, entropy_N)
+            loss = self._contribution(step, batch, inputs, old, tally, is_first)
             seconds["forward"] += time.perf_counter() - started
             started = time.perf_counter()
             loss.backward()
             seconds["backward"] += time.perf_counter() - started
 
-    def _loss(
+    def _contribution(
         self,
         step: Step,
         batch: MicroBatch,
@@ -241,15 +246,19 @@ class FsdpTrainer:
         old: list[np.ndarray] | None,
         tally: Tally,
         is_first: bool,
-        logprobs_N: Tensor,
-        entropy_N: Tensor,
     ) -> Tensor:
+        """Forward of one micro-batch: its share of the step's loss, `[]` with gradient."""
+        entropy = "gradient" if inputs.takes_entropy else "value"
+        logprobs_N, entropy_N = self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N, entropy)
+        if batch.is_dummy:
+            return logprobs_N.sum() * 0.0
         logprobs_BT = batch.scatter(logprobs_N)
         old_BT = logprobs_BT.detach()
         if old is not None:
             old_BT = batch.pad([old[position] for position in batch.rows])
         entropy_BT = batch.scatter(entropy_N) if inputs.takes_entropy else None
-        loss, metrics = inputs.call(batch, step.totals, logprobs_BT, entropy_BT, old_BT)
+        available = {"logprobs": logprobs_BT, "entropy": entropy_BT, "old_logprobs": old_BT}
+        loss, metrics = inputs.call(batch, step.totals, available)
         for name, value in metrics.items():
             tally.add(f"actor/{name}", value)
         num_tokens = max(1.0, step.totals.num_tokens)

@@ -7,7 +7,9 @@ Legend: B rows of the micro-batch, T response tokens, padded.
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -59,18 +61,17 @@ class LossInputs:
         self,
         batch: MicroBatch,
         totals: BatchTotals,
-        logprobs_BT: Tensor,
-        entropy_BT: Tensor | None,
-        old_logprobs_BT: Tensor,
+        of_model: Mapping[str, Any],
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """This micro-batch's contribution to the loss, `[]` with gradient, and to each metric."""
-        available = {
-            "logprobs": logprobs_BT,
-            "old_logprobs": old_logprobs_BT,
-            "entropy": entropy_BT,
-            "mask": batch.mask_BT,
-            "totals": totals,
-            "group_ids": batch.group_ids_B,
-        }
+        """This micro-batch's contribution to the loss, `[]` with gradient, and to each metric. `of_model`: what the
+        model says, by the names that a loss has for it. Raises `DataflowError` if this model does not say what the loss
+        asks for."""
+        available = {**of_model, "mask": batch.mask_BT, "totals": totals, "group_ids": batch.group_ids_B}
+        missing = [name for name in self.provided if name not in available]
+        if missing:
+            raise DataflowError(
+                f"the loss takes {missing[0]!r}, and the model that it trains gives {', '.join(sorted(of_model))}. Only a "
+                "policy gives log-probabilities, only a critic values, only a reward model scores."
+            )
         arguments = {name: available[name] for name in self.provided}
         return self.loss(**arguments, **{name: batch.columns[name] for name in self.columns})

@@ -97,10 +97,7 @@ def load_causal_lm(
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        config = AutoConfig.from_pretrained(path)
-        for name, value in config.to_dict().items():
-            if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
-                setattr(config, name, 0.0)
+        config = without_dropout(AutoConfig.from_pretrained(path))
         lm = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention
         )
@@ -109,6 +106,14 @@ def load_causal_lm(
     if checkpoint_layers:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm.train()
+
+
+def without_dropout(config: Any) -> Any:
+    """The model's configuration, changed in place: what is trained must be what sampled."""
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
 
 
 def max_length(lm: Any) -> int | None:

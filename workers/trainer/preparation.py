@@ -1,13 +1,15 @@
-"""What the trainers compute on the step's whole batch before the update: stages with `per="batch"`.
+"""What the trainers do with the step's whole batch before the policy's update: stages per batch, in order.
 
-    this rank's rows ─▶ gather over ranks ─▶ stage function on all rows ─▶ this rank's values, as columns of its rows
+    compute   this rank's rows ─▶ gather over ranks ─▶ function on all rows ─▶ this rank's values, as columns of its rows
+    values    this rank's rows ─▶ critic ─▶ old_values
+    critic    this rank's rows ─▶ critic.update
 
 Statistics over the batch (REINFORCE++'s deviation, whitening) are thus over all of it, whatever the number of ranks:
 every rank computes the same, in order of row id. Called by `worker.py`.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -15,34 +17,61 @@ from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Stage
 from penstock.store.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
+from penstock.workers.protocols import Loss, UpdateReport
 
 Gather = Callable[[Any], list[Any]]
 """A picklable value of each rank, in order of rank. Collective."""
 
 
+class Critic(Protocol):
+    """What a critic does for its stages: `workers/trainer/scalar.py`."""
+
+    def values(self, rows: Rows) -> list[np.ndarray]: ...
+
+    def update(self, rows: Rows, loss: Loss) -> UpdateReport: ...
+
+
 class Preparation:
     """The stages of a dataflow that run in its trainers.
 
-    prepared = Preparation(flow.in_trainer, flow.columns, group.gather).apply(rows)
+    rows, metrics = Preparation(flow.in_trainer, flow.columns, group.gather).apply(rows)
     """
 
-    def __init__(self, stages: Sequence[Stage], columns: dict[str, Column], gather: Gather) -> None:
-        self._workers = [ComputeWorker(stage, columns) for stage in stages]
+    def __init__(
+        self, stages: Sequence[Stage], columns: dict[str, Column], gather: Gather, critic: Critic | None = None
+    ) -> None:
+        """`critic`: for the stages that ask for one."""
+        self._stages = stages
+        self._workers = {stage.name: ComputeWorker(stage, columns) for stage in stages if stage.kind == "compute"}
         self._gather = gather
+        self._critic = critic
 
-    def apply(self, rows: Rows) -> Rows:
-        """These rows, with the columns that the stages write. Collective, also for a rank without rows. Raises
-        `DataflowError` if a function returns what its stage does not declare."""
-        for worker in self._workers:
-            everybody = [part for part in self._gather(_only(rows, worker.stage.reads)) if len(part)]
-            if not everybody:
+    def apply(self, rows: Rows) -> tuple[Rows, dict[str, float]]:
+        """These rows with the columns that the stages write, and the critic's metrics. Collective, also for a rank
+        without rows. Raises `DataflowError` if a function returns what its stage does not declare."""
+        metrics: dict[str, float] = {}
+        for stage in self._stages:
+            if stage.kind == "compute":
+                rows = self._computed(self._workers[stage.name], rows)
                 continue
-            together = Rows.concat(everybody) if len(everybody) > 1 else everybody[0]
-            order = np.argsort(together.row_ids, kind="stable")
-            results = worker.apply(together.select(order))
-            mine = np.searchsorted(together.row_ids[order], rows.row_ids)
-            for name, values in results.items():
-                rows = rows.with_column(name, [values[position] for position in mine.tolist()])
+            assert self._critic is not None
+            if stage.kind == "values":
+                rows = rows.with_column(stage.writes[0].name, self._critic.values(rows))
+            else:
+                assert stage.function is not None
+                metrics |= self._critic.update(rows, stage.function).metrics
+        return rows, metrics
+
+    def _computed(self, worker: ComputeWorker, rows: Rows) -> Rows:
+        everybody = [part for part in self._gather(_only(rows, worker.stage.reads)) if len(part)]
+        if not everybody:
+            return rows
+        together = Rows.concat(everybody) if len(everybody) > 1 else everybody[0]
+        order = np.argsort(together.row_ids, kind="stable")
+        results = worker.apply(together.select(order))
+        mine = np.searchsorted(together.row_ids[order], rows.row_ids)
+        for name, values in results.items():
+            rows = rows.with_column(name, [values[position] for position in mine.tolist()])
         return rows
 
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.conf.errors import ConfigError
 from penstock.workers.trainer.policy_model import PolicyModel
+from penstock.workers.trainer.scalar_model import ScalarModel
 
 KEEP_WHOLE_BYTES = 2 * 2**30
 """A model up to this size (float32) is gathered once an optimizer step, and its gradients are reduced once: less
@@ -83,7 +84,7 @@ class ProcessGroup:
 class ShardedPolicy:
     """A policy model under FSDP2. Every rank makes the same calls, since most of them communicate."""
 
-    def __init__(self, model: PolicyModel, group: ProcessGroup, compute_dtype: str) -> None:
+    def __init__(self, model: "PolicyModel | ScalarModel", group: ProcessGroup, compute_dtype: str) -> None:
         num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
         self.model = model
         self.group = group
@@ -156,7 +157,7 @@ def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
     return min(num_rows, rank * -(-num_rows // num_ranks))
 
 
-def decoder_layers(model: PolicyModel) -> list[nn.Module]:
+def decoder_layers(model: "PolicyModel | ScalarModel") -> list[nn.Module]:
     """The blocks that are sharded one by one: what the model's class calls indivisible."""
     names = set(model.lm._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]

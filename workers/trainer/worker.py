@@ -10,6 +10,7 @@ Legend: _N rows (samples) of this rank.
 """
 
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -115,24 +116,24 @@ class TrainerWorker:
         if lease is None:
             return None
         leased = time.perf_counter()
-        rows = self._preparation.apply(lease.rows) if self._preparation is not None else lease.rows
+        rows, critic_metrics = self._preparation.apply(lease.rows) if self._preparation is not None else (lease.rows, {})
         report = self._trainer.update(rows, self._loss)
         self._store.complete_shared(lease)
         trained = time.perf_counter()
         trained_rows = TrainedRows.of(lease.rows, lease.version)
         return StepReport(
-            round, lease.version, report.metrics, trained_rows, leased - started, trained - leased, report.seconds
+            round, lease.version, report.metrics | critic_metrics, trained_rows, leased - started, trained - leased, report.seconds
         )
 
 
 class ReferenceWorker:
-    """Writes log-probabilities under a model that is not trained, for whatever rows are ready."""
+    """Writes what a model that is not trained says, log-probabilities or scores, for whatever rows are ready."""
 
     def __init__(
-        self, trainer: Trainer, store: Store, stage: str, column: str, rank: int, num_ranks: int, *, max_units: int = 64
+        self, compute: Callable[[Rows], Any], store: Store, stage: str, column: str, rank: int, num_ranks: int, *, max_units: int = 64
     ) -> None:
-        """`column`: what the stage writes. `max_units`: most rows of a round, over all ranks."""
-        self._trainer = trainer
+        """`compute`: one value a row, e.g. `trainer.logprobs`. `column`: what the stage writes. `max_units`: most rows of a round, over all ranks."""
+        self._compute = compute
         self._store = store
         self._stage = stage
         self._column = column
@@ -154,12 +155,12 @@ class ReferenceWorker:
         if lease is None:
             return False
         started = time.perf_counter()
-        logprobs = self._trainer.logprobs(lease.rows)
+        values = self._compute(lease.rows)
         self._busy_s += time.perf_counter() - started
         self._num_rows += len(lease.rows)
         if len(lease.rows):
             with suppress(LeaseExpired):  # the rows are somebody else's by now
-                self._store.write(lease, lease.rows.row_ids, {self._column: logprobs})
+                self._store.write(lease, lease.rows.row_ids, {self._column: values})
         return True
 
     def stats(self) -> dict[str, float]:

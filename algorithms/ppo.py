@@ -1,0 +1,74 @@
+"""Proximal policy optimisation with a critic and, if one is named, a reward model.
+
+    source ─▶ rollout ─▶ reward model, or reward ─▶ ppo_advantages ─ token_advantage ─▶ train (policy)
+                 ├─▶ reference (with kl_coef) ──────▶ ▲    └─ returns ─▶ train_critic
+                 └─▶ critic_values ─ old_values ──────┘
+
+What stands per batch runs in the trainers: the critic lives with the policy's ranks, and advantages are whitened over
+the batch.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from penstock.algorithms.advantages import gae, token_rewards, whitened
+from penstock.algorithms.arguments import Renamed
+from penstock.algorithms.columns import Column
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.losses import policy_loss, value_loss
+from penstock.algorithms.registry import algorithm
+from penstock.conf.ppo import PpoConfig
+
+TOKEN_ADVANTAGE, RETURNS = Column("token_advantage", "float32", "token"), Column("returns", "float32", "token")
+
+
+def ppo_advantages(
+    reward: Tensor,
+    old_values: list[Tensor],
+    behavior_logprobs: list[Tensor],
+    reference_logprobs: list[Tensor] | None = None,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    kl_coef: float = 0.0,
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Whitened advantages and returns of every token of a batch, two lists of `[T_i]` float32.
+
+    The reward `[N]` falls on the last token, a KL penalty on each (1909.08593 eq. 2), then GAE (1506.02438 eq. 16).
+    `old_values`, `behavior_logprobs`, `reference_logprobs`: `[T_i]` each. Raises `ShapeError`, `ConfigError`.
+    """
+    lengths = [len(values) for values in old_values]
+    mask = torch.arange(max(lengths, default=0)) < torch.tensor(lengths).unsqueeze(-1)
+    rewards = token_rewards(reward, mask, _padded(behavior_logprobs), _padded(reference_logprobs), kl_coef=kl_coef)
+    values = pad_sequence(list(old_values), batch_first=True)
+    advantage, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    advantage = whitened(advantage, mask)
+    return [row[:n] for row, n in zip(advantage, lengths, strict=True)], [
+        row[:n] for row, n in zip(returns, lengths, strict=True)
+    ]
+
+
+def _padded(column: list[Tensor] | None) -> Tensor | None:
+    return None if column is None else pad_sequence(list(column), batch_first=True)
+
+
+@algorithm("ppo")
+def ppo(cfg: PpoConfig) -> Dataflow:
+    """PPO with GAE, a clipped value loss, and the KL penalty in the reward: 1707.06347, 2203.02155."""
+    flow = Dataflow()
+    flow.rollout("policy", samples_per_prompt=cfg.group_size)
+    flow.scores("reward_model") if cfg.reward_model else flow.reward()
+    reads = ["reward", "old_values", "behavior_logprobs"]
+    if cfg.kl_coef:
+        flow.logprobs("reference")
+        reads.append("reference_logprobs")
+    flow.values("critic")
+    advantages = partial(ppo_advantages, gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef)
+    flow.compute(advantages, per="batch", reads=reads, writes=[TOKEN_ADVANTAGE, RETURNS])
+    flow.train_critic("critic", loss=partial(value_loss, clip=cfg.value_clip))
+    loss: Any = partial(policy_loss, surrogate_options={"clip_low": cfg.clip_low, "clip_high": cfg.clip_high})
+    return flow.train("policy", loss=Renamed(loss, "advantage", TOKEN_ADVANTAGE.name))

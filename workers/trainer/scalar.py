@@ -1,0 +1,90 @@
+"""One rank of a critic or of a reward model: the trainer of `fsdp.py` around a scalar head.
+
+    critic:        values(rows) ─▶ old_values ─▶ … ─▶ update(rows, value_loss)
+    reward model:  update(rows, bradley_terry_loss)      later, elsewhere:  scores(rows) ─▶ reward
+
+A loss that takes `values` gets one number a response token, one that takes `scores` one a row, each with gradient.
+
+Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from penstock.store.rows import Rows
+from penstock.workers.trainer import batching
+from penstock.workers.trainer.batching import MicroBatch
+from penstock.workers.trainer.fsdp import FsdpTrainer, Step
+from penstock.workers.trainer.loss_inputs import LossInputs
+from penstock.workers.trainer.policy_model import max_length
+from penstock.workers.trainer.scalar_model import ScalarModel, load_scalar_lm
+from penstock.workers.trainer.tally import Tally
+
+
+class ScalarTrainer(FsdpTrainer):
+    """As `FsdpTrainer`; metrics are `<metrics_prefix>/…`.
+
+    critic = ScalarTrainer(config, path, metrics_prefix="critic")
+    critic.values(rows)               # [T_i] for each row
+    critic.update(rows, value_loss)   # rows with returns and old_values
+    """
+
+    model: ScalarModel  # type: ignore[assignment]
+
+    def _load(self, path: str, dtype: str, attention: str, checkpoint_layers: bool) -> tuple[nn.Module, int | None]:
+        lm = load_scalar_lm(path, "model.path", dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
+        return ScalarModel(lm), max_length(lm)
+
+    @torch.no_grad()
+    def values(self, rows: Rows) -> list[np.ndarray]:
+        """`[T_i]` float32 for each row: what is expected before each response token. Collective. Raises `DataError`."""
+        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
+        for batch in self._all_batches(rows):
+            values_N = self.model(batch.input_ids_BL, batch.positions_N)
+            if not batch.is_dummy:
+                for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True):
+                    results[position] = values
+        self.policy.free()
+        return results
+
+    @torch.no_grad()
+    def scores(self, rows: Rows) -> np.ndarray:
+        """`[rows]` float32: the score of each response, read at its last token. Collective. Raises `DataError`."""
+        results = np.zeros(len(rows), np.float32)
+        for batch in self._all_batches(rows):
+            scores_B = self.model(batch.input_ids_BL, last_tokens(batch))
+            if not batch.is_dummy:
+                results[batch.rows] = scores_B.cpu().numpy()
+        self.policy.free()
+        return results
+
+    def _contribution(
+        self,
+        step: Step,
+        batch: MicroBatch,
+        inputs: LossInputs,
+        old: list[np.ndarray] | None,
+        tally: Tally,
+        is_first: bool,
+    ) -> Tensor:
+        whole = "scores" in inputs.provided
+        positions = last_tokens(batch) if whole else batch.positions_N
+        numbers = self.model(batch.input_ids_BL, positions)
+        if batch.is_dummy:
+            return numbers.sum() * 0.0
+        available: dict[str, Any] = {"scores": numbers} if whole else {"values": batch.scatter(numbers)}
+        loss, metrics = inputs.call(batch, step.totals, available)
+        for name, value in metrics.items():
+            tally.add(f"{self.metrics_prefix}/{name}", value)
+        return loss
+
+
+def last_tokens(batch: MicroBatch) -> Tensor:
+    """Places of the last response token of each row, into the flattened `[B * L]`. Every row has at least one."""
+    ends_B = batch.mask_BT.sum(dim=1).cumsum(0) - 1
+    if batch.is_dummy:
+        return batch.positions_N
+    return batch.positions_N.index_select(0, ends_B) + 1
