@@ -54,8 +54,9 @@ def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig) -> None:
     options = checked_options(function, cfg.advantage_options, "algorithm.advantage_options")
     advantage: Any = partial(function, **options)
     if cfg.overlong_tokens:
-        settings = {"limit": cfg.overlong_limit, "buffer": cfg.overlong_tokens, "penalty": cfg.overlong_penalty}
-        shape = partial(overlong_reward, **settings)
+        shape = partial(
+            overlong_reward, limit=cfg.overlong_limit, buffer=cfg.overlong_tokens, penalty=cfg.overlong_penalty
+        )
         flow.compute(shape, per="sample", reads=["reward", "response_ids"], writes=[SHAPED])
         advantage = Renamed(advantage, "reward", SHAPED.name)
     reads = columns_read(advantage)

@@ -2,8 +2,8 @@
 
     source ─▶ pair_responses ─ response_ids, preferred ─▶ train (scores)
 
-What is trained is a model with a scalar head, written as a HF sequence classification model; `algorithm=ppo` reads it as
-`model.paths.reward_model`.
+What is trained is a model with a scalar head, written as a HF sequence classification model; `algorithm=ppo` reads it
+as `model.paths.reward_model`.
 """
 
 from functools import partial

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from penstock.conf.algorithm import AlgorithmConfig
-from penstock.conf.checks import at_least, one_of, within
+from penstock.conf.checks import at_least, within
 
 
 @dataclass
@@ -45,5 +45,5 @@ class RewardModelConfig(AlgorithmConfig):
     """Keeps the sum of a pair's scores near 0 (2312.09244). 0: off; 0.01 is usual."""
 
     def __post_init__(self) -> None:
-        one_of("algorithm.group_size", self.group_size, (2,))
+        within("algorithm.group_size", self.group_size, 2, 2)
         at_least("algorithm.centering_coef", self.centering_coef, 0)

@@ -28,7 +28,7 @@ class DpoConfig(AlgorithmConfig):
         above("algorithm.beta", self.beta, 0)
         within("algorithm.label_smoothing", self.label_smoothing, 0, 0.5)
         at_least("algorithm.target_margin", self.target_margin, 0)
-        one_of("algorithm.group_size", self.group_size, (2,))
+        within("algorithm.group_size", self.group_size, 2, 2)
 
 
 @dataclass

@@ -70,8 +70,8 @@ class LossInputs:
         missing = [name for name in self.provided if name not in available]
         if missing:
             raise DataflowError(
-                f"the loss takes {missing[0]!r}, and the model that it trains gives {', '.join(sorted(of_model))}. Only a "
-                "policy gives log-probabilities, only a critic values, only a reward model scores."
+                f"the loss takes {missing[0]!r}, and the model that it trains gives {', '.join(sorted(of_model))}. "
+                "Only a policy gives log-probabilities, only a critic values, only a reward model scores."
             )
         arguments = {name: available[name] for name in self.provided}
         return self.loss(**arguments, **{name: batch.columns[name] for name in self.columns})

@@ -1,6 +1,6 @@
 """What the trainers do with the step's whole batch before the policy's update: stages per batch, in order.
 
-    compute   this rank's rows ─▶ gather over ranks ─▶ function on all rows ─▶ this rank's values, as columns of its rows
+    compute   this rank's rows ─▶ gather over ranks ─▶ function on all rows ─▶ columns of this rank's rows
     values    this rank's rows ─▶ critic ─▶ old_values
     critic    this rank's rows ─▶ critic.update
 

@@ -32,7 +32,7 @@ class ScalarTrainer(FsdpTrainer):
     critic.update(rows, value_loss)   # rows with returns and old_values
     """
 
-    model: ScalarModel  # type: ignore[assignment]
+    model: ScalarModel
 
     def _load(self, path: str, dtype: str, attention: str, checkpoint_layers: bool) -> tuple[nn.Module, int | None]:
         lm = load_scalar_lm(path, "model.path", dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)

@@ -116,13 +116,21 @@ class TrainerWorker:
         if lease is None:
             return None
         leased = time.perf_counter()
-        rows, critic_metrics = self._preparation.apply(lease.rows) if self._preparation is not None else (lease.rows, {})
+        rows, critic_metrics = (
+            self._preparation.apply(lease.rows) if self._preparation is not None else (lease.rows, {})
+        )
         report = self._trainer.update(rows, self._loss)
         self._store.complete_shared(lease)
         trained = time.perf_counter()
         trained_rows = TrainedRows.of(lease.rows, lease.version)
         return StepReport(
-            round, lease.version, report.metrics | critic_metrics, trained_rows, leased - started, trained - leased, report.seconds
+            round,
+            lease.version,
+            report.metrics | critic_metrics,
+            trained_rows,
+            leased - started,
+            trained - leased,
+            report.seconds,
         )
 
 
@@ -130,9 +138,18 @@ class ReferenceWorker:
     """Writes what a model that is not trained says, log-probabilities or scores, for whatever rows are ready."""
 
     def __init__(
-        self, compute: Callable[[Rows], Any], store: Store, stage: str, column: str, rank: int, num_ranks: int, *, max_units: int = 64
+        self,
+        compute: Callable[[Rows], Any],
+        store: Store,
+        stage: str,
+        column: str,
+        rank: int,
+        num_ranks: int,
+        *,
+        max_units: int = 64,
     ) -> None:
-        """`compute`: one value a row, e.g. `trainer.logprobs`. `column`: what the stage writes. `max_units`: most rows of a round, over all ranks."""
+        """`compute`: one value a row, e.g. `trainer.logprobs`. `column`: what the stage writes. `max_units`: most rows
+        of a round, over all ranks."""
         self._compute = compute
         self._store = store
         self._stage = stage

@@ -1,0 +1,81 @@
+"""Every recipe that comes with Penstock runs: two steps each, from a model of random weights, with the small engine."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForSequenceClassification
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.model import FreshModelConfig
+from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.recipes import find_recipe, packaged_recipes
+from penstock.orchestrator.run import run
+from penstock.workers.models.fresh import build_fresh_model
+
+MODEL = FreshModelConfig(
+    num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2, words=["Calculate ", " + "]
+)
+ELSEWHERE = {"arithmetic", "arithmetic_sft", "gsm8k", "custom_algorithm"}
+"""Seen running by tests of their own."""
+SMALL = [
+    "rollout.engine=hf", "trainer.max_steps=2", "trainer.groups_per_step=4", "evaluation.every_steps=0",
+    "trainer.num_threads=1", "tracking.samples_every_steps=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("fresh") / "model"
+    build_fresh_model(directory, MODEL, seed=0)
+    return directory
+
+
+def metrics_of(directory):
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE))
+def test_a_recipe_trains(recipe, model, tmp_path):
+    words = [f"recipe={recipe}", f"model.path={model}", f"output_dir={tmp_path}", "name=run", *SMALL]
+    words += [f"model.paths.{name}={model}" for name in ("teacher", "reward_model")]
+    # From random weights every answer is wrong and every group agrees: nothing but length tells samples apart.
+    config = load_config([*words, "reward.function=digits", "reward.options={}"])
+    result = run(config, quiet=True)
+    steps = metrics_of(result.directory)
+    assert [line["step"] for line in steps] == [1, 2]
+    losses = [steps[-1].get(f"actor/{name}") for name in ("pg_loss", "loss")]
+    assert any(loss is not None and abs(loss) < 1e3 for loss in losses)
+    assert steps[-1]["actor/grad_norm"] >= 0
+    if recipe == "ppo":
+        assert steps[0]["critic/value_loss"] > 0
+        assert {"critic/lr", "actor/kl"} & steps[0].keys()
+    if recipe == "reward_model":
+        scorer = AutoModelForSequenceClassification.from_pretrained(result.model)
+        assert scorer.config.num_labels == 1
+
+
+def test_a_recipe_on_a_base_says_only_what_differs():
+    base, gspo = find_recipe("grpo"), find_recipe("gspo")
+    assert gspo.values["data"] == base.values["data"]
+    assert gspo.values["trainer"] == base.values["trainer"] | {"num_minibatches": 2}
+    assert gspo.values["algorithm"] == {"name": "gspo", "group_size": 8}
+
+
+def test_a_base_that_is_none_or_leads_back_is_refused(tmp_path):
+    for name, base in (("a", "b"), ("b", "a"), ("c", "grpoo")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.yaml").write_text(f"base: ../{base}\n" if base != "grpoo" else "base: grpoo\n")
+    with pytest.raises(ConfigError, match="leads back to this recipe"):
+        find_recipe(str(tmp_path / "a"))
+    with pytest.raises(ConfigError, match="base=grpoo is no recipe; did you mean 'grpo'"):
+        find_recipe(str(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("recipe", sorted(packaged_recipes()))
+def test_a_recipe_has_a_readme_that_says_how_to_run_it(recipe):
+    text = (packaged_recipes()[recipe] / "README.md").read_text()
+    assert f"penstock run recipe={recipe}" in text
+    assert find_recipe(recipe).description
