@@ -1,9 +1,11 @@
 """Every recipe that comes with Penstock runs: two steps each, from a model of random weights, with the small engine."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
+import ray
 from transformers import AutoModelForSequenceClassification
 
 from penstock.conf.errors import ConfigError
@@ -31,6 +33,15 @@ def model(tmp_path_factory):
     return directory
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """One Ray for all of them: a run uses the one that its process is connected to."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
 def metrics_of(directory):
     return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
 
@@ -38,8 +49,8 @@ def metrics_of(directory):
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", sorted(packaged_recipes().keys() - ELSEWHERE))
-def test_a_recipe_trains(recipe, model, tmp_path):
-    words = [f"recipe={recipe}", f"model.path={model}", f"output_dir={tmp_path}", "name=run", *SMALL]
+def test_a_recipe_trains(recipe, model, tmp_path, cluster):
+    words = [f"recipe={recipe}", f"model.path={model}", f"output_dir={tmp_path}", f"name={recipe}", *SMALL]
     words += [f"model.paths.{name}={model}" for name in ("teacher", "reward_model")]
     # From random weights every answer is wrong and every group agrees: nothing but length tells samples apart.
     config = load_config([*words, "reward.function=digits", "reward.options={}"])
