@@ -176,3 +176,30 @@ def test_as_column_takes_names_of_the_standard_schema():
     assert as_column("reward").dtype == "float32"
     with pytest.raises(KeyError, match="nonsense"):
         as_column("nonsense")
+
+
+def test_training_waits_for_every_filter():
+    flow = grpo_like().filter(has_signal, reads=["reward"], reason="no_signal").check()
+    assert "has_signal_kept" in flow.reads_of(flow.stage("train"))
+    assert flow.stage("has_signal").reason == "no_signal"
+
+
+def test_what_is_per_batch_stays_in_the_trainers():
+    flow = grpo_like(per="batch").check()
+    assert [stage.name for stage in flow.in_trainer] == ["advantage"]
+    assert "advantage" not in flow.stored_columns
+    assert flow.batch_reads() == ("prompt_ids", "response_ids", "reward")
+
+
+def test_preferences_come_as_two_samples_of_a_group():
+    flow = Dataflow().preferences().train(loss=lambda logprobs, preferred, group_ids: None).check()
+    assert (flow.samples_per_prompt, flow.rows_are) == (2, "preferences")
+    assert flow.stage("train").takes_groups
+    assert flow.stage("train").reads == ("prompt_ids", "response_ids", "preferred")
+
+
+def test_a_greedy_baseline_is_a_stage_like_others():
+    flow = Dataflow().rollout(samples_per_prompt=1).greedy_rollout().reward()
+    flow.reward(writes="greedy_reward", text="greedy_text", name="greedy_reward")
+    assert flow.stage("greedy_reward").reads == ("task", "greedy_text")
+    assert flow.rows_are == "prompts"

@@ -153,3 +153,52 @@ def test_run_serves_the_store_until_it_closes():
     advantages, stats = asyncio.run(run())
     assert advantages == [0.5, -0.5, -1.0, 1.0]
     assert stats["units"] == 2
+
+
+def test_a_function_that_takes_group_ids_gets_them():
+    def named(reward, group_ids):
+        assert group_ids.dtype == torch.int64
+        return reward + 10 * group_ids
+
+    assert apply(named) == {"advantage": [1.0, 0.0, 13.0, 15.0]}
+    assert apply(named, per="batch") == {"advantage": [1.0, 0.0, 13.0, 15.0]}
+
+
+@pytest.mark.parametrize(
+    ("keeps", "trained", "dropped"),
+    [
+        (lambda reward: bool(reward.max() > 1), [2, 3], 2),
+        (lambda reward: reward > 0, [0, 2, 3], 1),
+        (lambda reward: False, [], 4),
+    ],
+)
+def test_a_filter_drops_what_it_does_not_keep_and_counts_it(keeps, trained, dropped):
+    async def body():
+        flow = Dataflow().rollout(samples_per_prompt=2).reward()
+        flow.filter(keeps, reads=["reward"], reason="no_signal", name="keeps")
+        flow.compute(centred, reads=["reward"], writes=["advantage"]).train(loss=lambda logprobs, advantage: None)
+        config = RunConfig(trainer=TrainerConfig(groups_per_step=2))
+        store = Store(StoreSpec.of(flow.check(), config))
+        client = StoreClient(store)
+        await client.put_groups([{"prompt_ids": [1], "task": "{}"}] * 2)
+        lease = await client.lease("rollout", 2, "engine")
+        tokens = [np.ones(1, np.int32)] * 4
+        await client.write(lease, range(4), {
+            "response_ids": tokens, "response_text": ["x"] * 4, "finish_reason": ["stop"] * 4,
+            "behavior_logprobs": [np.zeros(1, np.float32)] * 4, "token_versions": [np.zeros(1, np.int32)] * 4,
+        })  # fmt: skip
+        lease = await client.lease("reward", 4, "judge")
+        await client.write(lease, range(4), {"reward": ROWS["reward"]})
+        worker = ComputeWorker(flow.stage("keeps"), flow.columns, client)
+        running = asyncio.ensure_future(worker.run())
+        while (await client.stats()).get("dropped/no_signal", 0) < dropped:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.01)
+        alive = store.ledger.residents.groups
+        assert [
+            row for group in alive.values() for row in range(4) if group.id == row // 2 and group.live >> row % 2 & 1
+        ] == trained
+        await client.close("done")
+        await running
+
+    asyncio.run(asyncio.wait_for(body(), 10))

@@ -107,6 +107,17 @@ def test_minibatches_hold_whole_groups_and_each_row_once(group_ids: list[int], c
     assert sum(len(home) for home in homes) == len(set().union(*homes))
 
 
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(1, 30)), max_size=25), st.integers(1, 200))
+def test_losses_of_groups_get_them_whole_within_the_budget(rows: list[tuple[int, int]], budget: int) -> None:
+    ids = np.array([group for group, _ in rows], dtype=np.int64)
+    lengths = np.array([length for _, length in rows], dtype=np.int64)
+    cuts = batching.plan_groups(lengths, ids, budget)
+    assert sorted(np.concatenate(cuts).tolist() if cuts else []) == list(range(len(rows)))
+    homes = [set(ids[cut].tolist()) for cut in cuts]
+    assert sum(len(home) for home in homes) == len(set(ids.tolist()))
+    assert all(len(cut) * lengths[cut].max() <= budget or len(home) == 1 for cut, home in zip(cuts, homes, strict=True))
+
+
 @given(st.integers(0, 6), st.integers(0, 6), st.integers(2, 4))
 def test_ranks_agree_on_the_number_of_minibatches(num_first: int, num_second: int, count: int) -> None:
     first, second = np.arange(num_first), np.arange(10, 10 + num_second)

@@ -1,0 +1,89 @@
+"""Algorithms by name: every preset builds, and every name in a configuration is checked before anything starts."""
+
+import pytest
+
+from penstock.algorithms.advantages import advantage
+from penstock.algorithms.corrections import correction
+from penstock.algorithms.losses import surrogate
+from penstock.algorithms.registry import ALGORITHMS, build_dataflow
+from penstock.conf.algorithm import SftConfig
+from penstock.conf.errors import ConfigError
+from penstock.conf.policy_gradient import DapoConfig, PolicyGradientConfig, RemaxConfig
+from penstock.conf.ppo import PpoConfig, RewardModelConfig
+from penstock.conf.preference import DpoConfig, OnlineDpoConfig
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_builds_from_its_defaults(name):
+    flow = build_dataflow(ALGORITHMS[name].config_class())
+    assert flow.of_kind("train")
+
+
+def test_dapo_replaces_groups_without_signal_and_shapes_rewards():
+    flow = build_dataflow(DapoConfig(overlong_tokens=2, overlong_limit=6))
+    assert [stage.reason for stage in flow.of_kind("filter")] == ["no_signal"]
+    assert flow.stage("advantage").reads == ("shaped_reward",)
+    assert flow.stage("has_signal").reads == ("reward",)
+
+
+def test_remax_asks_for_a_greedy_answer_and_scores_it():
+    flow = build_dataflow(RemaxConfig())
+    assert flow.stage("greedy_reward").reads == ("task", "greedy_text")
+    assert flow.stage("advantage").reads == ("reward", "greedy_reward")
+
+
+@pytest.mark.parametrize(("loss", "stages"), [("dpo", True), ("ipo", True), ("simpo", False), ("orpo", False)])
+def test_only_losses_that_need_it_start_a_reference(loss, stages):
+    assert bool(build_dataflow(DpoConfig(loss=loss)).of_kind("logprobs")) is stages
+    assert bool(build_dataflow(OnlineDpoConfig(loss=loss)).of_kind("logprobs")) is stages
+
+
+def test_a_kl_term_and_an_entropy_bonus_bring_what_they_need():
+    flow = build_dataflow(PolicyGradientConfig(kl_coef=0.1, entropy_coef=0.01))
+    assert [stage.name for stage in flow.of_kind("logprobs")] == ["reference"]
+    assert build_dataflow(PpoConfig(kl_coef=0.1, reward_model=True)).of_kind("scores")
+
+
+def test_ones_own_advantage_surrogate_and_correction_are_found_by_name():
+    @advantage("test_best")
+    def best(reward, *, top: float = 1.0):
+        return top * (reward == reward.max()).float()
+
+    @surrogate("test_push")
+    def push(new, old, advantage, mask, *, scale: float = 1.0):
+        return -scale * advantage * new, {}
+
+    @correction("test_half")
+    def half(old, behavior, mask):
+        return 0.5 * mask, {}
+
+    config = PolicyGradientConfig(
+        advantage="test_best", advantage_options={"top": 2.0}, surrogate="test_push", correction="test_half"
+    )
+    flow = build_dataflow(config)
+    assert flow.stage("advantage").function.keywords == {"top": 2.0}
+    assert flow.stage("train").function.keywords["surrogate"] is push
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: PolicyGradientConfig(advantage="rlo"), "algorithm.advantage=rlo: unknown; did you mean 'rloo'"),
+        (lambda: PolicyGradientConfig(surrogate="gspoo"), "algorithm.surrogate=gspoo: unknown; did you mean 'gspo'"),
+        (lambda: PolicyGradientConfig(correction="trunc"), "algorithm.correction=trunc: unknown; did you mean"),
+        (lambda: PolicyGradientConfig(surrogate_options={"clip_lo": 1}), "clip_lo: ppo_clip has no such option"),
+        (lambda: PolicyGradientConfig(surrogate_options={"clip_low": -1}), "clip_low=-1: must be a finite number"),
+        (lambda: PolicyGradientConfig(advantage_options={"eps": "x"}), "eps='x': expected float, not str"),
+        (lambda: PolicyGradientConfig(advantage_per="step"), "algorithm.advantage_per"),
+        (lambda: PolicyGradientConfig(overlong_tokens=5), "algorithm.overlong_limit"),
+        (lambda: DpoConfig(group_size=3), "algorithm.group_size=3"),
+        (lambda: DpoConfig(loss="dppo"), "did you mean 'dpo'"),
+        (lambda: OnlineDpoConfig(group_size=1), "algorithm.group_size=1"),
+        (lambda: RewardModelConfig(group_size=1), "algorithm.group_size=1"),
+        (lambda: PpoConfig(lam=1.5), "algorithm.lam=1.5"),
+        (lambda: SftConfig(aggregation="mean"), "algorithm.aggregation"),
+    ],
+)
+def test_a_wrong_setting_is_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        build_dataflow(make())

@@ -1,0 +1,106 @@
+"""What trainers compute on the step's batch: the same values over any number of ranks."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.algorithms.advantages import reinforce_plus_plus_baseline
+from penstock.algorithms.columns import Column
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.losses import policy_loss, value_loss
+from penstock.algorithms.registry import build_dataflow
+from penstock.conf.policy_gradient import ReinforcePpConfig
+from penstock.conf.ppo import PpoConfig
+from penstock.store.rows import Rows
+from penstock.store.spec import StoreSpec
+from penstock.workers.protocols import UpdateReport
+from penstock.workers.trainer.preparation import Preparation
+
+REWARDS = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0]
+
+
+def rows_of(positions) -> Rows:
+    everything = Rows.from_lists({"reward": REWARDS, "response_ids": [[1]] * 8}, group_ids=[0, 0, 1, 1, 2, 2, 3, 3])
+    return everything.select(positions)
+
+
+def prepare(positions, others=()):
+    flow = build_dataflow(ReinforcePpConfig(group_size=2))
+    parts = [rows_of(positions), *(rows_of(other) for other in others)]
+
+    def gather(mine):
+        names = list(mine.names)
+        return [Rows(part.row_ids, part.group_ids, part.table().select(names)) for part in parts]
+
+    rows, metrics = Preparation(flow.in_trainer, flow.columns, gather).apply(parts[0])
+    assert metrics == {}
+    return rows
+
+
+def test_statistics_are_those_of_the_whole_batch():
+    expected = reinforce_plus_plus_baseline(torch.tensor(REWARDS), torch.tensor([0, 0, 1, 1, 2, 2, 3, 3]))
+    np.testing.assert_allclose(prepare(range(8)).values("advantage"), expected)
+
+
+@pytest.mark.parametrize("split", [([0, 3, 5], [1, 2, 4, 6, 7]), ([6, 1], [0, 2, 3, 4, 5, 7]), ([], list(range(8)))])
+def test_every_rank_gets_its_rows_values_whatever_the_split(split):
+    whole = prepare(range(8)).values("advantage")
+    for mine, other in (split, split[::-1]):
+        rows = prepare(mine, [other])
+        np.testing.assert_allclose(rows.values("advantage") if mine else [], whole[mine])
+
+
+def test_the_store_knows_nothing_of_what_trainers_compute(tmp_path):
+    flow = build_dataflow(PpoConfig(kl_coef=0.1))
+    stored = flow.stored_columns
+    assert not {"token_advantage", "returns", "old_values"} & stored.keys()
+    reads = flow.batch_reads()
+    assert {"reward", "behavior_logprobs", "reference_logprobs", "response_ids", "prompt_ids"} <= set(reads)
+    assert set(reads) <= stored.keys()
+    from penstock.conf.run import RunConfig
+
+    spec = StoreSpec.of(flow, RunConfig())
+    assert [stage.name for stage in spec.stages] == ["rollout", "reward", "reference", "train"]
+
+
+class Critic:
+    def __init__(self) -> None:
+        self.seen: list[Rows] = []
+
+    def values(self, rows):
+        return [np.full(length, 0.5, np.float32) for length in rows.lengths("response_ids")]
+
+    def update(self, rows, loss):
+        self.seen.append(rows)
+        return UpdateReport({"critic/value_loss": 1.0})
+
+
+def test_the_critic_speaks_before_advantages_and_learns_before_the_policy():
+    flow = build_dataflow(PpoConfig())
+    columns = {"reward": [1.0, 0.0], "response_ids": [[1, 2], [3]], "prompt_ids": [[4], [5]]}
+    rows = Rows.from_lists(columns | {"behavior_logprobs": [[-1.0, -1.0], [-1.0]]})
+    critic = Critic()
+    prepared, metrics = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine], critic).apply(rows)
+    assert metrics == {"critic/value_loss": 1.0}
+    assert critic.seen[0].names == prepared.names
+    # gamma = 1, lam = 0.95, V = 0.5: row 1 has A = 0 - 0.5 = -0.5; row 0 ends with 1 - 0.5 = 0.5, and before that
+    # 0 + 0.5 - 0.5 + 0.95 * 0.5 = 0.475. Returns are A + V.
+    np.testing.assert_allclose(np.concatenate(prepared.arrays("returns")), [0.975, 1.0, 0.0], rtol=1e-6)
+    whitened = np.concatenate(prepared.arrays("token_advantage"))
+    assert abs(whitened.mean()) < 1e-6
+    assert whitened.std(ddof=1) == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_graph_with_a_critic_reads_as_it_runs():
+    flow = Dataflow().rollout(samples_per_prompt=1).reward().values()
+    flow.compute(
+        lambda reward, old_values: old_values, per="batch", reads=["reward", "old_values"],
+        writes=[Column("returns", "float32", "token")], name="returns",
+    )  # fmt: skip
+    flow.train_critic(loss=partial(value_loss, clip=1.0))
+    flow.compute(lambda reward: reward, reads=["reward"], writes=["advantage"], name="advantage")
+    flow.train(loss=policy_loss).check()
+    assert [stage.name for stage in flow.in_trainer] == ["critic_values", "returns", "train_critic"]
+    assert flow.stage("train_critic").reads == ("prompt_ids", "response_ids", "returns", "old_values")
