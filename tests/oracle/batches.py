@@ -50,7 +50,7 @@ def theirs(columns, loss_of):
 
 
 def assert_same(one, other):
-    """Loss and gradient. A loss is a mean of float32 numbers of both signs, so that it may be much smaller than they
-    are: what rounding leaves of it is 1e-7 of theirs."""
+    """Loss and gradient. A loss is a mean of numbers of both signs and may be much smaller than they are; the others
+    hold some settings in float32, which leaves 1e-7 of those numbers."""
     for (got, expected), tolerance in zip(zip(one, other, strict=True), (LOSS_TOLERANCE, TOLERANCE), strict=True):
         torch.testing.assert_close(got, expected, **tolerance)
