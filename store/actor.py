@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,22 @@ from penstock.store.spec import StoreSpec
 MAX_WAITING_CALLS = 10_000
 """Calls that may wait in the store at a time: each is a coroutine, not a thread."""
 SHARED_MEMORY = "/dev/shm"
+CALLS = (
+    "spec", "endpoint", "read", "many", "put", "lease", "withdraw", "lease_shared", "complete_shared", "write", "drop",
+    "release", "renew", "abandon", "published", "last_batch", "snapshot", "stats", "describe", "errors", "close",
+)  # fmt: skip
+"""What clients on other machines call through Ray."""
 GC_THRESHOLD = (50_000, 20, 50)
 """Python's collector looks for cycles, of which the store makes few; at its usual pace it would walk over all resident
 rows' state many times a second."""
 
 
-class Store(store.Store):
-    """The store with its segments, on the machine that Ray puts it on. The dashboard shows the class's name."""
+class Store:
+    """The store with its segments, on the machine that Ray puts it on. The dashboard shows the class's name.
+
+    Its methods are `CALLS`, each handed on: Ray wraps every method of an actor's class, and calls that come by the
+    store's own socket need not pay for that.
+    """
 
     def __init__(self, spec: StoreSpec, directory: str, restore: str | None = None) -> None:
         import ray
@@ -31,7 +41,20 @@ class Store(store.Store):
         gc.set_threshold(*GC_THRESHOLD)
         spill = os.path.join(spec.spill_dir or tempfile.gettempdir(), os.path.basename(directory))
         segments = Segments(directory, spill, spec.shared_bytes)
-        super().__init__(spec, segments=segments, node=ray.get_runtime_context().get_node_id(), restore=restore)
+        node = ray.get_runtime_context().get_node_id()
+        self._store = store.Store(spec, segments=segments, node=node, restore=restore)
+
+
+def _handed_on(name: str) -> Callable[..., Any]:
+    async def call(self: Store, *arguments: Any) -> Any:
+        return await getattr(self._store, name)(*arguments)
+
+    call.__name__ = name
+    return call
+
+
+for _name in CALLS:
+    setattr(Store, _name, _handed_on(_name))
 
 
 def create_store_actor(
