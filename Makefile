@@ -51,6 +51,8 @@ bench-env: setup .venv-trl/.locked .venv-tq/.locked ## the environments of the p
 bench: bench-env ## every benchmark, results in benchmarks/results/
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
+	$(BIN)/python -m benchmarks.store --json benchmarks/results/store.json $(ARGS)
+	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
 	rm -rf .venv .venv-trl .venv-tq .venv-oracle .typing runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

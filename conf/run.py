@@ -44,7 +44,8 @@ class RunConfig:
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     other_models: dict[str, WarmStartConfig] = field(default_factory=dict)
     """Runs before the run that make further models of the dataflow, by the models' names: {teacher: {recipe: sft}}.
-    Those that model.paths names are not made."""
+    They start from the model that this run starts from, unless their overrides name another model.path. Those that
+    model.paths names are not made."""
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)

@@ -15,7 +15,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from penstock.conf.errors import ConfigError
 
@@ -124,9 +124,23 @@ def apply(tree: DictConfig, override: Override) -> None:
     check_keys(tree, nested)
     try:
         # A mapping is merged into what is there; an empty one empties it: reward.options={}
-        OmegaConf.update(tree, override.key, override.value, merge=override.value != {}, force_add=True)
+        key, value = _where(tree, override.key, override.value)
+        OmegaConf.update(tree, key, value, merge=value != {}, force_add=True)
     except OmegaConfBaseException as error:
         raise wrong_type(tree, error, override.key, override.value) from None
+
+
+def _where(tree: DictConfig, key: str, value: Any) -> tuple[str, Any]:
+    """The deepest section that is there, or the key itself, and what to merge into it: an entry of a mapping of sections
+    (`other_models.teacher.recipe=sft`) has to come as a whole."""
+    parts, node = key.split("."), tree
+    for depth, part in enumerate(parts[:-1]):
+        if depth and not (OmegaConf.is_dict(node) and part in node):
+            for missing in reversed(parts[depth:]):
+                value = {missing: value}
+            return ".".join(parts[:depth]), value
+        node = node[part]
+    return key, value
 
 
 def wrong_type(tree: DictConfig, error: OmegaConfBaseException, key: str, value: Any, where: str = "") -> ConfigError:
@@ -134,7 +148,7 @@ def wrong_type(tree: DictConfig, error: OmegaConfBaseException, key: str, value:
     full_key = str(error.full_key or key)
     expected = expected_type(tree, full_key.partition("[")[0])
     hint = f" A list is written {key}=[a,b]." if expected.startswith("list") and not isinstance(value, list) else ""
-    if expected == "unknown":
+    if expected == "unknown" or isinstance(error, ConfigKeyError):
         return ConfigError(f"{where}{full_key}={value}: {str(error).splitlines()[0]}.")
     return ConfigError(f"{where}{full_key}={_show(value)}: expected {expected}, got {type(value).__name__}.{hint}")
 

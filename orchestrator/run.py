@@ -68,7 +68,7 @@ def run(
         with connect(_with_warm_start(plan, config), config, directory.path.name) as namespace:
             note_connection(directory, namespace)
             model_path = starting_model(config, directory)
-            config = with_other_models(config, directory)
+            config = with_other_models(config, directory, model_path)
             progress = Progress(config, directory.path.name, console=Console(quiet=True) if quiet else None)
             outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks))
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
@@ -122,21 +122,25 @@ def starting_model(config: RunConfig, directory: RunDirectory) -> str:
     return str(directory.initial_model)
 
 
-def with_other_models(config: RunConfig, directory: RunDirectory) -> RunConfig:
-    """Make the models of `other_models`, one run after the other, and note where they are."""
+def with_other_models(config: RunConfig, directory: RunDirectory, model_path: str) -> RunConfig:
+    """Make the models of `other_models`, one run after the other, from the model that this run starts from, and note
+    where they are."""
     paths = dict(config.model.paths)
     for name, first in config.other_models.items():
         if name not in paths:
-            paths[name] = _made_by(first, name, config, directory)
+            start = [f"model.path={model_path}", "evaluation.every_steps=0"]
+            paths[name] = _made_by(first, name, config, directory, start)
     return replace(config, model=replace(config.model, paths=paths))
 
 
-def _made_by(first: WarmStartConfig, name: str, config: RunConfig, directory: RunDirectory) -> str:
+def _made_by(
+    first: WarmStartConfig, name: str, config: RunConfig, directory: RunDirectory, start: Sequence[str] = ()
+) -> str:
     """Run a recipe below the run's directory, on the same problems; its model."""
     overrides = [
         f"recipe={first.recipe}", f"seed={config.seed}", f"name={name}", f"output_dir={directory.path}",
         f"evaluation.seed={config.evaluation.seed}", f"evaluation.num_problems={config.evaluation.num_problems}",
-        *first.overrides,
+        *start, *first.overrides,
     ]  # fmt: skip
     return str(run(load_config(overrides)).model)
 

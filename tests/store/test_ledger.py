@@ -1,5 +1,7 @@
 """The ledger's promises, each on a history small enough to follow by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from penstock.store.errors import (
@@ -282,6 +284,17 @@ def test_other_stages_are_shared_over_ranks_by_whole_units(driver: Driver) -> No
         driver.ledger.lease_shared("reference", 0, 2, 4, "reference", 0.0)
     again = driver.ledger.lease_shared("reference", 1, 2, 9, "reference", 11.0)
     assert sorted(row for part in again.parts for row in part) == sorted(set(range(6)) - set(share))
+
+
+def test_a_batch_whose_loss_compares_a_group_is_shared_by_whole_groups() -> None:
+    stages = tuple(replace(stage, whole_groups=stage.unit == "batch") for stage in make_spec().stages)
+    driver = Driver(make_spec(stages=stages, group_size=3, groups_per_step=4, max_active_groups=4))
+    driver.admit(4)
+    driver.compute_all()
+    made = driver.ledger.lease_shared("train", 0, 2, 1, "trainer", 0.0)
+    homes = [{row // 3 for row in part} for part in made.parts]
+    assert homes[0].isdisjoint(homes[1])
+    assert sorted(map(len, made.parts)) == [6, 6]
 
 
 def test_everything_that_a_dead_owner_holds_goes_back_at_once(driver: Driver) -> None:

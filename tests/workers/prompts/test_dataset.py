@@ -187,6 +187,13 @@ def test_a_teacher_writes_the_demonstrations(tmp_path):
         opened(write(tmp_path / "a.jsonl", ROWS), teacher=f"{tmp_path}/teacher.py:teacher")
 
 
+def test_a_second_teacher_writes_what_is_rejected(tmp_path):
+    (tmp_path / "pairs.py").write_text("def right(task):\n    return 'yes'\ndef wrong(task):\n    return 'no'\n")
+    teachers = {"teacher": f"{tmp_path}/pairs.py:right", "rejected_teacher": f"{tmp_path}/pairs.py:wrong"}
+    task = opened(write(tmp_path / "a.jsonl", ROWS), **teachers).row(0)
+    assert (task.response, task.rejected) == ("yes", "no")
+
+
 def test_a_teacher_that_returns_no_text_is_named_with_the_row(tmp_path):
     (tmp_path / "silent.py").write_text("def teach(task):\n    return None\n")
     dataset = opened(write(tmp_path / "a.jsonl", ROWS), teacher=f"{tmp_path}/silent.py:teach")

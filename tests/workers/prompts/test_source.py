@@ -8,7 +8,7 @@ import pytest
 
 from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.algorithm import GrpoConfig
-from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, ModelError
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
@@ -105,6 +105,26 @@ def test_demonstrations_need_an_end_of_sequence_token(rows):
     tokenizer.eos_token_id = None
     with pytest.raises(ModelError, match="eos_token"):
         make_source(rows, tokenizer=tokenizer, rows_are="demonstrations").next_groups(1)
+
+
+@pytest.fixture
+def pairs(tmp_path):
+    path = tmp_path / "pairs.jsonl"
+    row = {"question": "1+1", "good": "2", "bad": "eleven"}
+    path.write_text(json.dumps(row) + "\n" + json.dumps(row | {"bad": ""}) + "\n")
+    return path
+
+
+def test_preferences_have_a_chosen_and_a_rejected_response(pairs):
+    columns = ColumnsConfig(response="good", rejected="bad", answer=None)
+    source = make_source(pairs, rows_are="preferences", shuffle=False, columns=columns)
+    (group,) = source.next_groups(1)
+    assert group["chosen_ids"] == [ord("2"), EOS]
+    assert group["rejected_ids"] == [*map(ord, "eleven"), EOS]
+    assert "response_ids" not in group
+    assert not {"good", "bad"} & json.loads(group["task"]).keys()
+    with pytest.raises(DataError, match=r"line 2: no rejected response to compare.*data\.columns\.rejected"):
+        source.next_groups(1)
 
 
 def write_long(path, length, count=1):

@@ -91,6 +91,21 @@ def test_what_the_engine_sampled_is_what_the_store_gets() -> None:
     asyncio.run(scenario())
 
 
+def test_the_greedy_stage_gets_one_text_for_all_samples_of_a_group() -> None:
+    async def scenario() -> None:
+        greedy = StageSpec("greedy_rollout", "group", ("prompt_ids",), ("greedy_text",))
+        train = StageSpec("train", "batch", ("prompt_ids", "greedy_text"), ())
+        columns = tuple(STANDARD_COLUMNS[name] for name in (*PROMPT_COLUMNS, "greedy_text"))
+        client = StoreClient(make_store(stages=(greedy, train), columns=columns))
+        rows = await run_until_written(make_worker(ScriptedEngine(version=0), client, greedy=True), client)
+        for _, positions in rows.groups():
+            prompt = rows.arrays("prompt_ids")[positions[0]].tolist()
+            (expected,) = await ScriptedEngine().generate(prompt, 1, Sampling(max_tokens=5).greedy())
+            assert {rows.strings("greedy_text")[position] for position in positions} == {expected.text}
+
+    asyncio.run(scenario())
+
+
 @pytest.mark.parametrize(("max_concurrent_samples", "most"), [(12, 4), (6, 2), (8, 2), (1, 1)])
 def test_as_many_groups_run_at_a_time_as_fit(max_concurrent_samples: int, most: int) -> None:
     async def scenario() -> None:
