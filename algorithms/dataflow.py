@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
+from penstock.algorithms.preference.responses import pair_responses
 from penstock.conf.errors import DataflowError, suggest
 
 UNITS = ("sample", "group", "batch")
@@ -76,8 +77,6 @@ class Dataflow:
     def preferences(self) -> "Dataflow":
         """Rows come in pairs, a chosen and a rejected response to the same prompt: writes `response_ids` and
         `preferred`, +1 or -1. Replaces the rollout."""
-        from penstock.algorithms.preference.responses import pair_responses  # late: it needs torch, the graph does not
-
         self.samples_per_prompt = 2
         pair = (Column("chosen_ids", "int32", "prompt", per_group=True),
                 Column("rejected_ids", "int32", "prompt", per_group=True))  # fmt: skip

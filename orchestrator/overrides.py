@@ -131,8 +131,8 @@ def apply(tree: DictConfig, override: Override) -> None:
 
 
 def _where(tree: DictConfig, key: str, value: Any) -> tuple[str, Any]:
-    """The deepest section that is there, or the key itself, and what to merge into it: an entry of a mapping of sections
-    (`other_models.teacher.recipe=sft`) has to come as a whole."""
+    """The deepest section that is there, or the key itself, and what to merge into it: an entry of a mapping of
+    sections (`other_models.teacher.recipe=sft`) has to come as a whole."""
     parts, node = key.split("."), tree
     for depth, part in enumerate(parts[:-1]):
         if depth and not (OmegaConf.is_dict(node) and part in node):
