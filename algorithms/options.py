@@ -50,7 +50,8 @@ def checked_options(function: Callable[..., Any], options: Options, key: str) ->
     hints = _hints(getattr(function, "func", function))
     for name, value in options.items():
         if name not in names:
-            raise ConfigError(f"{key}.{name}: {_title(function)} has no such option{suggest(name, names)}")
+            known = suggest(name, names) if names else "; it takes none."
+            raise ConfigError(f"{key}.{name}: {_title(function)} has no such option{known}")
         if name in hints:
             _check(f"{key}.{name}", value, hints[name])
     return dict(options)

@@ -74,6 +74,10 @@ def test_ones_own_advantage_surrogate_and_correction_are_found_by_name():
         (lambda: PolicyGradientConfig(surrogate_options={"clip_lo": 1}), "clip_lo: ppo_clip has no such option"),
         (lambda: PolicyGradientConfig(surrogate_options={"clip_low": -1}), "clip_low=-1: must be a finite number"),
         (lambda: PolicyGradientConfig(advantage_options={"eps": "x"}), "eps='x': expected float, not str"),
+        (
+            lambda: PolicyGradientConfig(advantage="rloo", advantage_options={"foo": 1}),
+            "rloo has no such option; it takes",
+        ),
         (lambda: PolicyGradientConfig(advantage_per="step"), "algorithm.advantage_per"),
         (lambda: PolicyGradientConfig(overlong_tokens=5), "algorithm.overlong_limit"),
         (lambda: DpoConfig(group_size=3), "algorithm.group_size=3"),
