@@ -69,7 +69,7 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
         store = make_store()
         client = StoreClient(store)
         await fill(client)
-        helper = ReferenceWorker(reference, SyncStoreClient(store), "reference", "reference_logprobs", 0, 1)
+        helper = ReferenceWorker(reference.logprobs, SyncStoreClient(store), "reference", "reference_logprobs", 0, 1)
         trainer = TrainerWorker(policy, SyncStoreClient(store), 0, 1, flow().stage("train").function)
         serving = asyncio.create_task(asyncio.to_thread(helper.run))
         report = await asyncio.to_thread(trainer.step, 0)
