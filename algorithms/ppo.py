@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from penstock.algorithms.advantages import gae, token_rewards, whitened
+from penstock.algorithms.advantages import gae, token_rewards, unpadded, whitened
 from penstock.algorithms.arguments import Renamed
 from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Dataflow
@@ -46,10 +46,7 @@ def ppo_advantages(
     rewards = token_rewards(reward, mask, _padded(behavior_logprobs), _padded(reference_logprobs), kl_coef=kl_coef)
     values = pad_sequence(list(old_values), batch_first=True)
     advantage, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
-    advantage = whitened(advantage, mask)
-    return [row[:n] for row, n in zip(advantage, lengths, strict=True)], [
-        row[:n] for row, n in zip(returns, lengths, strict=True)
-    ]
+    return unpadded(whitened(advantage, mask), lengths), unpadded(returns, lengths)
 
 
 def _padded(column: list[Tensor] | None) -> Tensor | None:

@@ -27,5 +27,6 @@ from penstock.algorithms.advantages.registry import ADVANTAGES as ADVANTAGES
 from penstock.algorithms.advantages.registry import advantage as advantage
 from penstock.algorithms.advantages.temporal import gae as gae
 from penstock.algorithms.advantages.temporal import gae_ragged as gae_ragged
+from penstock.algorithms.advantages.temporal import unpadded as unpadded
 from penstock.algorithms.advantages.temporal import whitened as whitened
 from penstock.algorithms.advantages.token_rewards import token_rewards as token_rewards

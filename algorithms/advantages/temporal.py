@@ -66,9 +66,12 @@ def gae_ragged(
     mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
     pad = [pad_sequence(list(column), batch_first=True) for column in (rewards, values)]
     advantage, returns = gae(pad[0], pad[1], mask.to(pad[0].device), gamma=gamma, lam=lam)
-    return [row[:n] for row, n in zip(advantage, lengths, strict=True)], [
-        row[:n] for row, n in zip(returns, lengths, strict=True)
-    ]
+    return unpadded(advantage, lengths), unpadded(returns, lengths)
+
+
+def unpadded(values_BT: Tensor, lengths: Sequence[int]) -> list[Tensor]:
+    """The first `T_i` entries of each row, as stages have token columns."""
+    return [row[:length] for row, length in zip(values_BT, lengths, strict=True)]
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, centre: bool = True, eps: float = 1e-8) -> Tensor:

@@ -74,7 +74,7 @@ class Trainer:
             critic = None
             if any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
                 options = {"metrics_prefix": "critic", "optimizer": spec.config.critic_optimizer}
-                critic = self._critic = cast(ScalarTrainer, self._make(True, address, **options))
+                critic = cast(ScalarTrainer, self._make(True, address, **options))
             preparation = Preparation(spec.in_trainer, spec.columns, trainer.group.gather, critic)
             self._worker = TrainerWorker(
                 trainer, self._store, spec.rank, spec.num_ranks, spec.loss, preparation=preparation

@@ -12,6 +12,7 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
 import math
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,9 +124,13 @@ class FsdpTrainer:
 
         Raises `DataError` for a row that does not fit the model.
         """
+        return self._by_token(rows, lambda batch: self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N)[0])
+
+    def _by_token(self, rows: Rows, forward: Callable[[MicroBatch], Tensor]) -> list[np.ndarray]:
+        """`forward`'s `[N]` of each micro-batch as one `[T_i]` float32 for each row. Collective."""
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
         for batch in self._all_batches(rows):
-            values_N, _ = self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N)
+            values_N = forward(batch)
             if not batch.is_dummy:
                 for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True):
                     results[position] = values

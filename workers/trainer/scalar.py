@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from penstock.store.rows import Rows
-from penstock.workers.trainer import batching
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.fsdp import FsdpTrainer, Step
 from penstock.workers.trainer.loss_inputs import LossInputs
@@ -41,14 +40,7 @@ class ScalarTrainer(FsdpTrainer):
     @torch.no_grad()
     def values(self, rows: Rows) -> list[np.ndarray]:
         """`[T_i]` float32 for each row: what is expected before each response token. Collective. Raises `DataError`."""
-        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
-        for batch in self._all_batches(rows):
-            values_N = self.model(batch.input_ids_BL, batch.positions_N)
-            if not batch.is_dummy:
-                for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True):
-                    results[position] = values
-        self.policy.free()
-        return results
+        return self._by_token(rows, lambda batch: self.model(batch.input_ids_BL, batch.positions_N))
 
     @torch.no_grad()
     def scores(self, rows: Rows) -> np.ndarray:
