@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
 
 from penstock.store.errors import LeaseExpired
 from penstock.store.sync_client import SyncStoreClient
@@ -142,9 +142,12 @@ class Histories(RuleBasedStateMachine):
         """Live workers do all that can be done, and the trainer trains it."""
         asyncio.run(self._work_off(lease_wait_s=0.3))
 
-    @precondition(lambda self: self.served < self.round)
     @rule()
     def publish(self) -> None:
+        """If there is something to publish, which depends on how fast processes were: no precondition, since those must
+        be the same whenever a history is played again."""
+        if self.served == self.round:
+            return
         self.served += 1
         ray.get(self.store.published.remote(self.served), timeout=ANSWER_S)
 

@@ -18,9 +18,9 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.store.rows import Rows
 from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer.fsdp import FsdpTrainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainerWorker
 
 
@@ -54,7 +54,7 @@ class Trainer:
     def __init__(self, spec: TrainerSpec, store: Any | None) -> None:
         self._spec = spec
         self._store = SyncStoreClient(store) if store is not None else None
-        self._trainer: FsdpTrainer | None = None
+        self._trainer: PolicyTrainer | None = None
         self._worker: TrainerWorker | ReferenceWorker | None = None
 
     def address(self) -> str:
@@ -83,9 +83,9 @@ class Trainer:
             compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
             self._worker = ReferenceWorker(compute, self._store, spec.stage, spec.column, spec.rank, spec.num_ranks)
 
-    def _make(self, is_scalar: bool, address: str, **options: Any) -> FsdpTrainer:
+    def _make(self, is_scalar: bool, address: str, **options: Any) -> PolicyTrainer:
         spec = self._spec
-        return (ScalarTrainer if is_scalar else FsdpTrainer)(
+        return (ScalarTrainer if is_scalar else PolicyTrainer)(
             spec.config,
             spec.model_path,
             temperature=spec.temperature,
@@ -100,7 +100,7 @@ class Trainer:
         )
 
     @property
-    def _ready(self) -> FsdpTrainer:
+    def _ready(self) -> PolicyTrainer:
         assert self._trainer is not None
         return self._trainer
 

@@ -1,296 +1,182 @@
-"""One rank of the trainer: FSDP2, float32 master weights, AdamW. Log-probabilities, updates, publications.
+"""FSDP2 around a model: float32 master weights in shards, AdamW, sums of gradients, and which elements a rank has.
 
-    update(rows, loss):  rows ─▶ minibatches of whole groups ─▶ micro-batches ─▶ forward, loss, backward ─▶ clip, AdamW
-    publish(root, v):    each rank writes its shard into shared memory; rank 0 seals
-
-How rows are cut into micro-batches and spread over ranks changes no result but for rounding: losses are divided by
-totals over all ranks, gradients are sums. Driven by `worker.py` inside an actor, or directly by a straight-line loop.
-
-Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
+Every decoder layer is one unit and the rest (embedding, last norm, output layer) is the root. Parameters are DTensors
+split along dim 0, so that a rank's part of one is a range of its elements. A `TrainEngine` (`engine.py`), made by
+`trainer.py`.
 """
 
 import math
-import time
-from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
-from penstock.algorithms.aggregation import BatchTotals
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.store.rows import Rows
-from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer import batching, writing
-from penstock.workers.trainer.batching import MicroBatch
-from penstock.workers.trainer.loss_inputs import LossInputs
-from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm, max_length
-from penstock.workers.trainer.schedule import learning_rate
-from penstock.workers.trainer.sharding import ProcessGroup, ShardedPolicy
-from penstock.workers.trainer.tally import Tally, add_mismatch
+from penstock.workers.trainer.engine import Piece
+from penstock.workers.trainer.policy_model import PolicyModel
+from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.scalar_model import ScalarModel
+
+KEEP_WHOLE_BYTES = 2 * 2**30
+"""A model up to this size (float32) is gathered once an optimizer step, and its gradients are reduced once: less
+communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
+forward and backward.
+"""
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one optimizer step trains on: this rank's micro-batches (as many as on any rank) and the totals over all
-    ranks.
-    """
+class FsdpEngine:
+    """One rank's shard of a model and of its optimizer. Every rank makes the same calls, since most of them
+    communicate."""
 
-    batches: list[MicroBatch]
-    totals: BatchTotals
+    def __init__(self, model: PolicyModel | ScalarModel, group: ProcessGroup, config: TrainerConfig) -> None:
+        """`model`: loaded, on the CPU; without parameters that require gradients it gets no optimizer."""
+        num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
+        self.model = model
+        self.group = group
+        self.keeps_whole = num_bytes <= KEEP_WHOLE_BYTES
+        policy = MixedPrecisionPolicy()
+        if config.dtype == "bfloat16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh(group.device.type, (group.num_ranks,))
+        for layer in decoder_layers(model):
+            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.keeps_whole)
+        self.root: FSDPModule = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+        model.to(group.device)  # buffers
+        self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        if group.num_ranks > 1:
+            for unit in self.units:
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+        self._clip_norm = config.optimizer.clip_norm
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = make_adamw(trained, config.optimizer) if trained else None
 
+    def forward(self, *arguments: Any) -> Any:
+        return self.model(*arguments)
 
-class FsdpTrainer:
-    """A rank among `num_ranks`, all of which make the same calls in the same order, each with its own rows (maybe
-    none).
+    def before_backward(self, is_last: bool) -> None:
+        """Gradients of a step's micro-batches add up unreduced until the last one, where they may be kept whole."""
+        if self.keeps_whole:
+            self.root.set_requires_gradient_sync(is_last)
+            self.root.set_reshard_after_backward(is_last)
+            self.root.set_is_last_backward(is_last)
 
-        trainer = FsdpTrainer(TrainerConfig(), "path/to/model", temperature=1.0)
-        report = trainer.update(rows, partial(ppo_clip_loss, clip_high=0.28))
-        publication = trainer.publish("/dev/shm/run", version=1)
-        trainer.close()
-
-    `trainable=False`: a reference; it has no optimizer and `update` is an error.
-    """
-
-    def __init__(
-        self,
-        config: TrainerConfig,
-        model_path: str,
-        *,
-        temperature: float = 1.0,
-        rank: int = 0,
-        num_ranks: int = 1,
-        address: str | None = None,
-        num_threads: int = 0,
-        attention: str = "sdpa",
-        trainable: bool = True,
-        engine_dtype: str = "float32",
-        metrics_prefix: str = "actor",
-        optimizer: OptimizerConfig | None = None,
-    ) -> None:
-        """Load the model and join the other ranks. Collective.
-
-        `temperature`: of the sampling distribution. `address`: host:port where ranks meet; one rank needs none.
-        `num_threads`: of torch; 0 leaves it. `engine_dtype`: of publications. `metrics_prefix`: of what `update`
-        reports. `optimizer`: other settings than `config.optimizer`. Raises `ModelError`, `ConfigError`.
-        """
-        if num_threads:
-            torch.set_num_threads(num_threads)
-        self.config = config if optimizer is None else replace(config, optimizer=optimizer)
-        self.metrics_prefix = metrics_prefix
-        self.model_path = model_path
-        self.engine_dtype = engine_dtype
-        self.step = 0
-        """Updates so far; the schedule's clock."""
-        self.group = ProcessGroup.join(
-            rank, num_ranks, address, config.collective_timeout_s, config.num_gpus_per_rank > 0
-        )
-        self._temperature = temperature
-        dtype = "float32" if trainable else config.dtype
-        checkpoint_layers = trainable and config.activation_checkpointing
-        self.model, self.max_length = self._load(model_path, dtype, attention, checkpoint_layers)
-        self.model.requires_grad_(trainable)
-        self.policy = ShardedPolicy(self.model, self.group, config.dtype)
-        self.optimizer = self._build_optimizer() if trainable else None
-
-    def _load(self, path: str, dtype: str, attention: str, checkpoint_layers: bool) -> tuple[Any, int | None]:
-        """The model, and its longest sequence."""
-        lm = load_causal_lm(path, dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
-        chunk_tokens = self.config.logprob_chunk_tokens
-        return PolicyModel(lm, temperature=self._temperature, chunk_tokens=chunk_tokens), max_length(lm)
-
-    def _build_optimizer(self) -> torch.optim.AdamW:
-        options = self.config.optimizer
-        return torch.optim.AdamW(
-            self.model.parameters(),
-            lr=options.lr,
-            betas=(options.betas[0], options.betas[1]),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-            fused=True,
-        )
-
-    def set_step(self, step: int) -> None:
-        """Updates made before this one's start, when resuming: where the learning-rate schedule goes on."""
-        self.step = step
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     @torch.no_grad()
-    def logprobs(self, rows: Rows) -> list[np.ndarray]:
-        """`[T_i]` float32 for each row: log-probabilities of the response tokens at the sampling temperature.
-        Collective.
-
-        Raises `DataError` for a row that does not fit the model.
-        """
-        return self._by_token(rows, lambda batch: self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N)[0])
-
-    def _by_token(self, rows: Rows, forward: Callable[[MicroBatch], Tensor]) -> list[np.ndarray]:
-        """`forward`'s `[N]` of each micro-batch as one `[T_i]` float32 for each row. Collective."""
-        results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
-        for batch in self._all_batches(rows):
-            values_N = forward(batch)
-            if not batch.is_dummy:
-                for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True):
-                    results[position] = values
-        self.policy.free()
-        return results
-
-    def _all_batches(self, rows: Rows) -> list[MicroBatch]:
-        """The rows in micro-batches, as many as on any rank. Collective."""
-        batches = self._microbatches(rows, np.arange(len(rows)), ())
-        return batching.pad_plan(batches, max(self.group.gather(len(batches))), self.group.device)
-
-    def update(self, rows: Rows, loss: Loss) -> UpdateReport:
-        """One policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
-
-        `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as
-        `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when
-        rows have `behavior_logprobs`. A step whose gradient norm is not finite is left out, counted, and leaves
-        weights and optimizer as they were. Raises `DataError`, `DataflowError`.
-        """
-        if self.optimizer is None:
-            raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
-        started = time.perf_counter()
-        seconds: dict[str, float] = defaultdict(float)
-        inputs = LossInputs.of(loss, rows.names)
-        steps = self._plan_steps(rows, inputs)
-        old = self.logprobs(rows) if inputs.takes_old_logprobs and len(steps) > 1 else None
-        rate = learning_rate(self.config.optimizer, self.step, self.config.max_steps)
+    def step(self, rate: float) -> float:
+        assert self.optimizer is not None
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
-        seconds["plan"] = time.perf_counter() - started
-
-        tally = Tally(len(steps))
-        norms, skipped = [], 0
-        for number, step in enumerate(steps):
-            self._accumulate(step, inputs, old, tally, number == 0, seconds)
-            norms.append(self._optimizer_step(seconds))
-            skipped += not math.isfinite(norms[-1])
-        self.step += 1
-        metrics = tally.reduced(self.group)
-        metrics |= {
-            f"{self.metrics_prefix}/lr": rate,
-            f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),
-            f"{self.metrics_prefix}/skipped_nonfinite": float(skipped),
-        }
-        seconds["update"] = time.perf_counter() - started
-        num_tokens = int(rows.lengths("response_ids").sum()) if len(rows) else 0
-        return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
-
-    def publish(self, directory: str, version: int) -> Publication:
-        """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed.
-        Collective.
-        """
-        return writing.publish(self.policy, directory, version, self.engine_dtype)
-
-    def export(self, directory: str) -> None:
-        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype. Collective."""
-        writing.export(self.policy, directory, self.model_path, self.engine_dtype)
-
-    def close(self) -> None:
-        """Leave the process group, if this trainer made it."""
-        self.group.leave()
-
-    def _microbatches(
-        self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False
-    ) -> list[MicroBatch]:
-        lengths = batching.row_lengths(rows, self.max_length)[positions]
-        budget = self.config.max_tokens_per_microbatch
-        if whole_groups:
-            cuts = batching.plan_groups(lengths, rows.group_ids[positions], budget)
-        else:
-            cuts = batching.plan(lengths, budget)
-        return [batching.collate(rows, positions[cut], columns).to(self.group.device) for cut in cuts]
-
-    def _plan_steps(self, rows: Rows, inputs: LossInputs) -> list[Step]:
-        """Cut the rows; exchange counts, so that ranks agree on totals and on the number of micro-batches."""
-        columns = inputs.columns
-        if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
-            columns = (*columns, "behavior_logprobs")
-        count = self.config.num_minibatches
-        every_group = self.group.gather(np.unique(rows.group_ids)) if count > 1 else []
-        parts = batching.split_minibatches(rows.group_ids, np.concatenate(every_group) if every_group else [], count)
-        cuts = [self._microbatches(rows, part, columns, whole_groups=inputs.takes_groups) for part in parts]
-        sizes = [
-            (len(batches), sum((_totals(batch, inputs.takes_groups) for batch in batches), BatchTotals(0, 0)))
-            for batches in cuts
-        ]
-        steps = []
-        for batches, others in zip(cuts, zip(*self.group.gather(sizes), strict=True), strict=True):
-            totals = sum((other for _, other in others), BatchTotals(0, 0))
-            padded = batching.pad_plan(batches, max(number for number, _ in others), self.group.device)
-            steps.append(Step(padded, totals))
-        return steps
-
-    def _accumulate(
-        self,
-        step: Step,
-        inputs: LossInputs,
-        old: list[np.ndarray] | None,
-        tally: Tally,
-        is_first: bool,
-        seconds: dict[str, float],
-    ) -> None:
-        """Forward and backward of each micro-batch: gradients add up in the parameters."""
-        for number, batch in enumerate(step.batches):
-            started = time.perf_counter()
-            self.policy.before_backward(is_last=number == len(step.batches) - 1)
-            loss = self._contribution(step, batch, inputs, old, tally, is_first)
-            seconds["forward"] += time.perf_counter() - started
-            started = time.perf_counter()
-            loss.backward()
-            seconds["backward"] += time.perf_counter() - started
-
-    def _contribution(
-        self,
-        step: Step,
-        batch: MicroBatch,
-        inputs: LossInputs,
-        old: list[np.ndarray] | None,
-        tally: Tally,
-        is_first: bool,
-    ) -> Tensor:
-        """Forward of one micro-batch: its share of the step's loss, `[]` with gradient."""
-        entropy = "gradient" if inputs.takes_entropy else "value"
-        logprobs_N, entropy_N = self.model(batch.input_ids_BL, batch.positions_N, batch.targets_N, entropy)
-        if batch.is_dummy:
-            return logprobs_N.sum() * 0.0
-        logprobs_BT = batch.scatter(logprobs_N)
-        old_BT = logprobs_BT.detach()
-        if old is not None:
-            old_BT = batch.pad([old[position] for position in batch.rows])
-        entropy_BT = batch.scatter(entropy_N) if inputs.takes_entropy else None
-        available = {"logprobs": logprobs_BT, "entropy": entropy_BT, "old_logprobs": old_BT}
-        loss, metrics = inputs.call(batch, step.totals, available)
-        for name, value in metrics.items():
-            tally.add(f"actor/{name}", value)
-        num_tokens = max(1.0, step.totals.num_tokens)
-        tally.add("actor/entropy", entropy_N.sum() / num_tokens)
-        if is_first and "behavior_logprobs" in batch.columns:
-            add_mismatch(tally, logprobs_BT, batch.columns["behavior_logprobs"], batch.mask_BT, num_tokens)
-        return loss
-
-    @torch.no_grad()
-    def _optimizer_step(self, seconds: dict[str, float]) -> float:
-        """Clip and step; the norm before clipping. Not finite: nothing is changed."""
-        assert self.optimizer is not None
-        started = time.perf_counter()
-        norm = self.policy.grad_norm()
-        limit, value = self.config.optimizer.clip_norm, float(norm)
+        norm = self._grad_norm()
+        value = float(norm)
         if math.isfinite(value):
-            if limit:
-                scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-                for gradient in self.policy.local_gradients():
+            if self._clip_norm:
+                scale = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+                for gradient in self._local_gradients():
                     gradient.mul_(scale)
             self.optimizer.step()
         self.optimizer.zero_grad()
-        seconds["optimizer"] += time.perf_counter() - started
         return value
 
+    def free(self) -> None:
+        for unit in self.units:
+            unit.reshard()
 
-def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:
-    """Of one micro-batch. Groups can be counted where none is cut apart."""
-    totals = BatchTotals.of(batch.mask_BT)
-    return replace(totals, num_groups=len(batch.group_ids_B.unique())) if whole_groups else totals
+    def _local_gradients(self) -> list[Tensor]:
+        """This rank's shards, in the model's order."""
+        return [local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]
+
+    def _grad_norm(self) -> Tensor:
+        """Norm of the whole gradient, `[]`, the same on every rank. Collective."""
+        norm = nn.utils.get_total_norm(self._local_gradients())
+        if self.group.num_ranks == 1:
+            return norm
+        square = norm.square()
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    # What lies where
+
+    def pieces(self) -> Iterator[Piece]:
+        lm = self.model.lm
+        for name, parameter in lm.named_parameters():
+            yield self._piece(name, parameter, parameter)
+        yield from buffer_pieces(lm, self.group.rank)
+
+    def state(self) -> Iterator[Piece]:
+        assert self.optimizer is not None
+        for name, parameter in self.model.lm.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            yield self._piece(f"weights/{name}", parameter, parameter)
+            moments = self._moments(parameter)
+            for moment in MOMENTS:
+                yield self._piece(f"{moment}/{name}", parameter, moments[moment])
+
+    def num_optimizer_steps(self) -> int:
+        assert self.optimizer is not None
+        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+
+    def loaded(self, num_optimizer_steps: int) -> None:
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            state["step"].fill_(num_optimizer_steps)
+
+    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
+        """AdamW's state of a parameter, which it has from its first step on: made here if it is asked for before."""
+        assert self.optimizer is not None
+        state = self.optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=self.group.device)
+            for moment in MOMENTS:
+                state[moment] = torch.zeros_like(parameter)
+        return state
+
+    def _piece(self, name: str, parameter: Tensor, tensor: Tensor) -> Piece:
+        shape = tuple(parameter.shape)
+        first = first_row(shape[0], self.group.rank, self.group.num_ranks) if shape else 0
+        row_elements = math.prod(shape[1:])
+        return Piece(name, shape, first * row_elements, local(tensor).detach().reshape(-1))
+
+
+def make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    return torch.optim.AdamW(
+        parameters,
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:
+    """Persistent buffers, which every rank has whole: rank 0's count."""
+    persistent = lm.state_dict().keys()
+    for name, buffer in lm.named_buffers():
+        if name in persistent:
+            yield Piece(name, tuple(buffer.shape), 0, buffer.reshape(-1) if rank == 0 else buffer.reshape(-1)[:0])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; shares memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
+    """Where a rank's shard of dim 0 starts: shards are as large as the first one, the last may be short or empty."""
+    return min(num_rows, rank * -(-num_rows // num_ranks))
+
+
+def decoder_layers(model: PolicyModel | ScalarModel) -> list[nn.Module]:
+    """The blocks that are sharded one by one: what the model's class calls indivisible."""
+    names = set(model.lm._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]

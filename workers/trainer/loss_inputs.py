@@ -1,7 +1,7 @@
 """Which arguments a loss takes, found once from its signature, and the call with them.
 
 The loss of a dataflow names what it reads (`algorithms/dataflow.py`, `algorithms/losses/`): columns of the rows, and
-what only the trainer has. Called by `fsdp.py` for every micro-batch.
+what only the trainer has. Called by `trainer.py` for every micro-batch.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
 """

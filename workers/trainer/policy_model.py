@@ -2,7 +2,7 @@
 
 The hidden states of the response positions, and only those, go through the output layer in chunks. Each chunk's logits
 are recomputed in backward, so `[tokens, vocabulary]` never exists at once; one chunk alone keeps its logits, which is
-faster. Used by `fsdp.py`, which shards it, and by straight-line loops.
+faster. Used by `trainer.py`, which shards it, and by straight-line loops.
 
 Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""One rank of a critic or of a reward model: the trainer of `fsdp.py` around a scalar head.
+"""One rank of a critic or of a reward model: the trainer of `trainer.py` around a scalar head.
 
     critic:        values(rows) ─▶ old_values ─▶ … ─▶ update(rows, value_loss)
     reward model:  update(rows, bradley_terry_loss)      later, elsewhere:  scores(rows) ─▶ reward
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from penstock.store.rows import Rows
 from penstock.workers.trainer.batching import MicroBatch
-from penstock.workers.trainer.fsdp import FsdpTrainer, Step
 from penstock.workers.trainer.loss_inputs import LossInputs
 from penstock.workers.trainer.policy_model import max_length
 from penstock.workers.trainer.scalar_model import ScalarModel, load_scalar_lm
 from penstock.workers.trainer.tally import Tally
+from penstock.workers.trainer.trainer import PolicyTrainer, Step
 
 
-class ScalarTrainer(FsdpTrainer):
-    """As `FsdpTrainer`; metrics are `<metrics_prefix>/…`.
+class ScalarTrainer(PolicyTrainer):
+    """As `PolicyTrainer`; metrics are `<metrics_prefix>/…`.
 
     critic = ScalarTrainer(config, path, metrics_prefix="critic")
     critic.values(rows)               # [T_i] for each row
@@ -40,17 +40,17 @@ class ScalarTrainer(FsdpTrainer):
     @torch.no_grad()
     def values(self, rows: Rows) -> list[np.ndarray]:
         """`[T_i]` float32 for each row: what is expected before each response token. Collective. Raises `DataError`."""
-        return self._by_token(rows, lambda batch: self.model(batch.input_ids_BL, batch.positions_N))
+        return self._by_token(rows, lambda batch: self.engine.forward(batch.input_ids_BL, batch.positions_N))
 
     @torch.no_grad()
     def scores(self, rows: Rows) -> np.ndarray:
         """`[rows]` float32: the score of each response, read at its last token. Collective. Raises `DataError`."""
         results = np.zeros(len(rows), np.float32)
         for batch in self._all_batches(rows):
-            scores_B = self.model(batch.input_ids_BL, last_tokens(batch))
+            scores_B = self.engine.forward(batch.input_ids_BL, last_tokens(batch))
             if not batch.is_dummy:
                 results[batch.rows] = scores_B.cpu().numpy()
-        self.policy.free()
+        self.engine.free()
         return results
 
     def _contribution(
@@ -64,7 +64,7 @@ class ScalarTrainer(FsdpTrainer):
     ) -> Tensor:
         whole = "scores" in inputs.provided
         positions = last_tokens(batch) if whole else batch.positions_N
-        numbers = self.model(batch.input_ids_BL, positions)
+        numbers = self.engine.forward(batch.input_ids_BL, positions)
         if batch.is_dummy:
             return numbers.sum() * 0.0
         available: dict[str, Any] = {"scores": numbers} if whole else {"values": batch.scatter(numbers)}

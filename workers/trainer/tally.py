@@ -1,11 +1,9 @@
-"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima. Used by
-`fsdp.py`.
-"""
+"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima."""
 
 import torch
 from torch import Tensor
 
-from penstock.workers.trainer.sharding import ProcessGroup
+from penstock.workers.trainer.process_group import ProcessGroup
 
 
 class Tally:

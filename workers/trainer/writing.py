@@ -1,9 +1,10 @@
 """The trainer's weights to files: publications in shared memory for the engines, and HF model directories for people.
 
 Every rank writes its own rows; rank 0 seals. Both have the same layout, so an exported model is a publication with its
-configuration and tokenizer beside it. Called by `fsdp.py`.
+configuration and tokenizer beside it. Called by `trainer.py`.
 """
 
+import math
 import os
 import shutil
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from penstock.workers.protocols import Publication
-from penstock.workers.trainer.sharding import ShardedPolicy
+from penstock.workers.trainer.engine import TrainEngine
 from penstock.workers.weights.layout import Layout, compute_layout
 from penstock.workers.weights.publication import PublicationWriter, publication_directory, seal
 from penstock.workers.weights.reading import WEIGHTS_NAME
@@ -29,21 +30,22 @@ WEIGHT_FILES = (
 )
 
 
-def layout_of(policy: ShardedPolicy, dtype: str) -> Layout:
+def layout_of(engine: TrainEngine, dtype: str) -> Layout:
     """Names and shapes as `save_pretrained` has them: tied weights once."""
-    return compute_layout((name, shape, dtype) for name, shape, _, _ in policy.shards())
+    return compute_layout((piece.name, piece.shape, dtype) for piece in engine.pieces())
 
 
-def publish(policy: ShardedPolicy, directory: str, version: int, dtype: str) -> Publication:
+def publish(engine: TrainEngine, directory: str, version: int, dtype: str) -> Publication:
     """Version `version` under the root `directory`, cast to `dtype`. Collective: every rank returns once it is sealed.
 
     Raises `WeightError`, e.g. when shared memory is full.
     """
-    group = policy.group
-    layout = layout_of(policy, dtype)
+    group = engine.group
+    layout = layout_of(engine, dtype)
     writer = PublicationWriter(directory, version, layout, group.rank, group.num_ranks)
-    for name, _, first_row, shard in policy.shards():
-        writer.write_rows(name, first_row, shard)
+    for piece in engine.pieces():
+        row_elements = max(1, math.prod(piece.shape[1:]))
+        writer.write_rows(piece.name, piece.first // row_elements, piece.values.reshape(-1, *piece.shape[1:]))
     writer.finish()
     group.barrier()
     if group.rank == 0:
@@ -52,19 +54,19 @@ def publish(policy: ShardedPolicy, directory: str, version: int, dtype: str) -> 
     return Publication(str(publication_directory(directory, version)), version, layout.num_bytes)
 
 
-def export(policy: ShardedPolicy, directory: str, model_path: str, dtype: str) -> None:
+def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> None:
     """A HF model directory that `from_pretrained` loads. `model_path`: where configuration and tokenizer come from.
     Collective.
     """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    publish(policy, str(target / ".export"), 0, dtype)
-    if policy.group.rank == 0:
+    publish(engine, str(target / ".export"), 0, dtype)
+    if engine.group.rank == 0:
         os.replace(publication_directory(target / ".export", 0) / WEIGHTS_NAME, target / WEIGHTS_NAME)
         shutil.rmtree(target / ".export")
         _copy_tokenizer(model_path, target)
-        _write_config(policy, target, dtype)
-    policy.group.barrier()
+        _write_config(engine, target, dtype)
+    engine.group.barrier()
 
 
 def _copy_tokenizer(model_path: str, target: Path) -> None:
@@ -76,8 +78,8 @@ def _copy_tokenizer(model_path: str, target: Path) -> None:
         shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHT_FILES), dirs_exist_ok=True)
 
 
-def _write_config(policy: ShardedPolicy, target: Path, dtype: str) -> None:
-    lm = policy.model.lm
+def _write_config(engine: TrainEngine, target: Path, dtype: str) -> None:
+    lm = engine.model.lm
     config = type(lm.config).from_dict(lm.config.to_dict() | {"dtype": dtype})
     config.save_pretrained(target)
     if getattr(lm, "generation_config", None) is not None:

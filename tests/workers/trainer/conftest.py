@@ -12,7 +12,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
-from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
 
 FRESH = FreshModelConfig(
     num_layers=2, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1, max_position_embeddings=64
@@ -60,16 +60,16 @@ def random_rows(num_rows: int = 12, *, seed: int = 0, group_size: int = 2, same_
 
 
 @pytest.fixture
-def make_trainer(model_path: str) -> Iterator[Callable[..., FsdpTrainer]]:
+def make_trainer(model_path: str) -> Iterator[Callable[..., PolicyTrainer]]:
     """`make_trainer(lr=…, max_tokens_per_microbatch=…, trainable=…)`: options of the optimizer, the config or the
     trainer.
     """
-    made: list[FsdpTrainer] = []
+    made: list[PolicyTrainer] = []
 
-    def make(path: str = model_path, **options: Any) -> FsdpTrainer:
+    def make(path: str = model_path, **options: Any) -> PolicyTrainer:
         optimizer = {name: options.pop(name) for name in list(options) if name in OptimizerConfig.__dataclass_fields__}
         config = {name: options.pop(name) for name in list(options) if name in TrainerConfig.__dataclass_fields__}
-        made.append(FsdpTrainer(TrainerConfig(**config, optimizer=OptimizerConfig(**optimizer)), path, **options))
+        made.append(PolicyTrainer(TrainerConfig(**config, optimizer=OptimizerConfig(**optimizer)), path, **options))
         return made[-1]
 
     yield make
@@ -78,13 +78,13 @@ def make_trainer(model_path: str) -> Iterator[Callable[..., FsdpTrainer]]:
 
 
 @pytest.fixture
-def weights_of() -> Callable[[FsdpTrainer], dict[str, torch.Tensor]]:
+def weights_of() -> Callable[[PolicyTrainer], dict[str, torch.Tensor]]:
     return copy_of_weights
 
 
-def copy_of_weights(trainer: FsdpTrainer) -> dict[str, torch.Tensor]:
+def copy_of_weights(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
     """Of a trainer that is the only rank."""
-    return {name: shard.detach().clone() for name, _, _, shard in trainer.policy.shards()}
+    return {piece.name: piece.values.clone().reshape(piece.shape) for piece in trainer.engine.pieces()}
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import torch
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
-from penstock.workers.trainer import sharding
-from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer import fsdp
+from penstock.workers.trainer.trainer import PolicyTrainer
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
@@ -65,8 +65,8 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
         config = TrainerConfig(
             num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
         )
-        sharding.KEEP_WHOLE_BYTES = 0 if scenario == "gathered_by_layer" else 2**31
-        trainer = FsdpTrainer(config, model, rank=rank, num_ranks=num_ranks, address=address)
+        fsdp.KEEP_WHOLE_BYTES = 0 if scenario == "gathered_by_layer" else 2**31
+        trainer = PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks, address=address)
         trainers.append(trainer)
         rows = rows_of(scenario).select(share_of(scenario, rank, num_ranks))
         before = trainer.logprobs(rows)

@@ -17,10 +17,10 @@ from penstock.store.rows import Rows
 from penstock.store.spec import StoreSpec
 from penstock.store.store import Store
 from penstock.store.sync_client import SyncStoreClient
-from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainedRows, TrainerWorker
 
-Make = Callable[..., FsdpTrainer]
+Make = Callable[..., PolicyTrainer]
 
 
 def advantage_of(reward: Any) -> Any:

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.algorithms.losses import sft_loss
 from penstock.store.rows import Rows
-from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication import open_publication
 
-Make = Callable[..., FsdpTrainer]
+Make = Callable[..., PolicyTrainer]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

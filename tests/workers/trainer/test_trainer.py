@@ -16,11 +16,11 @@ from penstock.conf.errors import DataError, DataflowError
 from penstock.store.rows import Rows
 from penstock.workers.protocols import Trainer
 from penstock.workers.trainer import batching
-from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
 
-Make = Callable[..., FsdpTrainer]
+Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]
-Weights = Callable[[FsdpTrainer], dict[str, Tensor]]
+Weights = Callable[[PolicyTrainer], dict[str, Tensor]]
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.0}
 """AdamW whose step is -g / (|g| + 1): weights after one update show the gradient."""
 

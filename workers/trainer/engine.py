@@ -1,0 +1,74 @@
+"""What holds a sharded model and its optimizer, whoever shards it: FSDP2 (`fsdp.py`) or DeepSpeed (`deepspeed.py`).
+
+`trainer.py` decides what is computed; an engine decides where parameters, gradients and optimizer states lie while it
+is. Every rank makes the same calls in the same order, since most of them communicate.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from penstock.workers.trainer.policy_model import PolicyModel
+from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.scalar_model import ScalarModel
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of one tensor that one rank has. Over all ranks every element is in exactly one piece."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    first: int
+    """Index of `values[0]` in the flattened full tensor."""
+    values: Tensor
+    """`[n]`, on the engine's device; shares memory with what the engine computes with, so that writing into it changes
+    the engine's state. Empty where this rank has nothing of it."""
+
+
+class TrainEngine(Protocol):
+    """The loop that calls it, once an optimizer step:
+
+    for number, batch in enumerate(batches):
+        engine.before_backward(is_last=number == len(batches) - 1)
+        engine.backward(loss(engine.forward(batch.input_ids_BL, ...)))
+    norm = engine.step(rate)
+    """
+
+    group: ProcessGroup
+    model: PolicyModel | ScalarModel
+    """As loaded; its parameters may be shards. Not to be called: see `forward`."""
+
+    def forward(self, *arguments: Any) -> Any:
+        """The model's forward. Collective."""
+
+    def before_backward(self, is_last: bool) -> None:
+        """Of each micro-batch, before its forward. `is_last`: of the optimizer step."""
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss`: `[]`, this micro-batch's share of the step's. Gradients are *summed* over micro-batches and ranks,
+        since losses are already divided by the totals of the whole batch. Collective."""
+
+    def step(self, rate: float) -> float:
+        """Clip, step at this learning rate, clear the gradients. The norm of the whole gradient before clipping; where
+        it is not finite, weights and optimizer stay as they were. Collective."""
+
+    def free(self) -> None:
+        """Let go of gathered parameters, which an optimizer step outdates. Called after passes without backward."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """The weights as a checkpoint of the model has them, by HF names: tied weights once, persistent buffers too.
+        Collective."""
+
+    def state(self) -> Iterator[Piece]:
+        """What a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`, `exp_avg_sq/<name>`.
+        Loading writes into the pieces' `values`, then calls `loaded`. Collective."""
+
+    def num_optimizer_steps(self) -> int:
+        """Steps of AdamW so far, which its bias correction counts."""
+
+    def loaded(self, num_optimizer_steps: int) -> None:
+        """`state` was overwritten: bring copies of it up to date. Collective."""
