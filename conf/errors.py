@@ -66,6 +66,10 @@ class WeightError(PenstockError):
     """A publication is missing, damaged, or not what the engine serves."""
 
 
+class CheckpointError(PenstockError):
+    """A checkpoint that cannot be written, is damaged, or is of another run than the one that wants it."""
+
+
 class DeadlineExceeded(PenstockError):
     """A phase did not end in time. The message names the phase and who did not answer."""
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, field
 
 from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.checks import at_least
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
@@ -41,6 +42,9 @@ class RunConfig:
     """How many policy updates a trained token may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
     imports: list[str] = field(default_factory=list)
     """Python files (relative to the recipe) that register algorithms, rewards or losses."""
+    resume: str = "never"
+    """never; auto: go on from the newest checkpoint of the run called `name`, if there is one; or a checkpoint's (or a
+    run's) directory: a new run goes on from there."""
     warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
     other_models: dict[str, WarmStartConfig] = field(default_factory=dict)
     """Runs before the run that make further models of the dataflow, by the models' names: {teacher: {recipe: sft}}.
@@ -53,6 +57,7 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
@@ -94,6 +99,11 @@ def validate(config: RunConfig) -> None:
         raise ConfigError(
             f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained "
             "ones. Choose another evaluation.seed."
+        )
+    if config.resume == "auto" and config.name is None:
+        raise ConfigError(
+            "resume=auto looks for checkpoints of the run called `name`, which is not set. Add name=RUN, or give "
+            "resume= the directory of a checkpoint."
         )
     if config.trainer.groups_per_step % config.store.num_partitions:
         raise ConfigError(

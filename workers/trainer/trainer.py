@@ -98,6 +98,8 @@ class PolicyTrainer:
         self.model, self.max_length = self._load(model_path, dtype, attention, checkpoint_layers)
         self.model.requires_grad_(trainable)
         self.trainable = trainable
+        self.before_step: Callable[[], None] | None = None
+        """Called before weights change: a checkpoint may still be copying them."""
         self.engine = make_engine(self.model, self.group, self.config)
 
     def _load(self, path: str, dtype: str, attention: str, checkpoint_layers: bool) -> tuple[Any, int | None]:
@@ -268,6 +270,8 @@ class PolicyTrainer:
     def _optimizer_step(self, rate: float, seconds: dict[str, float]) -> float:
         """The norm before clipping. Not finite: nothing is changed."""
         started = time.perf_counter()
+        if self.before_step is not None:
+            self.before_step()
         norm = self.engine.step(rate)
         seconds["optimizer"] += time.perf_counter() - started
         return norm

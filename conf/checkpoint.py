@@ -1,0 +1,28 @@
+"""When a run is saved, how many of its checkpoints stay, and where they are kept."""
+
+from dataclasses import dataclass
+
+from penstock.conf.checks import above, at_least
+
+
+@dataclass
+class CheckpointConfig:
+    """Training goes on while a checkpoint is written."""
+
+    every_steps: int = 50
+    """Save after every so many policy updates, and after the last one. 0: never. A run that dies loses at most so many
+    steps."""
+    keep_last: int = 2
+    """Newest checkpoints that stay: the one before is there if the newest turns out damaged."""
+    keep_every_steps: int = 0
+    """Checkpoints of steps that this divides stay for good. 0: none does."""
+    directory: str | None = None
+    """A directory that all nodes see, or an fsspec URL such as s3://bucket/run. `null`: `checkpoints/` of the run."""
+    timeout_s: float = 1800.0
+    """Deadline of writing one, and of reading one."""
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.every_steps", self.every_steps, 0)
+        at_least("checkpoint.keep_last", self.keep_last, 1)
+        at_least("checkpoint.keep_every_steps", self.keep_every_steps, 0)
+        above("checkpoint.timeout_s", self.timeout_s, 0)

@@ -1,0 +1,214 @@
+"""Saves and loads one rank's share of a trainer with torch's distributed checkpoint (DCP), while training goes on.
+
+    begin ─▶ a thread copies the pieces to the host ─▶ writes them, all ranks together ─▶ notes sizes and checksums
+                        │
+    the next optimizer step waits for this copy, and for nothing else: forward and backward change no weight
+
+Copies are kept and used again, since fresh memory costs more than the copying. Called by `trainer.py` and `actor.py`;
+the files around it (marker, store, what is kept) are `orchestrator/checkpoints.py`'s.
+"""
+
+import pickle
+import tempfile
+import threading
+import time
+from collections.abc import Collection, Iterable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch import Tensor
+
+from penstock.conf.errors import CheckpointError, DeadlineExceeded, suggest
+from penstock.workers.files import download, is_url, upload
+from penstock.workers.trainer.engine import Piece
+from penstock.workers.trainer.flat_shards import FlatLoadPlanner, FlatSavePlanner
+from penstock.workers.trainer.process_group import ProcessGroup
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """What a rank has written. `checksum`: xxh3-128 of the bytes, hexadecimal."""
+
+    name: str
+    num_bytes: int
+    checksum: str
+
+
+class Saver:
+    """One rank's writer. Lifecycle: `begin` after an update, `wait_until_copied` before weights change, `finish`.
+
+    saver = Saver(group, timeout_s=600)
+    saver.begin(engine.state(), "checkpoints/global_step_10/trainer")
+    ...                          # forward, backward
+    saver.wait_until_copied()    # optimizer step
+    files = saver.finish()
+    """
+
+    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self._ranks: Any = None
+        self._copies: dict[str, Tensor] = {}
+        self._copied = threading.Event()
+        self._copied.set()
+        self._result: Future[list[SavedFile]] | None = None
+        self.copied_s = 0.0
+        """What the last copy took, most of it beside other work."""
+
+    def begin(self, pieces: Iterable[Piece], directory: str) -> None:
+        """Start to write. The pieces' values may not change before `wait_until_copied` returns. `directory`: one that
+        all ranks see, or an fsspec URL. Collective."""
+        self.finish()
+        if self._ranks is None and self._group.num_ranks > 1:
+            self._ranks = dist.new_group(backend="gloo")  # collectives of its own, beside the training's
+        listed = list(pieces)
+        self._copied.clear()
+        result: Future[list[SavedFile]] = Future()
+        self._result = result
+        thread = threading.Thread(target=self._save, args=(listed, directory, result), name="checkpoint", daemon=True)
+        thread.start()
+
+    def wait_until_copied(self) -> None:
+        """Raises `DeadlineExceeded`."""
+        if not self._copied.wait(self._timeout_s):
+            raise DeadlineExceeded(
+                f"checkpoint: rank {self._group.rank} did not copy its state within {self._timeout_s:g} s "
+                "(checkpoint.timeout_s)."
+            )
+
+    def finish(self) -> list[SavedFile]:
+        """Wait for what `begin` started; what this rank wrote (nothing: none was started). Raises `CheckpointError`,
+        `DeadlineExceeded`."""
+        if self._result is None:
+            return []
+        result, self._result = self._result, None
+        try:
+            return result.result(self._timeout_s)
+        except FutureTimeout:
+            raise DeadlineExceeded(
+                f"checkpoint: rank {self._group.rank} did not finish writing within {self._timeout_s:g} s. Raise "
+                "checkpoint.timeout_s, or see whether checkpoint.directory answers."
+            ) from None
+
+    def _save(self, pieces: list[Piece], directory: str, result: "Future[list[SavedFile]]") -> None:
+        try:
+            started = time.perf_counter()
+            shards = self._copy(pieces)
+            self.copied_s = time.perf_counter() - started
+            self._copied.set()
+            with _local(directory) as local:
+                dcp.save(
+                    _values(shards),
+                    storage_writer=dcp.FileSystemWriter(local),
+                    planner=FlatSavePlanner(shards),
+                    process_group=self._ranks,
+                    no_dist=self._ranks is None,
+                )
+                written = _written_by(local, self._group.rank)
+                if local != directory:
+                    for file in written:
+                        upload(Path(local) / file.name, directory)
+            result.set_result(written)
+        except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001 - it is for `finish` to tell
+            reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
+            result.set_exception(CheckpointError(f"{directory}: rank {self._group.rank} could not write: {reason[0]}"))
+        finally:
+            self._copied.set()
+
+    @torch.no_grad()
+    def _copy(self, pieces: list[Piece]) -> dict[str, Piece]:
+        on_gpu = self._group.device.type != "cpu"
+        for piece in pieces:
+            copy = self._copies.get(piece.name)
+            if copy is None or copy.shape != piece.values.shape:
+                copy = self._copies[piece.name] = torch.empty(
+                    piece.values.shape, dtype=piece.values.dtype, device="cpu", pin_memory=on_gpu
+                )
+            copy.copy_(piece.values, non_blocking=on_gpu)
+        if on_gpu:
+            torch.cuda.synchronize()
+        return {piece.name: replace(piece, values=self._copies[piece.name]) for piece in pieces}
+
+
+@contextmanager
+def _local(directory: str) -> Iterator[str]:
+    """Where DCP writes or reads: the directory itself, or one beside it if it is a URL."""
+    if not is_url(directory):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="penstock-checkpoint-") as folder:
+        yield folder
+
+
+def load(pieces: Iterable[Piece], directory: str, group: ProcessGroup, optional: Collection[str] = ()) -> set[str]:
+    """Overwrite the pieces' values with those of a checkpoint, however many ranks wrote it. Collective.
+
+    `optional`: names that it may lack. Returns the names that were found. Raises `CheckpointError` for one of another
+    architecture, before anything is overwritten, and for files that cannot be read.
+    """
+    with _local(directory) as local:
+        if local != directory:
+            download(directory, Path(local))
+        return _load(list(pieces), local, directory, group, optional)
+
+
+@torch.no_grad()
+def _load(pieces: list[Piece], local: str, directory: str, group: ProcessGroup, optional: Collection[str]) -> set[str]:
+    reader = dcp.FileSystemReader(local)
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{directory}: its index cannot be read ({error}). Resume from another one.") from None
+    wanted = [piece for piece in pieces if piece.name in saved or piece.name not in optional]
+    for piece in wanted:
+        _check_fits(piece, saved, directory)
+    shards = {piece.name: piece for piece in wanted}
+    try:
+        planner = FlatLoadPlanner(shards)
+        dcp.load(_values(shards), storage_reader=reader, planner=planner, no_dist=group.num_ranks == 1)
+    except (OSError, RuntimeError, ValueError, EOFError, dcp.CheckpointException) as error:
+        raise CheckpointError(f"{directory}: rank {group.rank} could not read it: {error}") from None
+    return set(shards)
+
+
+def _values(shards: dict[str, Piece]) -> dict[str, Any]:
+    return {name: piece.values for name, piece in shards.items()}
+
+
+def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:
+    found = saved.get(piece.name)
+    if found is None:
+        raise CheckpointError(
+            f"{directory} has no {piece.name!r}{suggest(piece.name, saved)} It is of another model or algorithm: "
+            "resume with the configuration that wrote it."
+        )
+    wanted = torch.Size(piece.shape).numel()
+    if found.size != torch.Size([wanted]):
+        raise CheckpointError(
+            f"{directory}: {piece.name!r} has {found.size.numel():,} elements, and this model's has {wanted:,} "
+            f"(shape {list(piece.shape)}). It is of another architecture: set model.path to the model that was trained."
+        )
+
+
+def _written_by(directory: str, rank: int) -> list[SavedFile]:
+    """A rank's files are called `__<rank>_<n>.distcp`; rank 0 writes the index as well."""
+    root = Path(directory)
+    files = sorted(root.glob(f"__{rank}_*.distcp")) + ([root / ".metadata"] if rank == 0 else [])
+    return [saved_file(file) for file in files]
+
+
+def saved_file(path: Path) -> SavedFile:
+    """Size and checksum of a file, read back."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as source:
+        while chunk := source.read(1 << 22):
+            digest.update(chunk)
+    return SavedFile(path.name, path.stat().st_size, digest.hexdigest())
