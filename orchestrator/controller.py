@@ -30,6 +30,7 @@ from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.metrics import StepArrays, StepTimes, step_metrics
 from penstock.orchestrator.progress import Progress
 from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.saving import CheckpointWriter
 from penstock.orchestrator.sinks import Sink
 from penstock.orchestrator.usage import Usage
 from penstock.orchestrator.waiting import answer, answers, translate
@@ -83,6 +84,9 @@ class Controller:
         self.store = StoreClient(fleet.store)
         self.trainers, self.rollouts = fleet.role("trainer"), fleet.role("rollout")
         self.outcome = Outcome()
+        self._first = fleet.resumed.step if fleet.resumed is not None else 0
+        """Updates that were made before this process."""
+        self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
         self._usage = Usage(fleet, flow)
         self._closing = False
         self._stop = False
@@ -118,18 +122,19 @@ class Controller:
             raise WorkerDied(f"{name} stopped serving before the run was over.")
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
-        await self._first_evaluation()
+        await (self._go_on() if self._first else self._first_evaluation())
         self._step_started = time.time()
         finishing: asyncio.Task[None] | None = None
-        for round in range(self.config.trainer.max_steps):
+        for round in range(self._first, self.config.trainer.max_steps):
             reports = await self._train(round)
             if finishing is not None:
                 await finishing
             if self._stop:
                 break
             await self._write_samples(round)
-            publication, publish_s = await self._publish(round + 1)
-            finishing = tasks.create_task(self._finish(round, reports, publication, publish_s))
+            phases = {"checkpoint": await self._saving.begin(round + 1)} if self._saving.is_due(round + 1) else {}
+            publication, phases["publish"] = await self._publish(round + 1)
+            finishing = tasks.create_task(self._finish(round, reports, publication, phases))
             if self.config.max_staleness == 0:
                 await finishing
                 if self._stop:
@@ -138,6 +143,14 @@ class Controller:
             await finishing
         if self.config.tracking.export_model:
             await self._export()
+        await self._saving.finish(strict=True)
+
+    async def _go_on(self) -> None:
+        """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
+        self.outcome.num_steps = self._first
+        publication, _ = await self._publish(self._first)
+        await self._update_engines(publication)
+        await self.store.published(self._first)
 
     async def _train(self, round: int) -> list[StepReport]:
         """One update by all ranks; they lease its batch themselves, as soon as it is complete."""
@@ -166,19 +179,27 @@ class Controller:
         self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
         return publications[0], time.time() - start
 
-    async def _finish(self, round: int, reports: list[StepReport], publication: Publication, publish_s: float) -> None:
-        """Bring the version to the engines, evaluate if due, tell the store, write the numbers."""
-        version = round + 1
-        start = time.time()
+    async def _update_engines(self, publication: Publication) -> float:
+        """Every engine loads this version; seconds."""
+        start, version = time.time(), publication.version
         calls = [(name, handle.update.remote(publication)) for name, handle in self.rollouts]
         phase = f"update engines to version {version}"
         await answers(calls, phase=phase, timeout_s=5 * self.config.rollout.update_timeout_s)
-        update_s = time.time() - start
-        self.directory.timeline.span("engines", "update weights", start, start + update_s, version=version)
+        seconds = time.time() - start
+        self.directory.timeline.span("engines", "update weights", start, start + seconds, version=version)
         reclaim(self.weights_root, keep=PUBLICATIONS_KEPT)
+        return seconds
+
+    async def _finish(
+        self, round: int, reports: list[StepReport], publication: Publication, phases: dict[str, float]
+    ) -> None:
+        """Bring the version to the engines, evaluate if due, tell the store, write the numbers. `phases`: seconds of
+        what the step had besides its update."""
+        version = round + 1
+        phases["publish"] += await self._update_engines(publication)
         accuracy, evaluation_s = await self._evaluate_if_due(version)
         await self.store.published(version)
-        phases = {"publish": publish_s + update_s} | ({"evaluation": evaluation_s} if accuracy is not None else {})
+        phases |= {"evaluation": evaluation_s} if accuracy is not None else {}
         await self._log(round, reports, phases, accuracy)
 
     async def _log(

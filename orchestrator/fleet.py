@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.errors import ModelError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.checkpoints import Checkpoint
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.waiting import get_all
 from penstock.store.actor import create_store_actors
@@ -43,6 +44,8 @@ class Fleet:
     model_path: str
     namespace: str
     with_store: bool = True
+    resumed: Checkpoint | None = None
+    """What the run goes on from."""
     shared_memory: Path | None = None
     """Directory of the run in shared memory, removed by its creator."""
     store: list[Any] = field(default_factory=list)
@@ -54,7 +57,8 @@ class Fleet:
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
             partitions = self.config.store.num_partitions
-            self.store = create_store_actors(spec, self.namespace, partitions, self.shared_memory)
+            snapshot = self.resumed.store if self.resumed is not None else None
+            self.store = create_store_actors(spec, self.namespace, partitions, self.shared_memory, snapshot)
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue
@@ -78,6 +82,11 @@ class Fleet:
             if self._plan_of(name).role not in ("trainer", "reference")
         ]
         get_all(calls, phase="start", timeout_s=timeout_s)
+        if self.resumed is not None:
+            place, files = self.resumed.trainer, self.resumed.files
+            loads = [(name, handle.load.remote(place, files)) for name, handle in self.role("trainer")]
+            phase = f"load {self.resumed.directory}"
+            get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
     def role(self, role: str) -> list[tuple[str, Any]]:
         """Names and handles of one role."""
@@ -116,7 +125,9 @@ class Fleet:
         }
         store = self.store or None
         if actor.role == "prompts":
-            return _remote(Prompts, options).remote(self.config, self.model_path, self.flow.rows_are, store)
+            return _remote(Prompts, options).remote(
+                self.config, self.model_path, self.flow.rows_are, store, self.resumed.prompts if self.resumed else None
+            )
         if actor.role == "rollout":
             return _remote(Rollout, options).remote(self._rollout_spec(actor), store)
         if actor.role == "reward":
@@ -124,8 +135,8 @@ class Fleet:
         if actor.role == "compute":
             stage = self.flow.stage(str(actor.stage))
             return _remote(Compute, options).remote(actor.name, stage, self.flow.columns, store)
-        # A rank computes in one thread; a second one answers `stats` while `run` goes on.
-        options["max_concurrency"] = 2 if actor.role == "reference" else 1
+        # A rank computes in one thread; a second one answers `stats`, or waits for a checkpoint, meanwhile.
+        options["max_concurrency"] = 2
         return _remote(Trainer, options).remote(self._trainer_spec(actor), store)
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
@@ -168,6 +179,7 @@ class Fleet:
             () if reference else tuple(self.flow.in_trainer),
             self.flow.columns,
             "scores" if stage.is_scored else "policy",
+            config.checkpoint.timeout_s,
         )
 
 

@@ -18,6 +18,7 @@ from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
+from penstock.orchestrator.checkpoints import Checkpoint
 from penstock.orchestrator.cluster import connect
 from penstock.orchestrator.compose import load_config
 from penstock.orchestrator.controller import Controller, Outcome
@@ -26,6 +27,7 @@ from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.placement import ActorPlan, plan_actors
 from penstock.orchestrator.progress import Progress
 from penstock.orchestrator.report import write_report
+from penstock.orchestrator.resuming import open_run
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.sinks import Sink, make_sinks
 from penstock.orchestrator.status import note_connection
@@ -62,15 +64,18 @@ def run(
     flow = flow.check() if flow is not None else build_dataflow(config.algorithm)
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
-    directory = RunDirectory.create(config)
-    directory.event("start", recipe=config.recipe, algorithm=config.algorithm.name, max_staleness=config.max_staleness)
+    directory, resumed = open_run(config)
     try:
-        with connect(_with_warm_start(plan, config), config, directory.path.name) as namespace:
+        with connect(_with_warm_start(plan, config), config, directory.attempt_name) as namespace:
             note_connection(directory, namespace)
-            model_path = starting_model(config, directory)
-            config = with_other_models(config, directory, model_path)
+            if resumed is not None:
+                model_path, paths = resumed.model_path, resumed.model_paths | config.model.paths
+                config = replace(config, model=replace(config.model, paths=paths))
+            else:
+                model_path = starting_model(config, directory)
+                config = with_other_models(config, directory, model_path)
             progress = Progress(config, directory.path.name, console=Console(quiet=True) if quiet else None)
-            outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks))
+            outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks), resumed)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except BaseException as error:
         kind = "interrupted" if isinstance(error, KeyboardInterrupt | asyncio.CancelledError) else "failed"
@@ -92,10 +97,11 @@ def _train(
     namespace: str,
     progress: Progress,
     sinks: list[Sink],
+    resumed: Checkpoint | None,
 ) -> Outcome:
     """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
     with weights_root(directory.path.name) as root:
-        fleet = Fleet(plan, config, flow, model_path, namespace, shared_memory=root / "store")
+        fleet = Fleet(plan, config, flow, model_path, namespace, shared_memory=root / "store", resumed=resumed)
         try:
             progress.phase(_starting_text(plan, config))
             evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None
@@ -140,7 +146,7 @@ def _made_by(
     overrides = [
         f"recipe={first.recipe}", f"seed={config.seed}", f"name={name}", f"output_dir={directory.path}",
         f"evaluation.seed={config.evaluation.seed}", f"evaluation.num_problems={config.evaluation.num_problems}",
-        *start, *first.overrides,
+        *start, *first.overrides, *(["resume=auto"] if config.resume == "auto" else []),
     ]  # fmt: skip
     return str(run(load_config(overrides)).model)
 

@@ -4,7 +4,7 @@
     events.jsonl    start, failures, …        samples/        step_N.parquet: what was trained
     timeline.json   Chrome trace              model/          final weights as a HF model
     report.html     plots/                    tensorboard/
-    cluster.json    where its actors are
+    cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call,
 any other file written under another name and then renamed. A run that is killed leaves whole files and whole lines but
@@ -28,6 +28,8 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.compose import recipe_name, to_yaml
 from penstock.orchestrator.timeline import Timeline
 
+STARTS = ("start", "resume")
+"""Events with which a process takes a run up."""
 _TAIL = 1 << 16
 """Bytes read at a time when looking for the end of the last whole line."""
 
@@ -61,11 +63,21 @@ class RunDirectory:
             path = parent / _checked_name(config.name)
             if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
                 raise ConfigError(
-                    f"name={config.name}: {path} already holds a run. Choose another name=..., leave it out, or "
-                    "delete that directory."
+                    f"name={config.name}: {path} already holds a run. Add resume=auto to go on with it from its "
+                    "newest checkpoint, choose another name=..., or leave it out."
                 )
             _make_directory(path)
         directory = cls(path)
+        directory.write_text("config.yaml", to_yaml(config))
+        return directory
+
+    @classmethod
+    def reopen(cls, config: RunConfig, step: int) -> "RunDirectory":
+        """The directory of the run called `config.name`, to go on after update `step`: later lines of metrics.jsonl go,
+        since those updates are made again. config.yaml becomes this run's."""
+        directory = cls.open(Path(config.output_dir).expanduser() / str(config.name))
+        kept = [line for line in directory.read_metrics() if int(line.get("step", 0)) <= step]
+        directory.write_text("metrics.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
         directory.write_text("config.yaml", to_yaml(config))
         return directory
 
@@ -78,6 +90,13 @@ class RunDirectory:
         if not (found / "config.yaml").is_file():
             raise ConfigError(f"{path}: holds no config.yaml, so it is no run. A run is a directory under runs/.")
         return cls(found)
+
+    @property
+    def attempt_name(self) -> str:
+        """The run's name, and which time it is that it is started: what a process that was killed has left in a
+        cluster is in nobody's way."""
+        count = sum(event["kind"] in STARTS for event in self.read_events())
+        return self.path.name if count < 2 else f"{self.path.name}-{count}"
 
     # Where things are.
 
@@ -101,6 +120,10 @@ class RunDirectory:
     def model(self) -> Path:
         """Final weights."""
         return self.path / "model"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
 
     @property
     def initial_model(self) -> Path:

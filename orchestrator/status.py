@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.conf.errors import ConfigError, ResourceError
-from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.run_directory import STARTS, RunDirectory
 from penstock.store.actor import store_names
 from penstock.store.client import StoreClient
 
@@ -24,6 +24,7 @@ MAX_LEASES = 12
 """Leases shown, those that expire first before others."""
 AUTH_MODE = "RAY_AUTH_MODE"
 """Ray sets it in the process that starts a cluster; whoever joins must have the same."""
+ENDS = ("end", "failed", "interrupted")
 STATES = ("waiting", "free", "leased", "done")
 
 
@@ -39,8 +40,8 @@ def note_connection(directory: RunDirectory, namespace: str) -> None:
 def print_status(run: str, console: Console) -> None:
     """Raises `ConfigError` if `run` is no run, `ResourceError` if it goes on and does not answer."""
     directory = RunDirectory.open(run)
-    events = directory.read_events()
-    ended = next((event for event in reversed(events) if event["kind"] in ("end", "failed", "interrupted")), None)
+    turns = [event for event in directory.read_events() if event["kind"] in (*STARTS, *ENDS)]
+    ended = turns[-1] if turns and turns[-1]["kind"] in ENDS else None
     if ended is not None:
         _print_end(directory, ended, console)
         return

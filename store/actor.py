@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.store import store
-from penstock.store.partitions import split_spec
+from penstock.store.partitions import snapshot_places, split_spec
 from penstock.store.segments import Segments
 from penstock.store.spec import StoreSpec
 
@@ -20,7 +20,8 @@ MAX_WAITING_CALLS = 10_000
 SHARED_MEMORY = "/dev/shm"
 CALLS = (
     "spec", "endpoint", "read", "many", "put", "lease", "withdraw", "lease_shared", "complete_shared", "write", "drop",
-    "release", "renew", "abandon", "published", "last_batch", "snapshot", "stats", "describe", "errors", "close",
+    "release", "renew", "abandon", "published", "last_batch", "admitted", "cut", "snapshot", "stats", "describe",
+    "errors", "close",
 )  # fmt: skip
 """What clients on other machines call through Ray."""
 GC_THRESHOLD = (50_000, 20, 50)
@@ -75,13 +76,19 @@ def create_store_actor(
 
 
 def create_store_actors(
-    spec: StoreSpec, namespace: str, num_partitions: int = 1, directory: Path | None = None
+    spec: StoreSpec,
+    namespace: str,
+    num_partitions: int = 1,
+    directory: Path | None = None,
+    restore: str | None = None,
 ) -> list[Any]:
-    """The store of a run, in one part or several: `Store`, or `Store-0`, `Store-1`, … Raises `StoreError`."""
+    """The store of a run, in one part or several: `Store`, or `Store-0`, `Store-1`, … `restore`: where
+    `StoreClient.snapshot` of as many parts wrote. Raises `StoreError`."""
     part = split_spec(spec, num_partitions)
+    places = snapshot_places(restore, num_partitions) if restore is not None else [None] * num_partitions
     return [
-        create_store_actor(part, namespace, name, directory=str(directory / name) if directory else None)
-        for name in store_names(num_partitions)
+        create_store_actor(part, namespace, name, place, str(directory / name) if directory else None)
+        for name, place in zip(store_names(num_partitions), places, strict=True)
     ]
 
 

@@ -181,11 +181,18 @@ class StoreClient:
         return await self._rows(await self._link.call("last_batch", None if columns is None else list(columns)))
 
     async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
-        """Write the store's state of this moment below `root`; the path. Nobody waits for it but the caller.
+        """Write the store's state of the last `cut`, or of this moment, below `root`; the path. Nobody waits for it
+        but the caller.
 
         `keep`: so many of the newest snapshots stay. Restored by `Store(..., restore=path)`.
         """
         return str(await self._link.call("snapshot", root, number, keep))
+
+    async def cut(self) -> list[int]:
+        """Take the store's state of this moment, for the next `snapshot` to write. Groups put so far, by partition:
+        part p of N has had the groups `p, p + N, p + 2N, …`."""
+        admitted = await self._link.call("cut")
+        return list(admitted) if isinstance(admitted, list) else [int(admitted)]
 
     async def stats(self) -> dict[str, float]:
         """Numbers for the metrics: store/*, dropped/*, completed/*, staleness/*; counts are cumulative."""

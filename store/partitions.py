@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -54,13 +54,18 @@ def split_spec(spec: StoreSpec, num_parts: int) -> StoreSpec:
     )
 
 
+def snapshot_places(root: str, num_parts: int) -> list[str]:
+    """Where each part's snapshots are, below the root that `StoreClient.snapshot` was given."""
+    return [root] if num_parts == 1 else [f"{root}/part-{index}" for index in range(num_parts)]
+
+
 class Partitioned:
     """A link to all parts. One for each client, like any link."""
 
     def __init__(self, parts: Sequence[Link]) -> None:
         self._parts = list(parts)
-        self._turn = 0
-        """The part that the next group goes to."""
+        self._numbers: Iterator[int] | None = None
+        """Of the groups that come next; from the first `put` on."""
         self._group_size: int | None = None
         self._inline_bytes = 0
         self._rounds: dict[int, tuple[int, list[int]]] = {}
@@ -88,13 +93,15 @@ class Partitioned:
     # What goes to one part.
 
     async def _put(self, names: list[str], batch: pa.RecordBatch, facts: Facts, priority: int) -> list[int]:
-        """Each part gets every N-th group, going on where the last call ended."""
+        """Each part gets every N-th group, going on where the last call ended, or what the parts were restored from."""
         count, num_parts = len(facts.row_bytes), len(self._parts)
-        first, self._turn = self._turn, (self._turn + count) % num_parts
+        if self._numbers is None:
+            self._numbers = missing_numbers(await self._all("admitted"))
+        turns = [number % num_parts for number in itertools.islice(self._numbers, count)]
         numbers = [0] * count
         puts, places = [], []
         for part in range(num_parts):
-            chosen = list(range((part - first) % num_parts, count, num_parts))
+            chosen = [position for position, turn in enumerate(turns) if turn == part]
             if chosen:
                 places.append((part, chosen))
                 some = batch.take(pa.array(chosen)) if len(chosen) < count else batch
@@ -225,10 +232,16 @@ class Partitioned:
 
     async def _snapshot(self, root: str, number: int, keep: int) -> str:
         """Each part below `root/part-p`. A consistent cut if nothing moves meanwhile: take it at a step boundary."""
-        parts = enumerate(self._parts)
-        calls = (part.call("snapshot", f"{root}/part-{index}", number, keep) for index, part in parts)
-        await asyncio.gather(*calls)
+        places = snapshot_places(root, len(self._parts))
+        parts = zip(self._parts, places, strict=True)
+        await asyncio.gather(*(part.call("snapshot", place, number, keep) for part, place in parts))
         return root
+
+    async def _cut(self) -> list[int]:
+        return await self._all("cut")
+
+    async def _admitted(self) -> list[int]:
+        return await self._all("admitted")
 
     async def _stats(self) -> dict[str, float]:
         parts = await self._all("stats")
@@ -310,6 +323,12 @@ class Partitioned:
         row_ids = group_ids * size + payload.row_ids % size
         refs = [(part, ref) for ref in payload.refs]
         return replace(granted, payload=replace(payload, row_ids=row_ids, group_ids=group_ids, refs=refs))
+
+
+def missing_numbers(admitted: Sequence[int]) -> Iterator[int]:
+    """Numbers of the groups that have not been put yet, in order, where part p has had its first `admitted[p]`."""
+    num_parts = len(admitted)
+    return (number for number in itertools.count() if number // num_parts >= admitted[number % num_parts])
 
 
 def _local_row(row: int, size: int, num_parts: int) -> int:

@@ -85,6 +85,7 @@ class Store:
         self._timer: asyncio.TimerHandle | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that the last event came from: all come from one."""
+        self._cut: tuple[snapshot.Cut, dict[Any, Any]] | None = None
         if restore is not None:
             loaded = snapshot.load(restore, spec)
             self.ledger = loaded.ledger
@@ -281,13 +282,25 @@ class Store:
                 raise UnknownColumn(f"column {name!r} is not in the dataflow; it has {there}.")
         return self._grant(-1, "", rows, names=chosen)
 
-    async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
-        """Write the state of this moment as `ROOT/snapshot-<number>`, and go on meanwhile; its path. `keep`: so many
-        of the newest stay. See `store/snapshot.py`.
-        """
-        state = snapshot.cut(self._spec, self.ledger, self._blocks)
+    async def admitted(self) -> int:
+        """Groups put so far, whatever has become of them."""
+        return self.ledger.residents.next_group
+
+    async def cut(self) -> int:
+        """Take the state of this moment, for the next `snapshot` to write. Groups put so far."""
         # Mapped now: the rows may end, and their segments go, while it is written.
         mapped = {placed: self._segments.open(placed) for placed in self._blocks.refs()} if self._segments else {}
+        self._cut = snapshot.cut(self._spec, self.ledger, self._blocks), mapped
+        return self.ledger.residents.next_group
+
+    async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
+        """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, and go on meanwhile;
+        its path. `keep`: so many of the newest stay. See `store/snapshot.py`.
+        """
+        if self._cut is None:
+            await self.cut()
+        assert self._cut is not None
+        (state, mapped), self._cut = self._cut, None
         return str(await asyncio.to_thread(snapshot.write, root, number, state, mapped.__getitem__, keep=keep))
 
     async def stats(self) -> dict[str, float]:

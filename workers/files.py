@@ -31,6 +31,30 @@ def upload_directory(directory: Path, url: str) -> None:
         upload(file, url if parent == "." else f"{url}/{parent}")
 
 
+def read_text(place: str) -> str:
+    """A whole file. Raises `FileNotFoundError`."""
+    if not is_url(place):
+        return Path(place).read_text()
+    system, root = _open(place)
+    return bytes(system.cat_file(root)).decode()
+
+
+def write_text(place: str, text: str) -> None:
+    """A whole file in one step: readers see the old one or the new one. Raises `CheckpointError`."""
+    try:
+        if is_url(place):
+            system, root = _open(place)
+            system.makedirs(root.rpartition("/")[0], exist_ok=True)
+            system.pipe_file(root, text.encode())
+            return
+        target = Path(place)
+        part = target.with_name(f".{target.name}.part")
+        part.write_text(text)
+        part.replace(target)
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be written: {error}") from None
+
+
 def download(url: str, directory: Path) -> None:
     """All files below `url`. Raises `CheckpointError` if there is nothing, or it cannot be read."""
     system, root = _open(url)
@@ -66,8 +90,10 @@ def exists(place: str) -> bool:
 
 
 def remove(place: str) -> None:
-    """A directory with all that is in it; nothing happens if it is not there."""
+    """A file, or a directory with all that is in it; nothing happens if it is not there."""
     if not is_url(place):
+        if Path(place).is_file():
+            Path(place).unlink()
         shutil.rmtree(place, ignore_errors=True)
         return
     system, root = _open(place)

@@ -1,6 +1,7 @@
 """A store in parts is one store: the same rows, the same bounds, whoever asks where."""
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from penstock.store.client import StoreClient
 from penstock.store.errors import LeaseExpired, StoreError
-from penstock.store.partitions import split_spec
+from penstock.store.partitions import missing_numbers, snapshot_places, split_spec
 from penstock.store.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import Served, group, start_workers, train, values_of
@@ -149,3 +150,25 @@ def test_each_part_has_its_snapshot(tmp_path: Path) -> None:
         assert lease is not None
 
     run(body, 2)
+
+
+def test_groups_put_after_a_restart_get_the_numbers_that_are_missing(tmp_path: Path) -> None:
+    """One part is further than the other: it had credits when the other had none."""
+
+    async def body(stores: list[Store]) -> None:
+        await StoreClient(stores).put_groups([group(number) for number in range(4)])
+        await StoreClient([stores[0]]).put_groups([group(4), group(5)])
+        client = StoreClient(stores)
+        assert await client.cut() == [4, 2]
+        await client.snapshot(str(tmp_path), 1)
+        spec = split_spec(WHOLE, 2)
+        restored = [Store(spec, restore=place) for place in snapshot_places(str(tmp_path), 2)]
+        numbers = await StoreClient(restored).put_groups([group(number) for number in range(2)])
+        assert numbers == [5, 7]
+
+    run(body, 2)
+
+
+def test_numbers_that_are_missing_come_in_order() -> None:
+    assert list(itertools.islice(missing_numbers([4, 2]), 4)) == [5, 7, 8, 9]
+    assert list(itertools.islice(missing_numbers([0]), 3)) == [0, 1, 2]

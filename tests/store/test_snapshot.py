@@ -213,3 +213,18 @@ def test_an_empty_store_has_a_snapshot_too(tmp_path: Path) -> None:
         assert await StoreClient(restored).put_groups([group()]) == [0]
 
     run(body)
+
+
+def test_a_snapshot_is_of_the_cut_before_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        store = Store(make_spec())
+        client = StoreClient(store)
+        await client.put_groups([group(0)])
+        assert await client.cut() == [1]
+        await client.put_groups([group(1)])
+        await client.snapshot(str(tmp_path), 1)
+        assert Store(make_spec(), restore=tmp_path).ledger.residents.next_group == 1
+        await client.snapshot(str(tmp_path), 2)
+        assert Store(make_spec(), restore=tmp_path).ledger.residents.next_group == 2
+
+    asyncio.run(body())

@@ -5,27 +5,35 @@ from typing import Any
 from penstock.conf.run import RunConfig
 from penstock.store.client import StoreClient
 from penstock.workers.prompts.opening import open_source
-from penstock.workers.prompts.source import PromptSource
+from penstock.workers.prompts.source import PromptSource, PromptStart
 
 
 class Prompts:
     """Lifecycle: `start`, then `run` until the store closes.
 
     `rows_are`: "prompts", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where the
-    tokenizer is.
+    tokenizer is. `start`: of a resumed run.
     """
 
-    def __init__(self, config: RunConfig, model_path: str, rows_are: str, store: Any) -> None:
+    def __init__(
+        self, config: RunConfig, model_path: str, rows_are: str, store: Any, start: PromptStart | None = None
+    ) -> None:
+        self._start = start
         self._config, self._model_path, self._rows_are = config, model_path, rows_are
         self._client = StoreClient(store)
         self._source: PromptSource | None = None
 
     async def start(self) -> None:
-        self._source = open_source(self._config, self._model_path, rows_are=self._rows_are)
+        self._source = open_source(self._config, self._model_path, rows_are=self._rows_are, start=self._start)
 
     async def run(self) -> None:
         assert self._source is not None
         await self._source.run(self._client, self._config.trainer.groups_per_step)
+
+    async def start_after(self, admitted: list[int]) -> PromptStart:
+        """Where a run goes on whose store has had so many groups, by partition (`StoreClient.cut`)."""
+        assert self._source is not None
+        return self._source.start_after(admitted)
 
     async def stats(self) -> dict[str, float]:
         """Groups drawn and rows left out (`dropped/prompt_too_long`), since the start."""

@@ -6,20 +6,36 @@ Called by the `Prompts` actor for what is trained on, and by evaluation for the 
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
 from penstock.workers.prompts.dataset import open_dataset
-from penstock.workers.prompts.source import PromptSource
+from penstock.workers.prompts.source import PromptSource, PromptStart
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits, load_tokenizer
 
 
 def open_source(
-    config: RunConfig, model_path: str, *, rows_are: str = "prompts", held_out: bool = False
+    config: RunConfig,
+    model_path: str,
+    *,
+    rows_are: str = "prompts",
+    held_out: bool = False,
+    start: PromptStart | None = None,
 ) -> PromptSource:
     """The groups of a run in order, epoch after epoch; or the held-out ones in the dataset's own order.
 
-    `rows_are`: "prompts", "demonstrations" or "preferences". Raises `DataError`, `ConfigError` or `ModelError`.
+    `rows_are`: "prompts", "demonstrations" or "preferences". `start`: where a resumed run goes on. Raises `DataError`,
+    `ConfigError` or `ModelError`.
     """
     dataset = open_dataset(config.data, config.evaluation, held_out=held_out)
     if dataset is None:
         raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(load_tokenizer(model_path), config.data, limits)
-    return PromptSource(dataset, encoder, config.data, rows_are=rows_are, once=held_out)
+    start = start or PromptStart()
+    return PromptSource(
+        dataset,
+        encoder,
+        config.data,
+        cursor=start.cursor,
+        first_group=start.first_group,
+        skip=start.skip,
+        rows_are=rows_are,
+        once=held_out,
+    )

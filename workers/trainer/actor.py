@@ -18,9 +18,11 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.store.rows import Rows
 from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.trainer.checkpointing import SavedFile
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainerWorker
 
 
@@ -46,6 +48,11 @@ class TrainerSpec:
     """Of the dataflow, for these."""
     head: str = "policy"
     """policy, or scores: a reward model, trained or served."""
+    checkpoint_timeout_s: float = 1800.0
+
+    @property
+    def trains(self) -> bool:
+        return self.loss is not None
 
 
 class Trainer:
@@ -56,6 +63,7 @@ class Trainer:
         self._store = SyncStoreClient(store) if store is not None else None
         self._trainer: PolicyTrainer | None = None
         self._worker: TrainerWorker | ReferenceWorker | None = None
+        self._state: TrainingState | None = None
 
     def address(self) -> str:
         """`host:port` where this rank, the first, can listen for the others."""
@@ -68,13 +76,16 @@ class Trainer:
         """Load the model and join the other ranks. Collective."""
         spec = self._spec
         trainer = self._trainer = self._make(spec.head == "scores", address)
+        critic = None
+        if spec.trains and any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
+            options = {"metrics_prefix": "critic", "optimizer": spec.config.critic_optimizer}
+            critic = cast(ScalarTrainer, self._make(True, address, **options))
+        if spec.trains:
+            trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
+            self._state = TrainingState(trainers, spec.checkpoint_timeout_s)
         if self._store is None:
             return
         if spec.loss is not None:
-            critic = None
-            if any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
-                options = {"metrics_prefix": "critic", "optimizer": spec.config.critic_optimizer}
-                critic = cast(ScalarTrainer, self._make(True, address, **options))
             preparation = Preparation(spec.in_trainer, spec.columns, trainer.group.gather, critic)
             self._worker = TrainerWorker(
                 trainer, self._store, spec.rank, spec.num_ranks, spec.loss, preparation=preparation
@@ -94,7 +105,7 @@ class Trainer:
             address=address,
             num_threads=spec.num_threads,
             attention=spec.attention,
-            trainable=spec.loss is not None,
+            trainable=spec.trains,
             engine_dtype=spec.engine_dtype,
             **options,
         )
@@ -123,6 +134,22 @@ class Trainer:
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         return self._ready.logprobs(rows)
+
+    def begin_saving(self, directory: str) -> None:
+        """Take the state of now; it is copied and written while training goes on. Collective."""
+        assert self._state is not None
+        self._state.begin(directory)
+
+    def finish_saving(self) -> list[SavedFile]:
+        """Wait for what `begin_saving` started; may run beside `step`. Raises `CheckpointError`,
+        `DeadlineExceeded`."""
+        assert self._state is not None
+        return self._state.finish()
+
+    def load(self, directory: str, files: list[SavedFile]) -> None:
+        """Go on from a checkpoint. Collective. Raises `CheckpointError`."""
+        assert self._state is not None
+        self._state.load(directory, files)
 
     def publish(self, directory: str, version: int) -> Publication:
         return self._ready.publish(directory, version)

@@ -205,6 +205,19 @@ def _written_by(directory: str, rank: int) -> list[SavedFile]:
     return [saved_file(file) for file in files]
 
 
+def check_files(directory: str, files: Iterable[SavedFile]) -> None:
+    """Raise `CheckpointError` for the first file of a directory that is not what was written. Files behind a URL are
+    left to its file system."""
+    if is_url(directory):
+        return
+    for file in files:
+        path = Path(directory) / file.name
+        found = saved_file(path) if path.is_file() else None
+        if found != file:
+            problem = "is missing" if found is None else "is damaged: its size or checksum is not what was written"
+            raise CheckpointError(f"{path} {problem}. Resume from the checkpoint before it.")
+
+
 def saved_file(path: Path) -> SavedFile:
     """Size and checksum of a file, read back."""
     digest = xxhash.xxh3_128()

@@ -3,12 +3,12 @@
 policy/weights/…  policy/exp_avg/…  policy/exp_avg_sq/…  policy/counters      critic/…      rng/<rank>
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from penstock.workers.trainer.checkpointing import SavedFile, Saver, load
+from penstock.workers.trainer.checkpointing import SavedFile, Saver, check_files, load
 from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.trainer import PolicyTrainer
 
@@ -32,9 +32,11 @@ class TrainingState:
         `DeadlineExceeded`."""
         return self._saver.finish()
 
-    def load(self, directory: str) -> None:
-        """Go on from a checkpoint, whatever the number of ranks that wrote it. Collective. Raises
-        `CheckpointError`."""
+    def load(self, directory: str, files: Sequence[SavedFile] = ()) -> None:
+        """Go on from a checkpoint, whatever the number of ranks that wrote it. `files`: what is in it, to be checked
+        first, each by one rank. Collective. Raises `CheckpointError`, having changed nothing."""
+        check_files(directory, files[self._group.rank :: self._group.num_ranks])
+        self._group.barrier()
         counters = {name: torch.zeros(2, dtype=torch.int64) for name in self._trainers}
         pieces = [piece for name, trainer in self._trainers.items() for piece in _named(name, trainer)]
         pieces += [Piece(f"{name}/counters", (2,), 0, values) for name, values in counters.items()]

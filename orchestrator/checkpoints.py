@@ -1,0 +1,168 @@
+"""The checkpoints of a run as files: what is complete, what may go, what one holds.
+
+    checkpoints/global_step_20/
+        trainer/         weights and optimizer in shards (torch DCP), written by the ranks
+        store/           the store's snapshot: groups on their way, with their columns
+        manifest.json    step, prompts' place, model, sizes and checksums of the trainer's files
+        COMPLETE         written last: without it, it is none
+
+Written by `saving.py` while training goes on, opened by `run.py` and `export.py`. The place may be an fsspec URL.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.checkpoint import CheckpointConfig
+from penstock.conf.errors import CheckpointError
+from penstock.workers.files import exists, is_url, list_names, read_text, remove, upload_directory, write_text
+from penstock.workers.prompts.order import PromptCursor
+from penstock.workers.prompts.source import PromptStart
+from penstock.workers.trainer.checkpointing import SavedFile
+
+FORMAT = 1
+PREFIX = "global_step_"
+MARKER = "COMPLETE"
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One that is complete. What its manifest says, and where it is."""
+
+    directory: str
+    step: int
+    """Updates made; also the policy version."""
+    prompts: PromptStart
+    model_path: str
+    """Where configuration and tokenizer, and the weights that were not trained, are."""
+    model_paths: dict[str, str]
+    num_partitions: int
+    files: list[SavedFile] = field(default_factory=list)
+    """Of `trainer/`."""
+    config: dict[str, Any] = field(default_factory=dict)
+    """The run's, resolved."""
+    store_directory: str = ""
+    """Where `store/` was brought to from a URL."""
+
+    @property
+    def trainer(self) -> str:
+        return f"{self.directory}/trainer"
+
+    @property
+    def store(self) -> str:
+        return self.store_directory or f"{self.directory}/store"
+
+    def to_json(self) -> str:
+        values = asdict(self)
+        del values["directory"], values["store_directory"]
+        return json.dumps({"format": FORMAT, **values}, indent=1)
+
+
+class Checkpoints:
+    """The checkpoints below one place.
+
+    checkpoints = Checkpoints("runs/a/checkpoints", config.checkpoint)
+    ...                                   # files below checkpoints.directory(20)
+    checkpoints.seal(Checkpoint(...))     # complete from here on
+    checkpoints.prune()
+    """
+
+    def __init__(self, place: str, config: CheckpointConfig) -> None:
+        self.place = place.rstrip("/")
+        self._config = config
+
+    def directory(self, step: int) -> str:
+        return f"{self.place}/{PREFIX}{step}"
+
+    def steps(self) -> list[int]:
+        """Of those that are complete, ascending."""
+        return [step for step in self._all() if exists(f"{self.directory(step)}/{MARKER}")]
+
+    def clear(self, step: int) -> None:
+        """What a run that died left of this step."""
+        if not exists(f"{self.directory(step)}/{MARKER}"):
+            remove(self.directory(step))
+
+    def add_directory(self, step: int, name: str, directory: Path) -> None:
+        """Bring a local directory to a place that is a URL."""
+        upload_directory(directory, f"{self.directory(step)}/{name}")
+
+    def seal(self, checkpoint: Checkpoint) -> None:
+        """Write the manifest, and then the marker. Raises `CheckpointError`."""
+        write_text(f"{checkpoint.directory}/{MANIFEST}", checkpoint.to_json())
+        write_text(f"{checkpoint.directory}/{MARKER}", f"{checkpoint.step}\n")
+
+    def prune(self) -> list[int]:
+        """Delete what is neither among the newest nor one that stays for good, marker first. Returns the steps."""
+        every = self._config.keep_every_steps
+        old = [step for step in self.steps()[: -self._config.keep_last] if not (every and step % every == 0)]
+        for step in old:
+            remove(f"{self.directory(step)}/{MARKER}")
+            remove(self.directory(step))
+        return old
+
+    def sweep(self) -> None:
+        """Delete what was never completed. Only at the start of a run, when nobody writes."""
+        for step in self._all():
+            self.clear(step)
+
+    def newest(self) -> Checkpoint | None:
+        steps = self.steps()
+        return open_checkpoint(self.directory(steps[-1])) if steps else None
+
+    def _all(self) -> list[int]:
+        numbers = (name.removeprefix(PREFIX) for name in list_names(self.place) if name.startswith(PREFIX))
+        return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def open_checkpoint(place: str) -> Checkpoint:
+    """The checkpoint in a directory, or the newest of a run's or of a `checkpoints/` directory. Its files are there in
+    their sizes; checksums are for whoever reads them.
+
+    Raises `CheckpointError` that names what is wrong, and the one before if there is one.
+    """
+    place = place.rstrip("/")
+    for below in (place, f"{place}/checkpoints"):
+        steps = Checkpoints(below, CheckpointConfig()).steps()
+        if steps:
+            return open_checkpoint(f"{below}/{PREFIX}{steps[-1]}")
+    if not exists(f"{place}/{MARKER}"):
+        raise CheckpointError(
+            f"{place} is no checkpoint: it has no file {MARKER}. {way_out(place)} Give resume= the directory "
+            f"of a run, or one called {PREFIX}N of a run that was saved (checkpoint.every_steps)."
+        )
+    try:
+        values = json.loads(read_text(f"{place}/{MANIFEST}"))
+        if values.pop("format") != FORMAT:
+            raise CheckpointError(f"{place}/{MANIFEST}: its format is not {FORMAT}, which this version reads.")
+        prompts = values.pop("prompts")
+        cursor = PromptCursor.from_dict(prompts["cursor"])
+        start = PromptStart(cursor, int(prompts["first_group"]), tuple(prompts["skip"]))
+        files = [SavedFile(**entry) for entry in values.pop("files")]
+        checkpoint = Checkpoint(directory=place, prompts=start, files=files, **values)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{place}/{MANIFEST}: cannot be read ({error}). {way_out(place)}") from None
+    if not is_url(place):
+        _check_sizes(checkpoint)
+    return checkpoint
+
+
+def way_out(place: str) -> str:
+    """Which checkpoint there is before this one."""
+    parent, _, name = place.rstrip("/").rpartition("/")
+    number = name.removeprefix(PREFIX)
+    before = [
+        step for step in Checkpoints(parent, CheckpointConfig()).steps() if number.isdigit() and step < int(number)
+    ]
+    return f"The one before is {parent}/{PREFIX}{before[-1]}." if before else "There is none before it."
+
+
+def _check_sizes(checkpoint: Checkpoint) -> None:
+    for file in checkpoint.files:
+        path = Path(checkpoint.trainer) / file.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != file.num_bytes:
+            found = "is missing" if size is None else f"has {size:,} bytes instead of {file.num_bytes:,}"
+            raise CheckpointError(f"{path} {found}. {way_out(checkpoint.directory)}")
