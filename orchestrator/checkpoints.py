@@ -43,6 +43,8 @@ class Checkpoint:
     """Of `trainer/`."""
     config: dict[str, Any] = field(default_factory=dict)
     """The run's, resolved."""
+    head: str = "policy"
+    """policy, or scores: what kind of model it is."""
     store_directory: str = ""
     """Where `store/` was brought to from a URL."""
 

@@ -1,4 +1,4 @@
-"""The command line: `penstock run|validate|report|status|recipes`.
+"""The command line: `penstock run|validate|report|status|export|recipes`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="what a run's store is doing right now")
     status.add_argument("run", help="the run's directory")
     status.set_defaults(command=_status)
+    export = commands.add_parser("export", help="write a checkpoint's weights as a HF model")
+    export.add_argument("checkpoint", help="its directory, e.g. runs/NAME/checkpoints/global_step_50, or a run's")
+    export.add_argument("directory", help="a new directory for the model")
+    export.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: the run's rollout.dtype")
+    export.set_defaults(command=_export)
     recipes = commands.add_parser("recipes", help="list the recipes that come with Penstock")
     recipes.set_defaults(command=_recipes)
     return parser
@@ -123,6 +128,13 @@ def _status(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.status import print_status
 
     print_status(arguments.run, Console())
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from penstock.orchestrator.export import export_checkpoint
+
+    print(export_checkpoint(arguments.checkpoint, arguments.directory, arguments.dtype))
     return 0
 
 

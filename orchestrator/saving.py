@@ -61,6 +61,7 @@ class CheckpointWriter:
         checkpoint = Checkpoint(
             place, step, start, self._fleet.model_path, dict(self._config.model.paths),
             self._config.store.num_partitions, config=asdict(self._config),
+            head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy",
         )  # fmt: skip
         calls = [(name, handle.begin_saving.remote(checkpoint.trainer)) for name, handle in self._fleet.role("trainer")]
         await answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)

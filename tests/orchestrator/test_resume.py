@@ -1,18 +1,11 @@
 """Runs that are killed at the worst moment and go on: the same weights, bit for bit, as if nothing had happened."""
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
-from random import Random
 
 import pytest
 from safetensors import safe_open
 
-from penstock.conf.errors import CheckpointError, ConfigError
 from penstock.orchestrator.compose import load_config
 from penstock.orchestrator.run import run
 
