@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from penstock.conf.algorithm import AlgorithmConfig
 from penstock.conf.checkpoint import CheckpointConfig
-from penstock.conf.checks import at_least
+from penstock.conf.checks import at_least, one_of
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError
@@ -40,6 +40,9 @@ class RunConfig:
     """Seed of everything that is random."""
     max_staleness: int = 0
     """How many policy updates a trained token may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
+    placement: str = "disaggregated"
+    """disaggregated: engines and trainers have devices of their own. colocated: they share them in turns: engines sleep
+    while the policy is trained, trainers make room while it generates. Needs max_staleness=0; changes no result."""
     imports: list[str] = field(default_factory=list)
     """Python files (relative to the recipe) that register algorithms, rewards or losses."""
     resume: str = "never"
@@ -64,6 +67,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         at_least("max_staleness", self.max_staleness, 0)
+        one_of("placement", self.placement, ("disaggregated", "colocated"))
 
     def sequence_room(self, *, demonstrations: bool) -> int:
         """Tokens that a prompt may take, a sampled response's share set aside; or a prompt and its demonstration
@@ -99,6 +103,11 @@ def validate(config: RunConfig) -> None:
         raise ConfigError(
             f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained "
             "ones. Choose another evaluation.seed."
+        )
+    if config.placement == "colocated" and config.max_staleness:
+        raise ConfigError(
+            f"placement=colocated takes turns, generation and training, and max_staleness={config.max_staleness} lets "
+            "them overlap. Set max_staleness=0, or placement=disaggregated."
         )
     if config.resume == "auto" and config.name is None:
         raise ConfigError(

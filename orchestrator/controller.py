@@ -32,6 +32,7 @@ from penstock.orchestrator.progress import Progress
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.saving import CheckpointWriter
 from penstock.orchestrator.sinks import Sink
+from penstock.orchestrator.turns import Turns
 from penstock.orchestrator.usage import Usage
 from penstock.orchestrator.waiting import answer, answers, translate
 from penstock.store.client import StoreClient
@@ -86,6 +87,7 @@ class Controller:
         self.outcome = Outcome()
         self._first = fleet.resumed.step if fleet.resumed is not None else 0
         """Updates that were made before this process."""
+        self._turns = Turns(fleet, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
         self._usage = Usage(fleet, flow)
         self._closing = False
@@ -122,7 +124,11 @@ class Controller:
             raise WorkerDied(f"{name} stopped serving before the run was over.")
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
-        await (self._go_on() if self._first else self._first_evaluation())
+        if self._first:
+            await self._go_on()
+        else:
+            await self._turns.generation()
+            await self._first_evaluation()
         self._step_started = time.time()
         finishing: asyncio.Task[None] | None = None
         for round in range(self._first, self.config.trainer.max_steps):
@@ -155,6 +161,7 @@ class Controller:
     async def _train(self, round: int) -> list[StepReport]:
         """One update by all ranks; they lease its batch themselves, as soon as it is complete."""
         self.progress.phase(f"step {round + 1}")
+        await self._turns.training(round + 1)
         calls = [(name, handle.step.remote(round)) for name, handle in self.trainers]
         start = time.time()
         try:
@@ -181,6 +188,7 @@ class Controller:
 
     async def _update_engines(self, publication: Publication) -> float:
         """Every engine loads this version; seconds."""
+        await self._turns.generation()
         start, version = time.time(), publication.version
         calls = [(name, handle.update.remote(publication)) for name, handle in self.rollouts]
         phase = f"update engines to version {version}"

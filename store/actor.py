@@ -19,9 +19,9 @@ MAX_WAITING_CALLS = 10_000
 """Calls that may wait in the store at a time: each is a coroutine, not a thread."""
 SHARED_MEMORY = "/dev/shm"
 CALLS = (
-    "spec", "endpoint", "read", "many", "put", "lease", "withdraw", "lease_shared", "complete_shared", "write", "drop",
-    "release", "renew", "abandon", "published", "last_batch", "admitted", "cut", "snapshot", "stats", "describe",
-    "errors", "close",
+    "spec", "endpoint", "read", "many", "put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared",
+    "write", "drop", "release", "renew", "abandon", "published", "last_batch", "admitted", "cut", "snapshot", "stats",
+    "describe", "errors", "close",
 )  # fmt: skip
 """What clients on other machines call through Ray."""
 GC_THRESHOLD = (50_000, 20, 50)

@@ -188,6 +188,10 @@ class StoreClient:
         """
         return str(await self._link.call("snapshot", root, number, keep))
 
+    async def batch_ready(self) -> bool:
+        """Wait until as many groups are complete as the next update takes. False when the store is closed."""
+        return bool(await self._link.call("batch_ready"))
+
     async def cut(self) -> list[int]:
         """Take the store's state of this moment, for the next `snapshot` to write. Groups put so far, by partition:
         part p of N has had the groups `p, p + N, p + 2N, …`."""

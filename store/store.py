@@ -220,6 +220,16 @@ class Store:
 
         return await self._ranks[stage].wait(take)
 
+    async def batch_ready(self) -> bool:
+        """Wait until as many groups are complete as the next update takes. False when the store is closed."""
+        train = self.ledger.residents.train
+        assert train is not None
+
+        def look() -> bool | None:
+            return True if train.num_free >= self._spec.groups_per_step else None
+
+        return bool(await self._ranks[train.name].wait(look))
+
     async def write(self, one: Write) -> None:
         """See `Ledger.write`."""
         block = self._intake.block(one.parcel, len(one.row_ids))

@@ -1,45 +1,174 @@
 """Runs that are killed at the worst moment and go on: the same weights, bit for bit, as if nothing had happened."""
 
 import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
+from random import Random
 
+import psutil
 import pytest
-from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
+from penstock.conf.errors import CheckpointError
+from penstock.orchestrator.cli import main
 from penstock.orchestrator.compose import load_config
 from penstock.orchestrator.run import run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
+NUM_KILLS = 20
+MAX_STEPS = 40
+ONE_THREAD = ["rollout.num_threads=1", "trainer.num_threads=1"]
+"""Sums in one order."""
 
-def weights(directory):
-    with safe_open(Path(directory) / "model" / "model.safetensors", "pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
-
-def assert_same_weights(one, other):
-    one, other = weights(one), weights(other)
-    assert one.keys() == other.keys()
-    for name in one:
-        assert one[name].equal(other[name]), name
+@pytest.fixture
+def words(small_run, tmp_path):
+    return [*small_run, *ONE_THREAD, "rollout.engine=hf", f"output_dir={tmp_path}"]
 
 
 def steps_of(directory):
     return [json.loads(line)["step"] for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.fixture
-def words(small_run, tmp_path):
-    return [*small_run, "rollout.engine=hf", "checkpoint.every_steps=2", f"output_dir={tmp_path}"]
+def assert_same_model(one, other):
+    one, other = (load_file(Path(directory) / "model" / "model.safetensors") for directory in (one, other))
+    assert one.keys() == other.keys()
+    assert not [name for name in one if not one[name].equal(other[name])]
 
 
 def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_path):
-    whole = run(load_config([*words, "name=whole", "trainer.max_steps=5"]), quiet=True)
-    first = run(load_config([*words, "name=parts", "trainer.max_steps=3"]), quiet=True)
-    assert steps_of(first.directory) == [1, 2, 3]
-    result = run(load_config([*words, "name=parts", "trainer.max_steps=5", "resume=auto"]), quiet=True)
-    assert steps_of(result.directory) == [1, 2, 3, 4, 5]
-    assert_same_weights(result.directory, whole.directory)
-    assert sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir()) == [
-        "global_step_4", "global_step_5",
-    ]  # fmt: skip
+    """In its own directory, from another run's checkpoint, with two ranks, and as a model for others."""
+    words = [*words, "checkpoint.every_steps=2"]
+    whole = run(load_config([*words, "name=whole", "trainer.max_steps=4"]), quiet=True)
+    run(load_config([*words, "name=parts", "trainer.max_steps=2"]), quiet=True)
+    shutil.copytree(tmp_path / "parts", tmp_path / "copy")
+    result = run(load_config([*words, "name=parts", "trainer.max_steps=4", "resume=auto"]), quiet=True)
+    assert steps_of(result.directory) == [1, 2, 3, 4]
+    assert_same_model(result.directory, whole.directory)
+    places = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
+    assert places == ["global_step_2", "global_step_4"]
+
+    ranks = [*words, "name=ranks", "trainer.max_steps=3", "trainer.num_ranks=2", f"resume={tmp_path}/copy"]
+    assert steps_of(run(load_config(ranks), quiet=True).directory) == [3]
+
+    assert main(["export", str(tmp_path / "parts" / "checkpoints" / "global_step_4"), str(tmp_path / "exported")]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "exported").state_dict()
+    assert all(tensor.equal(exported[name]) for name, tensor in load_file(whole.model / "model.safetensors").items())
+    assert main(["export", str(tmp_path / "parts"), str(tmp_path / "exported")]) == 2
+
+
+def test_finished_work_of_an_asynchronous_run_is_kept(words, tmp_path):
+    """Groups that were sampled before the checkpoint are trained after it, within the staleness bound."""
+    words = [*words, "checkpoint.every_steps=2", "max_staleness=2", "name=ahead", "store.num_partitions=2"]
+    run(load_config([*words, "trainer.max_steps=3"]), quiet=True)
+    shutil.rmtree(tmp_path / "ahead" / "checkpoints" / "global_step_3")
+    result = run(load_config([*words, "trainer.max_steps=5", "resume=auto"]), quiet=True)
+    lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert max(line["staleness/max"] for line in lines) <= 2
+    assert not any(line.get("dropped/stale") for line in lines)
+
+
+def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(words, tmp_path):
+    (tmp_path / "file").write_text("")
+    words = [*words, "checkpoint.every_steps=1", "trainer.max_steps=2", "name=full"]
+    with pytest.raises((CheckpointError, OSError)):
+        run(load_config([*words, f"checkpoint.directory={tmp_path}/file/below"]), quiet=True)
+
+
+class Victim:
+    """`penstock run` in a process of its own, on a cluster that outlives it."""
+
+    def __init__(self, words, address):
+        environment = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
+        command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def wait_until(self, happened, timeout_s=120):
+        deadline = time.monotonic() + timeout_s
+        while not happened() and self.process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def kill(self):
+        self.process.send_signal(signal.SIGKILL)
+        self.process.communicate(timeout=30)
+
+    def finish(self):
+        output, _ = self.process.communicate(timeout=240)
+        assert self.process.returncode == 0, output[-3000:]
+
+
+def test_twenty_kills_at_random_moments_change_no_bit(words, tmp_path, cluster):
+    """As it starts, between steps, while a checkpoint is written, just after one."""
+    words = [*words, "checkpoint.every_steps=1", f"trainer.max_steps={MAX_STEPS}", "resume=auto"]
+    Victim([*words, "name=whole"], cluster).finish()
+    killed, random = tmp_path / "killed", Random(0)
+
+    def lines():
+        file = killed / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def checkpoints(complete):
+        found = (killed / "checkpoints").glob("global_step_*")
+        return {path.name for path in found if (path / "COMPLETE").exists() == complete}
+
+    moments = []
+    for number in range(NUM_KILLS):
+        victim = Victim([*words, "name=killed"], cluster)
+        before, sealed = lines(), checkpoints(complete=True)
+        if number % 4 == 0:
+            time.sleep(random.uniform(0.0, 8.0))
+        elif number % 4 == 1:
+            victim.wait_until(lambda before=before: lines() > before)
+            time.sleep(random.uniform(0.0, 0.5))
+        elif number % 4 == 2:
+            victim.wait_until(lambda: checkpoints(complete=False))
+            time.sleep(random.uniform(0.0, 0.05))
+        else:
+            victim.wait_until(lambda sealed=sealed: checkpoints(complete=True) - sealed)
+            time.sleep(random.uniform(0.0, 0.3))
+        assert victim.process.poll() is None, victim.process.communicate()[0][-3000:]
+        victim.kill()
+        moments.append((number % 4, lines(), len(checkpoints(complete=False))))
+    Victim([*words, "name=killed"], cluster).finish()
+    assert steps_of(killed) == list(range(1, MAX_STEPS + 1))
+    assert any(unfinished for _, _, unfinished in moments), f"never in the middle of a checkpoint: {moments}"
+    assert_same_model(killed, tmp_path / "whole")
+
+
+@pytest.fixture
+def cluster():
+    """A Ray of several drivers, one after the other."""
+    scripts = Path(sys.executable).parent
+    environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
+        command = [scripts / "ray", "start", "--head", "--block", "--num-cpus=32", f"--port={port}",
+                   "--include-dashboard=false", f"--temp-dir={directory}"]  # fmt: skip
+        head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.5)
+        yield f"127.0.0.1:{port}"
+        tree = [head, *psutil.Process(head.pid).children(recursive=True)]
+        head.terminate()
+        _, alive = psutil.wait_procs(tree[1:], timeout=30)
+        for child in alive:
+            child.kill()
+        head.wait(30)

@@ -154,6 +154,14 @@ class Trainer:
     def publish(self, directory: str, version: int) -> Publication:
         return self._ready.publish(directory, version)
 
+    def take_device(self) -> None:
+        """Bring everything back to the device that it shares with an engine. Collective."""
+        self._ready.take_device()
+
+    def leave_device(self) -> None:
+        """Make room on the device that it shares with an engine. Collective."""
+        self._ready.leave_device()
+
     def export(self, directory: str) -> None:
         """Write a HF model directory. Collective."""
         self._ready.export(directory)

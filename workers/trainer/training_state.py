@@ -27,6 +27,11 @@ class TrainingState:
         """Save the state of now; training may go on. Collective."""
         self._saver.begin(self._pieces(), directory)
 
+    @property
+    def copied_s(self) -> float:
+        """What the last copy took."""
+        return self._saver.copied_s
+
     def finish(self) -> list[SavedFile]:
         """Wait for what `begin` started: the files that this rank wrote. Raises `CheckpointError`,
         `DeadlineExceeded`."""

@@ -1,0 +1,150 @@
+"""What a checkpoint costs: training held up by a save that is waited for, and by one that is not; time to resume.
+
+    python -m benchmarks.checkpoint --json checkpoint.json
+
+One rank with AdamW trains a random Qwen2 of the size; weights and moments are 12 bytes a parameter. *Held up* is what
+the save and the next update take together, less a plain update. Kinds alternate; medians over rounds.
+"""
+
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import Target, parse_arguments, print_targets, write_json
+from penstock.algorithms.losses import ppo_clip_loss
+from penstock.conf.model import FreshModelConfig
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.rows import Rows
+from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
+
+SIZES = {
+    "3M": FreshModelConfig(num_layers=4, hidden_size=256, intermediate_size=704),
+    "100M": FreshModelConfig(num_layers=12, hidden_size=768, intermediate_size=2816, num_heads=12, num_kv_heads=6),
+    "500M": FreshModelConfig(num_layers=24, hidden_size=1280, intermediate_size=4608, num_heads=20, num_kv_heads=10),
+}
+TARGET_SIZE = "500M"
+NUM_ROWS, NUM_TOKENS = 4, 64
+ROUNDS = 3
+
+
+def rows() -> Rows:
+    random = np.random.default_rng(0)
+    ids = [random.integers(3, 90, NUM_TOKENS).tolist() for _ in range(NUM_ROWS)]
+    logprobs = [[-4.5] * NUM_TOKENS for _ in ids]
+    columns = {"prompt_ids": [[5]] * NUM_ROWS, "response_ids": ids, "behavior_logprobs": logprobs}
+    return Rows.from_lists({**columns, "advantage": random.normal(size=NUM_ROWS).tolist()}, group_ids=[0] * NUM_ROWS)
+
+
+class Side:
+    """A trainer that has warmed up, and its checkpoints."""
+
+    def __init__(self, size: str, folder: Path) -> None:
+        build_fresh_model(folder / "model", SIZES[size], seed=0)
+        self.size, self.folder, self.batch = size, folder, rows()
+        self.trainer = PolicyTrainer(TrainerConfig(), str(folder / "model"))
+        self.state = TrainingState({"policy": self.trainer})
+        self.num_parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
+        self.update()
+        for _ in range(2):  # the copies' pages are fresh the first time
+            self.save(wait=True)
+
+    def update(self) -> float:
+        start = time.perf_counter()
+        self.trainer.update(self.batch, ppo_clip_loss)
+        return time.perf_counter() - start
+
+    def save(self, *, wait: bool) -> dict[str, float]:
+        """A save and the update after it; seconds."""
+        target = self.folder / "saved"
+        shutil.rmtree(target, ignore_errors=True)
+        start = time.perf_counter()
+        self.state.begin(str(target))
+        files = self.state.finish() if wait else []
+        blocked = time.perf_counter() - start
+        update = self.update()
+        files = files or self.state.finish()
+        total = time.perf_counter() - start
+        return {"blocked_s": blocked, "with_update_s": blocked + update, "total_s": total,
+                "bytes": float(sum(file.num_bytes for file in files))}  # fmt: skip
+
+    def resume(self) -> float:
+        start = time.perf_counter()
+        self.state.load(str(self.folder / "saved"))
+        return time.perf_counter() - start
+
+
+def measure(size: str, folder: Path, num_rounds: int) -> list[dict[str, Any]]:
+    side = Side(size, folder)
+    rounds = []
+    for number in range(num_rounds):
+        entry: dict[str, Any] = {"size": size, "round": number, "num_parameters": side.num_parameters}
+        entry["update_s"] = side.update()
+        entry["synchronous"] = side.save(wait=True)
+        entry["asynchronous"] = side.save(wait=False)
+        entry["copy_s"] = side.state.copied_s
+        entry["resume_s"] = side.resume()
+        rounds.append(entry)
+    side.trainer.close()
+    return rounds
+
+
+def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
+    """Medians of one size."""
+
+    def median(value: Any) -> float:
+        return float(statistics.median(value(entry) for entry in rounds))
+
+    update = median(lambda entry: entry["update_s"])
+    held = {kind: median(lambda entry, kind=kind: entry[kind]["with_update_s"]) - update
+            for kind in ("synchronous", "asynchronous")}  # fmt: skip
+    return {
+        "update_s": update, **held, "share": max(0.0, held["asynchronous"]) / held["synchronous"],
+        "copy_s": median(lambda entry: entry["copy_s"]), "resume_s": median(lambda entry: entry["resume_s"]),
+        "written_s": median(lambda entry: entry["asynchronous"]["total_s"]),
+        "gigabytes": median(lambda entry: entry["synchronous"]["bytes"]) / 1e9,
+    }  # fmt: skip
+
+
+def print_rounds(by_size: dict[str, dict[str, float]]) -> None:
+    table = Table(title="A checkpoint: seconds by which training is held up")
+    for column in ("parameters", "written", "update alone", "waited for", "not waited for", "share", "copied in",
+                   "on disk after", "resumed in"):  # fmt: skip
+        table.add_column(column, justify="right")
+    for size, found in by_size.items():
+        table.add_row(
+            size, f"{found['gigabytes']:.2f} GB", f"{found['update_s']:.2f} s", f"{found['synchronous']:.2f} s",
+            f"{found['asynchronous']:.2f} s", f"{found['share']:.1%}", f"{found['copy_s']:.2f} s",
+            f"{found['written_s']:.2f} s", f"{found['resume_s']:.2f} s",
+        )  # fmt: skip
+    Console(file=sys.stdout, width=130).print(table)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    sizes = ["3M"] if arguments.quick else list(SIZES)
+    torch.set_num_threads(2)
+    rounds: list[dict[str, Any]] = []
+    for size in sizes:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            rounds += measure(size, Path(folder), arguments.rounds or ROUNDS)
+    by_size = {size: summary([entry for entry in rounds if entry["size"] == size]) for size in sizes}
+    print_rounds(by_size)
+    name = f"held up by an asynchronous save, {sizes[-1]}"
+    targets = [Target(name, by_size[sizes[-1]]["share"], "of a synchronous one", "<=", 0.10)]
+    print_targets(targets)
+    write_json(arguments.json, "checkpoint", rounds, targets)
+
+
+if __name__ == "__main__":
+    main()
