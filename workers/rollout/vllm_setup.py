@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.weights.vllm_plugin import BACKEND
+from penstock.workers.weights.transport import vllm_backend
 
 CPU_BATCHED_TOKENS = 4096
 """Prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
@@ -19,8 +19,8 @@ CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
 
-def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`. Imports vLLM."""
+def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "shm") -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`. `transport`: of weights. Imports vLLM."""
     from vllm.config import WeightTransferConfig
 
     arguments: dict[str, Any] = {
@@ -31,7 +31,7 @@ def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_backend(transport)),
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
@@ -51,7 +51,9 @@ def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
 
 
 @contextmanager
-def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -> Iterator[None]:
+def vllm_environment(
+    config: RolloutConfig, model_path: str, num_threads: int, transport: str = "shm"
+) -> Iterator[None]:
     """Environment variables for the import of vLLM and for the processes that it starts; put back afterwards.
 
     What the user has set stays as it is, but for the number of threads.
@@ -62,6 +64,10 @@ def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -
     values = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if not config.num_gpus_per_worker:
         values |= _cpu_environment(config, num_threads)
+    if transport == "ipc":
+        # Handles of GPU memory reach the engine's process pickled, which it refuses otherwise. They come from the
+        # run's own trainer, and from nobody else: the engine listens on no port.
+        values["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
