@@ -77,8 +77,7 @@ def _check_stream(wanted: str, config: "RunConfig") -> None:
     ):
         if not count:
             raise ConfigError(
-                f"{key}: it moves weights from GPU to GPU, and {section}=0. Use weights.transport=shm, or give it "
-                "GPUs."
+                f"{key}: it moves weights from GPU to GPU, and {section}=0. Use weights.transport=shm, or give it GPUs."
             )
     _check_place(wanted, key, config)
     if wanted == "nccl_m2n" and config.trainer.engine != "fsdp":

@@ -6,9 +6,8 @@ by `rollout/engine_vllm.py`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from collections.abc import Iterator
 
 from penstock.conf.errors import DeadlineExceeded, WeightError
 from penstock.workers.weights.transport import Info, Part, StreamedUpdate
@@ -83,6 +82,4 @@ def _check(part: Part, update: StreamedUpdate, num_tensors: int) -> None:
     if part.version != update.version:
         raise WeightError(f"{phase}: the trainer sends version {part.version}.")
     if part.info is None and num_tensors != update.num_tensors:
-        raise WeightError(
-            f"{phase}: the trainer announced {update.num_tensors} tensors and ended after {num_tensors}."
-        )
+        raise WeightError(f"{phase}: the trainer announced {update.num_tensors} tensors and ended after {num_tensors}.")

@@ -85,7 +85,9 @@ class WeightStream:
         self.num_taken = 0
         for piece, meta, spans in zip(self._pieces(), self._metadata, self._spans, strict=True):
             if piece.name != meta.name:
-                raise WeightError(f"the trainer's weights changed their order: {piece.name!r} in place of {meta.name!r}.")
+                raise WeightError(
+                    f"the trainer's weights changed their order: {piece.name!r} in place of {meta.name!r}."
+                )
             yield meta.name, self._whole(piece, meta, spans)
             self.num_taken += 1
 

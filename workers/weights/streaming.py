@@ -14,7 +14,7 @@ imported in `connect`.
 import base64
 import pickle
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
