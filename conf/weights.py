@@ -24,7 +24,7 @@ class WeightsConfig:
     nccl: broadcast from rank 0 to engines on GPUs of their own, also on other nodes.
     nccl_m2n: each rank's shard straight to where an engine wants it, without a whole tensor anywhere; needs NVIDIA's
     `nccl-extensions`, which vLLM does not bring, so it is never chosen by itself.
-    auto takes ipc where trainer ranks and vLLM engines share GPUs, nccl where each have their own, and otherwise shm."""
+    auto takes ipc where trainer ranks and vLLM engines share GPUs, nccl where each has its own, and shm otherwise."""
     bucket_mib: int = 256
     """ipc and nccl: bytes that are gathered and under way at a time, in MiB; at least the largest tensor. Larger
     buckets mean fewer calls and more GPU memory beside the weights: once it for ipc, up to four times for nccl."""

@@ -14,6 +14,9 @@ from penstock.workers.weights.source import Piece, WeightStream
 from penstock.workers.weights.streaming import INIT_INFOS, SenderPlace, StreamTransport
 from penstock.workers.weights.transport import ShmTransport, Transport
 
+PATIENCE = 1.5
+"""A sender waits for so many deadlines of an engine, so that it hears the engine's own error first."""
+
 
 @dataclass(frozen=True)
 class TrainerSide:
@@ -43,7 +46,7 @@ def make_transport(name: str, side: TrainerSide, *, directory: str, bucket_mib: 
         return ShmTransport(side.publish, directory)
     if name not in INIT_INFOS:
         raise ConfigError(f"weights.transport={name}: unknown{suggest(name, TRANSPORTS)}")
-    place = SenderPlace(side.rank, side.num_ranks, side.device, timeout_s, bucket_mib * 2**20)
+    place = SenderPlace(side.rank, side.num_ranks, side.device, PATIENCE * timeout_s, bucket_mib * 2**20)
     stream = WeightStream(side.pieces, side.dtype, side.device, side.gather)
     return StreamTransport(name, INIT_INFOS[name], stream, place, _source(name, side))
 

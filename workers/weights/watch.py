@@ -6,6 +6,7 @@ to. Used by `streaming.py`.
 """
 
 import threading
+import time
 from collections.abc import Callable
 
 import torch
@@ -20,19 +21,19 @@ def watched(
     device: torch.device,
 ) -> None:
     """Run `action` in a thread until it ends, or `alarm` is set by somebody, or `progress()` has not changed for
-    `timeout_s` (noticed after twice that at the latest).
+    `timeout_s` (looked at in eighths of it).
 
     Raises what `action` raised; `TimeoutError` when it stands still. Returns early, `action` unfinished, on an alarm of
     somebody else's: they know what happened. `device`: the thread's current one, if it is a GPU.
     """
     call = _Call(action, alarm, device)
-    before = progress()
+    last, moved = progress(), time.monotonic()
     call.start()
-    while not alarm.wait(timeout_s):
-        now = progress()
-        if now == before:
+    while not alarm.wait(timeout_s / 8):
+        if progress() != last:
+            last, moved = progress(), time.monotonic()
+        elif time.monotonic() - moved > timeout_s:
             raise TimeoutError
-        before = now
     if call.error is not None:
         raise call.error
 
