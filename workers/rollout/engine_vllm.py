@@ -97,7 +97,7 @@ class VllmEngine:
             try:
                 await self._exchange(publication)
             except PenstockError as error:
-                self._inbox.refuse(error)
+                self._inbox.refuse(publication.version, error)
                 raise
             finally:
                 self._admission.set()

@@ -20,15 +20,21 @@ class Inbox:
         """`timeout_s`: longest wait for the next part."""
         self._timeout_s = timeout_s
         self._parts: asyncio.Queue[tuple[Part, asyncio.Future[None]]] = asyncio.Queue()
+        self._refused: tuple[int, Exception] | None = None
 
     async def put(self, part: Part) -> None:
-        """Returns when the engine is done with the part. It may come before the engine's `update` has begun."""
+        """Returns when the engine is done with the part. It may come before the engine's `update` has begun, or after
+        it has failed."""
+        if self._refused is not None and self._refused[0] == part.version:
+            raise self._refused[1]
         done = asyncio.get_running_loop().create_future()
         await self._parts.put((part, done))
         await done
 
-    def refuse(self, error: Exception) -> None:
-        """Answer every part that waits with the error that ended the update."""
+    def refuse(self, version: int, error: Exception) -> None:
+        """Answer every part that waits, and those of this version that still come, with the error that ended the
+        update."""
+        self._refused = version, error
         while not self._parts.empty():
             _, done = self._parts.get_nowait()
             if not done.done():

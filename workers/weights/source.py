@@ -86,7 +86,7 @@ class WeightStream:
         for piece, meta, spans in zip(self._pieces(), self._metadata, self._spans, strict=True):
             if piece.name != meta.name:
                 raise WeightError(
-                    f"the trainer's weights changed their order: {piece.name!r} in place of {meta.name!r}."
+                    f"the trainer's weights changed their order: {piece.name!r} instead of {meta.name!r}."
                 )
             yield meta.name, self._whole(piece, meta, spans)
             self.num_taken += 1
