@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from penstock.conf.rollout import RolloutConfig
 from penstock.store.client import StoreClient
-from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.worker import RolloutWorker
 from penstock.workers.weights.reaching import ReceivingEngine
@@ -82,9 +82,9 @@ class Rollout:
             )
         )
 
-    async def update(self, publication: Update) -> None:
+    async def update(self, update: Update) -> None:
         """A publication, or word that a version is being streamed, which `deliver` brings meanwhile."""
-        await self._engine.update(publication)
+        await self._engine.update(cast(Publication, update))  # engines that are not vLLM's are sent nothing else
 
     async def connect(self, init_info: Info) -> None:
         """The trainer's first rank calls it, once, where weights are streamed."""
