@@ -22,8 +22,8 @@ class WeightsConfig:
     only way, and with them the one that works for every engine and every placement on one node.
     ipc: handles to GPU memory that trainer and engine share, where both run on the same GPU.
     nccl: broadcast from rank 0 to engines on GPUs of their own, also on other nodes.
-    nccl_m2n: each rank's shard straight to where an engine wants it, without a whole tensor anywhere; needs NVIDIA's
-    `nccl-extensions`, which vLLM does not bring, so it is never chosen by itself.
+    nccl_m2n: each FSDP2 rank's shard straight to where an engine wants it, without a whole tensor anywhere; needs
+    NVIDIA's `nccl-extensions` and NCCL 2.30.5, which vLLM does not bring, so it is never chosen by itself.
     auto takes ipc where trainer ranks and vLLM engines share GPUs, nccl where each has its own, and shm otherwise."""
     bucket_mib: int = 256
     """ipc and nccl: bytes that are gathered and under way at a time, in MiB; at least the largest tensor. Larger

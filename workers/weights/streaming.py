@@ -164,9 +164,9 @@ class StreamTransport:
         # An engine's error comes first: what failed here afterwards is its consequence.
         failure = client.failure or failure
         if failure is not None:
-            error = self._named(failure, f"{phase}, trainer rank {self._place.rank} of {self._place.num_ranks}")
-            self._broken = str(error)
-            raise error from (None if error is failure else failure)
+            named = self._named(failure, f"{phase}, trainer rank {self._place.rank} of {self._place.num_ranks}")
+            self._broken = str(named)
+            raise named from (None if named is failure else failure)
 
     def _named(self, failure: BaseException, where: str) -> PenstockError:
         if isinstance(failure, PenstockError):

@@ -25,7 +25,7 @@ from penstock.workers.weights.making import TrainerSide, make_transport
 from penstock.workers.weights.publication import write_publication
 from penstock.workers.weights.reaching import LoopEngines
 from penstock.workers.weights.reading import MappedWeights, open_publication
-from penstock.workers.weights.streaming import StreamTransport
+from penstock.workers.weights.streaming import StreamTransport, _portable
 from penstock.workers.weights.transport import Part, StreamedUpdate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -601,3 +601,34 @@ def test_only_an_engine_that_takes_handles_unpickles(monkeypatch: pytest.MonkeyP
         with vllm_environment(RolloutConfig(num_gpus_per_worker=1), "a-model", 1, transport):
             assert os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == expected
         assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in os.environ
+
+
+def test_handles_reach_the_process_of_a_real_engine(tmp_path: Path) -> None:
+    """vLLM's receiver opens them there; on a machine without a GPU that is as far as it gets."""
+    from penstock.conf.model import FreshModelConfig
+    from penstock.workers.models.fresh import build_fresh_model
+
+    build_fresh_model(tmp_path, FreshModelConfig(num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2), 0)
+    config = RolloutConfig(max_model_len=32, kv_cache_gib=0.1, max_concurrent_samples=16)
+    handle = {"GPU-0": (torch.Tensor, (2,), torch.bfloat16, b"handle")}
+    info = {
+        "names": ["a"], "dtype_names": ["bfloat16"], "shapes": [[1]], "tensor_sizes": [2], "ipc_handles": handle
+    }  # fmt: skip
+
+    async def run() -> list[Any]:
+        engine = VllmEngine(config, str(tmp_path), num_threads=1, transport="ipc")
+        await engine.start()
+        try:
+            await engine.connect({"packed": True})
+            part = Part(1, _portable(info))
+            return await asyncio.gather(
+                engine.update(StreamedUpdate(1, 1)), engine.deliver(part), return_exceptions=True
+            )
+        finally:
+            await engine.close()
+
+    updated, delivered = asyncio.run(run())
+    assert isinstance(updated, WeightError)
+    assert "phase load" in str(updated)
+    assert "CUDA" in str(updated) or "UUID" in str(updated)  # no GPU here, or another one than the handle's
+    assert delivered is updated
