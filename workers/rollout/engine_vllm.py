@@ -139,7 +139,7 @@ class VllmEngine:
         await self._llm.update_weight_version(str(self._version))
 
     def _build(self) -> None:
-        with vllm_environment(self._config, self._model_path, self._num_threads, self._transport):
+        with vllm_environment(self._config, self._model_path, self._num_threads):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 

@@ -51,9 +51,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
 
 
 @contextmanager
-def vllm_environment(
-    config: RolloutConfig, model_path: str, num_threads: int, transport: str = "shm"
-) -> Iterator[None]:
+def vllm_environment(config: RolloutConfig, model_path: str, num_threads: int) -> Iterator[None]:
     """Environment variables for the import of vLLM and for the processes that it starts; put back afterwards.
 
     What the user has set stays as it is, but for the number of threads.
@@ -64,10 +62,6 @@ def vllm_environment(
     values = {name: os.environ.get(name, value) for name, value in defaults.items()}
     if not config.num_gpus_per_worker:
         values |= _cpu_environment(config, num_threads)
-    if transport == "ipc":
-        # Handles of GPU memory reach the engine's process pickled, which it refuses otherwise. They come from the
-        # run's own trainer, and from nobody else: the engine listens on no port.
-        values["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

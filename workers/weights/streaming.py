@@ -11,7 +11,6 @@ that, with its pauses, deadlines and assertions (`rollout/engine_vllm.py`); so t
 imported in `connect`.
 """
 
-import base64
 import pickle
 import threading
 from collections.abc import Callable
@@ -24,8 +23,6 @@ from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError,
 from penstock.workers.weights.source import WeightStream
 from penstock.workers.weights.transport import Engines, Info, Part, StreamedUpdate, Update
 from penstock.workers.weights.watch import watched
-
-PICKLED = "ipc_handles_pickled"
 
 
 @dataclass(frozen=True)
@@ -228,9 +225,10 @@ def _vllm_trainer_init() -> Callable[..., Any]:
 
 
 def _portable(info: Info) -> Info:
-    """Handles of GPU memory contain classes, which vLLM's engine process takes only in this form."""
+    """Handles of GPU memory contain classes, which reach vLLM's engine process only in this form (`vllm_ipc.py`)."""
     handles = info.get("ipc_handles")
     if handles is None:
         return info
-    pickled = base64.b64encode(pickle.dumps(handles)).decode()
-    return {key: value for key, value in info.items() if key != "ipc_handles"} | {PICKLED: pickled}
+    from penstock.workers.weights.vllm_ipc import PICKLED
+
+    return {key: value for key, value in info.items() if key != "ipc_handles"} | {PICKLED: pickle.dumps(handles)}

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.vllm_plugin import BACKEND
+from penstock.workers.weights.vllm_plugin import BACKEND, IPC_BACKEND
 
 Info = dict[str, Any]
 """What one of vLLM's weight-transfer backends is told, to begin with or of a part of an update."""
@@ -108,4 +108,4 @@ class ShmTransport:
 
 def vllm_backend(transport: str) -> str:
     """The name under which vLLM knows the receiving side."""
-    return BACKEND if transport == "shm" else transport
+    return {"shm": BACKEND, "ipc": IPC_BACKEND}.get(transport, transport)

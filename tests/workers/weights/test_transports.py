@@ -20,7 +20,6 @@ from penstock.conf.errors import ConfigError, DeadlineExceeded, PenstockError, R
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.rollout.vllm_setup import vllm_environment
 from penstock.workers.weights.making import TrainerSide, make_transport
 from penstock.workers.weights.publication import write_publication
 from penstock.workers.weights.reaching import LoopEngines
@@ -226,6 +225,8 @@ def make_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     """`(transport, engines=1, timeout_s=5, in_flight=0, **troubles)`."""
     from vllm.distributed.weight_transfer import base, ipc_engine, nccl_engine, packed_tensor
 
+    from penstock.workers.weights.vllm_ipc import PickledIpcEngine
+
     handles: list[torch.Tensor] = []
 
     def export(tensor: torch.Tensor) -> tuple[None, tuple[int, ...]]:
@@ -237,7 +238,6 @@ def make_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     monkeypatch.setattr(packed_tensor, "_get_streams", lambda _, count: (Stream(),) * count)
     monkeypatch.setattr(packed_tensor, "reduce_tensor", export)
     monkeypatch.setattr(torch.multiprocessing.reductions, "rebuild_cuda_tensor", lambda *args: handles[args[7]])
-    monkeypatch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
 
     def make(
         name: str, *, engines: int = 1, timeout_s: float = 5.0, in_flight: int = 0, **troubles: Callable[[], Any]
@@ -268,7 +268,7 @@ def make_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     def worker(name: str, model: Model) -> Any:
         if name == "shm":
             return ShmWorker(model)
-        kind = {"ipc": ipc_engine.IPCWeightTransferEngine, "nccl": nccl_engine.NCCLWeightTransferEngine}[name]
+        kind = {"ipc": PickledIpcEngine, "nccl": nccl_engine.NCCLWeightTransferEngine}[name]
         parallel = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
         config = SimpleNamespace(parallel_config=parallel, model_config=None)
         return kind(SimpleNamespace(backend=name), config, torch.device("cpu"), model)
@@ -591,16 +591,6 @@ def stuck_transport_m2n(trainer: Any) -> StreamTransport:
 def test_an_unknown_transport_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"weights.transport=rdma: unknown"):
         stuck_transport("rdma", None)
-
-
-def test_only_an_engine_that_takes_handles_unpickles(monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
-    monkeypatch.delenv("VLLM_ALLOW_INSECURE_SERIALIZATION", raising=False)
-    for transport, expected in (("shm", None), ("nccl", None), ("ipc", "1")):
-        with vllm_environment(RolloutConfig(num_gpus_per_worker=1), "a-model", 1, transport):
-            assert os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == expected
-        assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in os.environ
 
 
 def test_handles_reach_the_process_of_a_real_engine(tmp_path: Path) -> None:
