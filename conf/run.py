@@ -14,6 +14,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.store import StoreConfig
 from penstock.conf.trainer import TrainerConfig
+from penstock.conf.weights import WeightsConfig, choose_transport
 
 
 @dataclass
@@ -59,6 +60,7 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -124,3 +126,4 @@ def validate(config: RunConfig) -> None:
             f"trainer.num_minibatches={config.trainer.num_minibatches} exceeds trainer.groups_per_step="
             f"{config.trainer.groups_per_step}: a minibatch needs at least one group."
         )
+    choose_transport(config)

@@ -17,6 +17,7 @@ from penstock.algorithms.describe import draw
 from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig
+from penstock.conf.weights import choose_transport, shares_gpus
 from penstock.orchestrator.cluster import check_resources
 from penstock.orchestrator.compose import load_config, to_yaml
 from penstock.orchestrator.fleet import model_path
@@ -38,6 +39,8 @@ class Check:
 def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
     """In the order in which a fault is most worth hearing of; cheap ones first."""
     yield Check("resources", lambda: _resources(config, plan))
+    if any(actor.role == "rollout" for actor in plan):
+        yield Check("weights", lambda: _weights(config))
     yield Check("model", lambda: check_model(config))
     if any(stage.function is None for stage in flow.of_kind("reward")) or config.evaluation.every_steps:
         yield Check("reward", lambda: _reward(config))
@@ -104,6 +107,16 @@ def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
         else "a local Ray"
     )
     return f"{len(plan)} actors reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s); {place}"
+
+
+def _weights(config: RunConfig) -> str:
+    """The transport, and why that one where it was not asked for by name."""
+    transport = choose_transport(config)
+    if config.weights.transport != "auto":
+        return f"{transport}, as asked for"
+    if transport != "shm":
+        return f"{transport}: ranks and engines {'share' if shares_gpus(config) else 'each have'} GPUs"
+    return "shm: through the shared memory of the node"
 
 
 def _reward(config: RunConfig) -> str:

@@ -13,6 +13,7 @@ from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.store import StoreConfig
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+from penstock.conf.weights import WeightsConfig
 
 OUT_OF_RANGE = [
     (RunConfig, "max_staleness", -1),
@@ -71,6 +72,8 @@ OUT_OF_RANGE = [
     (TrainerConfig, "trainer.max_tokens_per_microbatch", 0),
     (TrainerConfig, "trainer.logprob_chunk_tokens", 0),
     (TrainerConfig, "trainer.step_timeout_s", 0.0),
+    (WeightsConfig, "weights.transport", "rdma"),
+    (WeightsConfig, "weights.bucket_mib", 0),
 ]
 
 

@@ -11,7 +11,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.compose import load_config
 from penstock.orchestrator.model_check import check_model, num_parameters
 from penstock.orchestrator.placement import plan_actors
-from penstock.orchestrator.validate import check_run
+from penstock.orchestrator.validate import check_run, checks
 from penstock.workers.models.fresh import build_fresh_model
 
 SMALL = FreshModelConfig(
@@ -117,3 +117,11 @@ def test_the_parameters_of_a_fresh_model_are_counted_as_torch_counts_them(model:
         counted = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
     assert num_parameters(SMALL) == counted
     assert "3.0M" in check_model(load_config(["model=tiny"]))
+
+
+def test_the_transport_of_weights_is_told_and_one_that_cannot_work_refused(rows: Path) -> None:
+    config = load_config([f"data.path={rows}"])
+    flow = build_dataflow(config.algorithm)
+    found = {check.name: check for check in checks(config, flow, plan_actors(flow, config))}
+    assert found["weights"].look() == "shm: through the shared memory of the node"
+    assert "weights.transport=nccl" in refused(ConfigError, f"data.path={rows}", "weights.transport=nccl")

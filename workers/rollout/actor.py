@@ -7,13 +7,15 @@ call after each training step; `generate` serves evaluation and the imperative A
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from penstock.conf.rollout import RolloutConfig
 from penstock.store.client import StoreClient
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.weights.reaching import ReceivingEngine
+from penstock.workers.weights.transport import Info, Part, Update
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,8 @@ class RolloutSpec:
     group_size: int
     greedy: bool = False
     """Serve the greedy stage as well."""
+    transport: str = "shm"
+    """By which new weights come: `conf/weights.py`."""
 
 
 class Rollout:
@@ -35,7 +39,7 @@ class Rollout:
 
     def __init__(self, spec: RolloutSpec, store: Any | None) -> None:
         self._spec = spec
-        self._engine = make_engine(spec.config, spec.model_path, num_threads=spec.num_threads)
+        self._engine = make_engine(spec.config, spec.model_path, num_threads=spec.num_threads, transport=spec.transport)
         self._workers: list[RolloutWorker] = []
         if store is not None:
             self._workers = [self._worker(store, greedy) for greedy in ((False, True) if spec.greedy else (False,))]
@@ -78,8 +82,22 @@ class Rollout:
             )
         )
 
-    async def update(self, publication: Publication) -> None:
-        await self._engine.update(publication)
+    async def update(self, update: Update) -> None:
+        """A publication, or word that a version is being streamed, which `deliver` brings meanwhile."""
+        await self._engine.update(cast(Publication, update))  # engines that are not vLLM's are sent nothing else
+
+    async def connect(self, init_info: Info) -> None:
+        """The trainer's first rank calls it, once, where weights are streamed."""
+        await self._receiving.connect(init_info)
+
+    async def deliver(self, part: Part) -> None:
+        """The trainer's first rank calls it while `update` runs. Returns when the part is loaded."""
+        await self._receiving.deliver(part)
+
+    @property
+    def _receiving(self) -> ReceivingEngine:
+        """Streams are for vLLM engines alone, as `choose_transport` sees to."""
+        return cast(ReceivingEngine, self._engine)
 
     async def version(self) -> int:
         return await self._engine.version()

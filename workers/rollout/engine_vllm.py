@@ -2,6 +2,7 @@
 
     generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution
     update   ─▶ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline, sequences kept
+    deliver  ─▶ where weights are streamed: the parts that `update` loads, from the trainer
 
 Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights
 had read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
@@ -12,14 +13,18 @@ imported in `start`.
 import asyncio
 import gc
 import itertools
-from collections.abc import Awaitable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from penstock.conf.errors import DataError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.vllm_setup import engine_arguments, vllm_environment
+from penstock.workers.weights.inbox import Inbox
 from penstock.workers.weights.reading import MappedWeights, open_publication
+from penstock.workers.weights.transport import Info, Part, Update
 
 T = TypeVar("T")
 
@@ -35,12 +40,17 @@ class VllmEngine:
     serves weights that it does not know.
     """
 
-    def __init__(self, config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0) -> None:
-        """`version`: of the weights in `model_path`. `num_threads`: CPU threads of the forward pass (CPU build)."""
+    def __init__(
+        self, config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0, transport: str = "shm"
+    ) -> None:
+        """`version`: of the weights in `model_path`. `num_threads`: CPU threads of the forward pass (CPU build).
+        `transport`: by which weights will come (`conf/weights.py`)."""
         self._config = config
         self._model_path = model_path
         self._num_threads = num_threads
         self._version = version
+        self._transport = transport
+        self._inbox = Inbox(config.update_timeout_s)
         self._llm: Any = None
         self._tokenizer: Any = None
         self._request_ids = itertools.count()
@@ -74,16 +84,38 @@ class VllmEngine:
             self._in_flight -= 1
         return [self._completion(sample, detokenized=bool(sampling.stop)) for sample in output.outputs]
 
-    async def update(self, publication: Publication) -> None:
-        """Raises `WeightError`, `DeadlineExceeded` (naming the phase), `WorkerDied`."""
+    async def update(self, publication: Update) -> None:
+        """Load a publication; or, told of a streamed update, what `deliver` brings meanwhile.
+
+        Raises `WeightError`, `DeadlineExceeded` (naming the phase), `WorkerDied`.
+        """
         self._check_alive()
         async with self._updating:
-            await self._phase(publication, "verify", asyncio.to_thread(_verify, publication))
+            if isinstance(publication, Publication):
+                await self._phase(publication, "verify", asyncio.to_thread(_verify, publication))
             self._admission.clear()
             try:
                 await self._exchange(publication)
+            except PenstockError as error:
+                self._inbox.refuse(publication.version, error)
+                raise
             finally:
                 self._admission.set()
+
+    async def connect(self, init_info: Info) -> None:
+        """Meet the trainer, where weights are streamed. Returns when both are there; raises as `update` does."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        self._check_alive()
+        call = self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        await self._in_time(
+            "connecting to the trainer", call, self._config.update_timeout_s, "rollout.update_timeout_s"
+        )
+
+    async def deliver(self, part: Part) -> None:
+        """A part of a streamed update; returns when it is loaded, or raises why not."""
+        self._check_alive()
+        await self._inbox.put(part)
 
     async def version(self) -> int:
         """As the engine process says."""
@@ -111,7 +143,7 @@ class VllmEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            arguments = engine_arguments(self._config, self._model_path)
+            arguments = engine_arguments(self._config, self._model_path, self._transport)
             try:
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
             except (RuntimeError, ValueError, OSError) as error:
@@ -154,13 +186,9 @@ class VllmEngine:
 
     # Update
 
-    async def _exchange(self, publication: Publication) -> None:
+    async def _exchange(self, publication: Update) -> None:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         version = str(publication.version)
-        info = {"directory": publication.directory, "version": publication.version}
-        request = WeightTransferUpdateRequest(update_info=info)
         paused = self._in_flight > 0
         if paused:
             await self._pause(publication)
@@ -173,11 +201,11 @@ class VllmEngine:
                 await self._resume(publication)
             raise
         try:
-            await self._phase(publication, "load", self._llm.update_weights(request))
-            await self._phase(publication, "finish", self._llm.finish_weight_update(weight_version=version))
-            served = await self._phase(publication, "version", self._llm.get_weight_version())
-            if served != version:
-                raise WeightError(f"weight update to version {version}: the engine says it serves {served!r}.")
+            async with self._loaded(publication):
+                await self._phase(publication, "finish", self._llm.finish_weight_update(weight_version=version))
+                served = await self._phase(publication, "version", self._llm.get_weight_version())
+                if served != version:
+                    raise WeightError(f"weight update to version {version}: the engine says it serves {served!r}.")
         except PenstockError as error:
             self._broken = str(error)
             raise
@@ -185,21 +213,37 @@ class VllmEngine:
             await self._resume(publication)
         self._version = publication.version
 
-    async def _pause(self, publication: Publication) -> None:
+    @asynccontextmanager
+    async def _loaded(self, update: Update) -> AsyncIterator[None]:
+        """Within it all weights are in. A sender is told of the end only once the version has been asserted as well."""
+        if isinstance(update, Publication):
+            await self._load(update, {"directory": update.directory, "version": update.version})
+            yield
+        else:
+            async with self._inbox.received(update, partial(self._load, update)):
+                yield
+
+    async def _load(self, update: Update, info: Info) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        request = WeightTransferUpdateRequest(update_info=info)
+        await self._phase(update, "load", self._llm.update_weights(request))
+
+    async def _pause(self, publication: Update) -> None:
         try:
             await self._phase(publication, "pause", self._llm.pause_generation(mode="keep", clear_cache=True))
         except PenstockError:
             await self._resume(publication)
             raise
 
-    async def _resume(self, publication: Publication) -> None:
+    async def _resume(self, publication: Update) -> None:
         try:
             await self._phase(publication, "resume", self._llm.resume_generation())
         except PenstockError as error:
             self._broken = str(error)
             raise
 
-    async def _phase(self, publication: Publication, name: str, call: Awaitable[T]) -> T:
+    async def _phase(self, publication: Update, name: str, call: Awaitable[T]) -> T:
         phase = f"weight update to version {publication.version}, phase {name}"
         return await self._in_time(phase, call, self._config.update_timeout_s, "rollout.update_timeout_s")
 

@@ -5,13 +5,15 @@ from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.workers.protocols import RolloutEngine
 
 
-def make_engine(config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0) -> RolloutEngine:
-    """An engine that is not started yet. `version`: of the weights in `model_path`. Raises `ConfigError` for an unknown
-    name."""
+def make_engine(
+    config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0, transport: str = "shm"
+) -> RolloutEngine:
+    """An engine that is not started yet. `version`: of the weights in `model_path`. `transport`: by which others will
+    come; those that stream are vLLM's alone (`conf/weights.py`). Raises `ConfigError` for an unknown name."""
     if config.engine == "vllm":
         from penstock.workers.rollout.engine_vllm import VllmEngine
 
-        return VllmEngine(config, model_path, num_threads=num_threads, version=version)
+        return VllmEngine(config, model_path, num_threads=num_threads, version=version, transport=transport)
     if config.engine == "hf":
         from penstock.workers.rollout.engine_hf import HfEngine
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.rollout import RolloutConfig
-from penstock.workers.weights.vllm_plugin import BACKEND
+from penstock.workers.weights.transport import vllm_backend
 
 CPU_BATCHED_TOKENS = 4096
 """Prompt tokens of one step of the CPU engine; prompts beyond them wait for the next, whole."""
@@ -19,8 +19,8 @@ CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
 
-def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`. Imports vLLM."""
+def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "shm") -> dict[str, Any]:
+    """Keyword arguments of `AsyncEngineArgs`. `transport`: of weights. Imports vLLM."""
     from vllm.config import WeightTransferConfig
 
     arguments: dict[str, Any] = {
@@ -31,7 +31,7 @@ def engine_arguments(config: RolloutConfig, model_path: str) -> dict[str, Any]:
         "tensor_parallel_size": config.tensor_parallel_size,
         "enforce_eager": config.enforce_eager,
         "logprobs_mode": "processed_logprobs",
-        "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        "weight_transfer_config": WeightTransferConfig(backend=vllm_backend(transport)),
         "enable_prefix_caching": True,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -1,11 +1,16 @@
-"""vLLM plugin: makes the weight-transfer backend `penstock_shm` known to vLLM, in every process that vLLM starts.
+"""vLLM plugin: makes Penstock's weight-transfer backends known to vLLM, in every process that vLLM starts.
 
 vLLM calls `register` through the entry point `vllm.general_plugins`, in whatever environment Penstock is installed,
-also for people who use vLLM without Penstock: so it imports nothing of either beyond vLLM's own factory, and loads the
+also for people who use vLLM without Penstock: so it imports nothing of either beyond vLLM's own factory, and loads a
 backend only when an engine asks for it by name.
 """
 
 BACKEND = "penstock_shm"
+IPC_BACKEND = "penstock_ipc"
+CLASSES = {
+    BACKEND: ("penstock.workers.weights.vllm_transfer", "ShmTransferEngine"),
+    IPC_BACKEND: ("penstock.workers.weights.vllm_ipc", "PickledIpcEngine"),
+}
 
 
 def register() -> None:
@@ -14,9 +19,8 @@ def register() -> None:
         from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     except ImportError:
         return
-    try:
-        WeightTransferEngineFactory.register_engine(
-            BACKEND, "penstock.workers.weights.vllm_transfer", "ShmTransferEngine"
-        )
-    except ValueError:
-        return  # registered by an earlier call in this process
+    for name, (module, class_name) in CLASSES.items():
+        try:
+            WeightTransferEngineFactory.register_engine(name, module, class_name)
+        except ValueError:
+            continue  # registered by an earlier call in this process

@@ -1,0 +1,213 @@
+"""Weights from a trainer on a GPU to a vLLM engine on a GPU, by every transport that this machine's GPUs allow.
+
+    python -m benchmarks.gpu.weights --json gpu_weights.json
+
+One GPU: `shm`, and `ipc` with trainer and engine sharing it. Two: `nccl` as well, the engine on the second. A random
+Qwen2 of 0.5B parameters, float32 in one trainer process, bfloat16 in the engine. Each round changes the weights,
+publishes them and asks the engine for log-probabilities, which are compared with the trainer's own: a transport that
+loses something shows there.
+"""
+
+import asyncio
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.machine import count_gpus, gpu_names, write_model
+from benchmarks.harness import parse_arguments, write_json
+from penstock.conf.rollout import RolloutConfig
+from penstock.conf.weights import WeightsConfig
+from penstock.workers.protocols import Sampling
+from penstock.workers.rollout.engine_vllm import VllmEngine
+from penstock.workers.weights.making import TrainerSide, make_transport
+from penstock.workers.weights.publication import reclaim, write_publication
+from penstock.workers.weights.reaching import LoopEngines
+from penstock.workers.weights.roots import SHARED_MEMORY, claim_root, remove_root
+from penstock.workers.weights.transport import Transport
+
+NUM_ROUNDS = 5
+SCALE = 1.02
+"""By which all weights grow each round, so that versions differ."""
+PROMPT = list(range(3, 35))
+RESPONSE_TOKENS = 32
+ENGINE = {"max_model_len": 1024, "max_concurrent_samples": 64, "gpu_memory_utilization": 0.3}
+
+
+class Trainer:
+    """The weights of one rank, without an optimizer."""
+
+    def __init__(self, model_path: Path, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.device = device
+        self.lm: Any = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).to(device).eval()
+
+    def side(self, dtype: str) -> TrainerSide:
+        return TrainerSide(
+            0,
+            1,
+            self.device,
+            publish=lambda root, version: write_publication(root, version, self.lm.named_parameters(), dtype),
+            pieces=self._pieces,
+            gather=lambda value: [value],
+            module=self.lm,
+            dtype=dtype,
+        )
+
+    def _pieces(self) -> Iterator[Any]:
+        for name, parameter in self.lm.named_parameters():
+            yield SimpleNamespace(name=name, shape=tuple(parameter.shape), first=0, values=parameter.reshape(-1))
+
+    @torch.no_grad()
+    def change(self) -> None:
+        for parameter in self.lm.parameters():
+            parameter.mul_(SCALE)
+
+    @torch.no_grad()
+    def mean_difference(self, response_ids: list[int], logprobs: list[float]) -> float:
+        """Of the engine's log-probabilities from this trainer's, per token, absolute."""
+        ids = torch.tensor([PROMPT + response_ids], device=self.device)
+        logits = self.lm(ids).logits[0, len(PROMPT) - 1 : -1].float()
+        own = logits.log_softmax(-1).gather(1, ids[0, len(PROMPT) :, None])[:, 0].cpu()
+        return float((own - torch.tensor(logprobs)).abs().mean())
+
+
+@contextmanager
+def visible(gpu: int | None) -> Iterator[None]:
+    """Processes started meanwhile see this GPU only. None: all."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = before.split(",")[gpu] if before else str(gpu)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+        else:
+            os.environ["CUDA_VISIBLE_DEVICES"] = before
+
+
+@asynccontextmanager
+async def connected(
+    name: str, trainer: Trainer, engine: VllmEngine, root: Path, gpu: int | None
+) -> AsyncIterator[Transport]:
+    """Engine and transport, ready for the first version."""
+    with visible(gpu):
+        await engine.start()
+    transport = None
+    try:
+        transport = make_transport(
+            name, trainer.side("bfloat16"), directory=str(root), bucket_mib=WeightsConfig().bucket_mib, timeout_s=120.0
+        )
+        engines = LoopEngines([engine], asyncio.get_running_loop())
+        await asyncio.to_thread(transport.connect, engines, "127.0.0.1:29711")
+        yield transport
+    finally:
+        if transport is not None:
+            transport.close()
+        await engine.close()
+
+
+async def measure(
+    name: str, trainer: Trainer, model_path: Path, root: Path, *, gpu: int | None, num_rounds: int
+) -> list[dict[str, Any]]:
+    """All rounds of one transport. The first is left out: it allocates."""
+    on_gpu = trainer.device.type == "cuda"
+    config = RolloutConfig(dtype="bfloat16", num_gpus_per_worker=1 if on_gpu else 0, **ENGINE)
+    engine = VllmEngine(config, str(model_path), num_threads=1, transport=name)
+    rounds = []
+    async with connected(name, trainer, engine, root, gpu) as transport:
+        for version in range(1, num_rounds + 2):
+            trainer.change()
+            if on_gpu:
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated() if on_gpu else 0
+            start = time.perf_counter()
+            update = await asyncio.to_thread(transport.prepare, version)
+            prepared = time.perf_counter()
+            await asyncio.gather(asyncio.to_thread(transport.send, version), engine.update(update))
+            done = time.perf_counter()
+            extra = torch.cuda.max_memory_allocated() - held if on_gpu else 0
+            reclaim(root)
+            sampling = Sampling(max_tokens=RESPONSE_TOKENS, ignore_eos=True, seed=version)
+            (completion,) = await engine.generate(PROMPT, 1, sampling)
+            assert set(completion.versions) == {version}
+            rounds.append(
+                {
+                    "transport": name,
+                    "version": version,
+                    "prepare_s": prepared - start,
+                    "update_s": done - prepared,
+                    "total_s": done - start,
+                    "extra_gpu_bytes": extra,
+                    "logprob_difference": trainer.mean_difference(completion.token_ids, completion.logprobs),
+                }
+            )
+    return rounds[1:]
+
+
+def print_rounds(rounds: list[dict[str, Any]], num_bytes: int) -> None:
+    table = Table(title=f"Weights of {num_bytes / 1e9:.2f} GB (bfloat16) to one engine, medians")
+    for column in (
+        "transport",
+        "prepare",
+        "engines paused",
+        "in all",
+        "GB/s",
+        "extra GPU memory",
+        "logprob difference",
+    ):
+        table.add_column(column, justify="left" if column == "transport" else "right")
+    for name in dict.fromkeys(entry["transport"] for entry in rounds):
+        some = [entry for entry in rounds if entry["transport"] == name]
+        middle = {key: statistics.median(entry[key] for entry in some) for key in some[0] if key != "transport"}
+        table.add_row(
+            name,
+            f"{middle['prepare_s']:.3f} s",
+            f"{middle['update_s']:.3f} s",
+            f"{middle['total_s']:.3f} s",
+            f"{num_bytes / 1e9 / middle['total_s']:.1f}",
+            f"{middle['extra_gpu_bytes'] / 2**20:.0f} MiB",
+            f"{middle['logprob_difference']:.4f}",
+        )
+    Console(file=sys.stdout).print(table)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    num_gpus = count_gpus("weights")
+    num_rounds = 2 if arguments.quick else arguments.rounds or NUM_ROUNDS
+    device = torch.device("cuda", 0)
+    places: dict[str, int | None] = {"shm": 0, "ipc": 0} | ({"nccl": 1} if num_gpus > 1 else {})
+    rounds: list[dict[str, Any]] = []
+    root = claim_root(Path(SHARED_MEMORY) / f"penstock-gpu-weights-{os.getpid()}")
+    try:
+        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+            model_path = Path(folder)
+            num_bytes = 2 * write_model(model_path, "small" if arguments.quick else "0.5b", device)
+            for name, gpu in places.items():
+                trainer = Trainer(model_path, device)
+                rounds += asyncio.run(measure(name, trainer, model_path, root / name, gpu=gpu, num_rounds=num_rounds))
+                print(rounds[-1], flush=True)
+                del trainer
+                torch.cuda.empty_cache()
+    finally:
+        remove_root(root)
+    print_rounds(rounds, num_bytes)
+    write_json(arguments.json, "gpu_weights", rounds, [], gpus=gpu_names())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""By which way new weights come from the trainer to the engines."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from penstock.conf.checks import at_least, one_of
+from penstock.conf.errors import ConfigError
+
+if TYPE_CHECKING:
+    from penstock.conf.run import RunConfig
+
+TRANSPORTS = ("shm", "ipc", "nccl", "nccl_m2n")
+STREAMS = ("ipc", "nccl", "nccl_m2n")
+"""Those that stream from GPU to GPU, while engines wait; vLLM's own weight-transfer backends, by its names."""
+
+
+@dataclass
+class WeightsConfig:
+    transport: str = "auto"
+    """auto, or one of:
+    shm: a file in the node's shared memory, written by all ranks at once and mapped by every engine. Without GPUs the
+    only way, and with them the one that works for every engine and every placement on one node.
+    ipc: handles to GPU memory that trainer and engine share, where both run on the same GPU.
+    nccl: broadcast from rank 0 to engines on GPUs of their own, also on other nodes.
+    nccl_m2n: each FSDP2 rank's shard straight to where an engine wants it, without a whole tensor anywhere; needs
+    NVIDIA's `nccl-extensions` and NCCL 2.30.5, which vLLM does not bring, so it is never chosen by itself.
+    auto takes ipc where trainer ranks and vLLM engines share GPUs, nccl where each has its own, and shm otherwise."""
+    bucket_mib: int = 256
+    """ipc and nccl: bytes that are gathered and under way at a time, in MiB; at least the largest tensor. Larger
+    buckets mean fewer calls and more GPU memory beside the weights: once it for ipc, up to four times for nccl."""
+
+    def __post_init__(self) -> None:
+        one_of("weights.transport", self.transport, ("auto", *TRANSPORTS))
+        at_least("weights.bucket_mib", self.bucket_mib, 1)
+
+
+def choose_transport(config: "RunConfig") -> str:
+    """One of `TRANSPORTS`. Raises `ConfigError` for a choice that the rest of the run makes impossible."""
+    wanted = config.weights.transport
+    if wanted == "auto":
+        return _natural(config)
+    if wanted in STREAMS:
+        _check_stream(wanted, config)
+    return wanted
+
+
+def shares_gpus(config: "RunConfig") -> bool:
+    """Whether a trainer rank and an engine live on the same GPU: each reserves a part of one, together at most all of
+    it."""
+    trainer, engine = config.trainer.num_gpus_per_rank, config.rollout.num_gpus_per_worker
+    return 0 < trainer < 1 and 0 < engine < 1 and trainer + engine <= 1
+
+
+def _natural(config: "RunConfig") -> str:
+    on_gpus = config.trainer.num_gpus_per_rank > 0 and config.rollout.num_gpus_per_worker > 0
+    if not on_gpus or config.rollout.engine != "vllm":
+        return "shm"
+    if not shares_gpus(config):
+        return "nccl"
+    return "ipc" if _every_engine_has_a_rank(config) else "shm"
+
+
+def _every_engine_has_a_rank(config: "RunConfig") -> bool:
+    return config.rollout.tensor_parallel_size == 1 and config.rollout.num_workers <= config.trainer.num_ranks
+
+
+def _check_stream(wanted: str, config: "RunConfig") -> None:
+    key = f"weights.transport={wanted}"
+    if config.rollout.engine != "vllm":
+        raise ConfigError(
+            f"{key}: only vLLM engines receive it, and rollout.engine={config.rollout.engine}. Use "
+            "weights.transport=shm or rollout.engine=vllm."
+        )
+    for section, count in (
+        ("trainer.num_gpus_per_rank", config.trainer.num_gpus_per_rank),
+        ("rollout.num_gpus_per_worker", config.rollout.num_gpus_per_worker),
+    ):
+        if not count:
+            raise ConfigError(
+                f"{key}: it moves weights from GPU to GPU, and {section}=0. Use weights.transport=shm, or give it GPUs."
+            )
+    _check_place(wanted, key, config)
+    if wanted == "nccl_m2n" and config.trainer.engine != "fsdp":
+        raise ConfigError(
+            f"{key}: it reads the shards of FSDP2, and trainer.engine={config.trainer.engine}. Use "
+            "weights.transport=nccl or trainer.engine=fsdp."
+        )
+
+
+def _check_place(wanted: str, key: str, config: "RunConfig") -> None:
+    """ipc wants one GPU for both, NCCL one for each."""
+    gpus = (
+        f"trainer.num_gpus_per_rank={config.trainer.num_gpus_per_rank:g} and "
+        f"rollout.num_gpus_per_worker={config.rollout.num_gpus_per_worker:g}"
+    )
+    if wanted == "ipc" and not shares_gpus(config):
+        raise ConfigError(
+            f"{key}: a rank and an engine must share a GPU, and {gpus} give them one each. Give each a part, such as "
+            "0.5 and 0.5, or use weights.transport=nccl."
+        )
+    if wanted == "ipc" and not _every_engine_has_a_rank(config):
+        raise ConfigError(
+            f"{key}: every engine needs a rank on its GPU, but rollout.num_workers={config.rollout.num_workers} "
+            f"engines of rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} meet "
+            f"trainer.num_ranks={config.trainer.num_ranks}. Use as many ranks as engines, of one GPU each, or "
+            "weights.transport=shm."
+        )
+    if wanted != "ipc" and shares_gpus(config):
+        raise ConfigError(
+            f"{key}: NCCL cannot connect two processes on one GPU, and {gpus} let a rank and an engine share one. Use "
+            "weights.transport=ipc, or whole GPUs for each."
+        )

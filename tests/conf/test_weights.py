@@ -1,0 +1,93 @@
+"""Which transport a configuration gets, and which it cannot have."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.errors import ConfigError
+from penstock.conf.rollout import ENGINES, RolloutConfig
+from penstock.conf.run import RunConfig, validate
+from penstock.conf.trainer import TrainerConfig
+from penstock.conf.weights import STREAMS, TRANSPORTS, WeightsConfig, choose_transport, shares_gpus
+
+
+def run(transport="auto", trainer_gpus=0.0, engine_gpus=0.0, ranks=1, **rollout):
+    return RunConfig(
+        algorithm=GrpoConfig(),
+        weights=WeightsConfig(transport=transport),
+        trainer=TrainerConfig(num_gpus_per_rank=trainer_gpus, num_ranks=ranks),
+        rollout=RolloutConfig(num_gpus_per_worker=engine_gpus, **rollout),
+    )
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (run(), "shm"),
+        (run(trainer_gpus=1), "shm"),
+        (run(engine_gpus=1), "shm"),
+        (run(trainer_gpus=1, engine_gpus=1), "nccl"),
+        (run(trainer_gpus=0.5, engine_gpus=0.5), "ipc"),
+        (run(trainer_gpus=0.6, engine_gpus=0.5), "nccl"),  # together more than one
+        (run(trainer_gpus=0.5, engine_gpus=0.5, num_workers=2, ranks=2), "ipc"),
+        (run(trainer_gpus=0.5, engine_gpus=0.5, num_workers=2), "shm"),  # an engine without a rank on its GPU
+        (run(trainer_gpus=0.5, engine_gpus=0.5, tensor_parallel_size=2, ranks=2), "shm"),
+        (run(trainer_gpus=1, engine_gpus=1, tensor_parallel_size=2), "nccl"),
+        (run(trainer_gpus=1, engine_gpus=1, engine="hf"), "shm"),
+        (run(engine="scripted"), "shm"),
+    ],
+)
+def test_auto_takes_what_fits_the_placement(config, expected):
+    assert choose_transport(config) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (run("ipc"), r"transport=ipc: it moves weights from GPU to GPU, and trainer.num_gpus_per_rank=0"),
+        (run("nccl"), r"transport=nccl: .* trainer.num_gpus_per_rank=0"),
+        (run("nccl", trainer_gpus=1), r"transport=nccl: .* rollout.num_gpus_per_worker=0"),
+        (run("nccl_m2n", engine_gpus=1), r"transport=nccl_m2n: .* trainer.num_gpus_per_rank=0"),
+        (run("nccl", 1, 1, engine="hf"), r"transport=nccl: only vLLM engines .* rollout.engine=hf"),
+        (run("ipc", 1, 1), r"transport=ipc: .* must share a GPU, and trainer.num_gpus_per_rank=1 and .*=1 give"),
+        (run("nccl", 0.5, 0.5), r"transport=nccl: NCCL cannot connect two processes on one GPU"),
+        (run("ipc", 0.5, 0.5, num_workers=2), r"rollout.num_workers=2 engines .* trainer.num_ranks=1"),
+        (run("ipc", 0.5, 0.5, ranks=2, tensor_parallel_size=2), r"tensor_parallel_size=2 meet trainer.num_ranks=2"),
+    ],
+)
+def test_a_choice_that_cannot_work_is_refused_with_its_keys(config, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(config)
+
+
+def test_what_was_asked_for_is_taken_where_it_works():
+    assert choose_transport(run("shm", 1, 1)) == "shm"
+    assert choose_transport(run("nccl_m2n", 1, 1)) == "nccl_m2n"
+    assert choose_transport(run("ipc", 0.4, 0.5)) == "ipc"
+
+
+def test_an_unknown_transport_and_an_empty_bucket_are_refused():
+    with pytest.raises(ConfigError, match=r"weights.transport=ncl: unknown; did you mean 'nccl'"):
+        WeightsConfig(transport="ncl")
+    with pytest.raises(ConfigError, match=r"weights.bucket_mib=0"):
+        WeightsConfig(bucket_mib=0)
+
+
+@given(
+    st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0, 2.0]),
+    st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 2),
+    st.sampled_from(ENGINES),
+)
+def test_what_auto_takes_may_be_asked_for_by_name(trainer_gpus, engine_gpus, ranks, workers, parallel, engine):
+    sizes = {"num_workers": workers, "tensor_parallel_size": parallel, "engine": engine}
+    chosen = choose_transport(run("auto", trainer_gpus, engine_gpus, ranks, **sizes))
+    config = run(chosen, trainer_gpus, engine_gpus, ranks, **sizes)
+    assert choose_transport(config) == chosen
+    assert chosen in TRANSPORTS
+    if chosen in STREAMS:
+        assert min(trainer_gpus, engine_gpus) > 0
+        assert (chosen == "ipc") == shares_gpus(config)

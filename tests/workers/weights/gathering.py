@@ -1,0 +1,82 @@
+"""One rank of `test_source.py`, in a process of its own: `python gathering.py RANK NUM_RANKS ADDRESS DIRECTORY`.
+
+Gathers a stream of whole tensors twice, once as the rank that sends and once, on other ranks, through vLLM's own
+sender, which only joins in.
+"""
+
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from penstock.workers.weights.making import TrainerSide, make_transport
+from penstock.workers.weights.source import WeightStream
+from penstock.workers.weights.streaming import StreamTransport
+
+SHAPES = {"embed": (7, 3), "bias": (5,), "scale": (), "one_row": (1, 4), "steps": (3,)}
+CUTS = {"embed": 10, "bias": 3, "scale": 1, "one_row": 4, "steps": 3}
+"""Elements of the first rank of two; the second has the rest, which may be none, and need not begin at a row."""
+
+
+def full(name: str) -> torch.Tensor:
+    count = torch.Size(SHAPES[name]).numel()
+    values = torch.arange(count) if name == "steps" else torch.arange(count) / 3 + len(name)
+    return values.reshape(SHAPES[name])
+
+
+def pieces(rank: int, num_ranks: int) -> list[Any]:
+    """Flat pieces of this rank, float32 but for `steps`."""
+    found = []
+    for name, shape in SHAPES.items():
+        flat = full(name).reshape(-1)
+        cut = CUTS[name] if num_ranks == 2 else flat.numel()
+        first, last = (0, cut) if rank == 0 else (cut, flat.numel())
+        found.append(SimpleNamespace(name=name, shape=shape, first=first, values=flat[first:last].clone()))
+    return found
+
+
+class Sender:
+    """In place of vLLM's engine on the rank that sends."""
+
+    def __init__(self, source: WeightStream) -> None:
+        self.source, self.sent = source, {}
+
+    def send_weights(self) -> None:
+        self.sent = {name: tensor.clone() for name, tensor in self.source}
+
+    def shutdown(self) -> None:
+        pass
+
+
+def run(rank: int, num_ranks: int, address: str, directory: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=num_ranks)
+
+    def gather(value: Any) -> list[Any]:
+        values: list[Any] = [None] * num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
+    device = torch.device("cpu")
+    stream = WeightStream(lambda: pieces(rank, num_ranks), "bfloat16", device, gather)
+    torch.save(dict(stream), directory / f"gathered.{rank}.pt")
+
+    side = TrainerSide(
+        rank, num_ranks, device, lambda *_: None, lambda: pieces(rank, num_ranks), gather, torch.nn.Module(),
+        "bfloat16",
+    )  # fmt: skip
+    transport = make_transport("nccl", side, directory="", bucket_mib=1, timeout_s=60.0)
+    assert isinstance(transport, StreamTransport)
+    if rank == 0:
+        transport._trainer_init = lambda info, *, client, source: Sender(source)
+    transport.connect(SimpleNamespace(num_engines=1, workers_per_engine=1), "127.0.0.1:1")
+    transport.send(1)
+    torch.save(transport._engine.sent if rank == 0 else {}, directory / f"sent.{rank}.pt")
+    transport.close()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -1,0 +1,124 @@
+"""Whole tensors from the ranks' pieces: the same on every rank, in the engines' dtype, one at a time."""
+
+import importlib.util
+import math
+import socket
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.conf.errors import WeightError
+from penstock.workers.weights.source import WeightStream, _spans_by_tensor
+
+HERE = Path(__file__).parent
+_spec = importlib.util.spec_from_file_location("gathering", HERE / "gathering.py")
+assert _spec is not None
+assert _spec.loader is not None
+gathering = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(gathering)
+
+
+def alone(pieces: Any, dtype: str = "bfloat16") -> WeightStream:
+    return WeightStream(pieces, dtype, torch.device("cpu"), lambda value: [value])
+
+
+def piece(name: str, *shape: int) -> Any:
+    values = torch.arange(math.prod(shape), dtype=torch.float32)
+    return SimpleNamespace(name=name, shape=shape, first=0, values=values)
+
+
+def test_one_rank_has_whole_tensors_and_only_casts_them() -> None:
+    own = [piece("a", 2, 3), SimpleNamespace(name="n", shape=(2,), first=0, values=torch.tensor([4, 5]))]
+    stream = alone(lambda: own)
+    metas = [(meta.name, meta.dtype, meta.shape, meta.num_bytes) for meta in stream.metadata()]
+    assert metas == [("a", torch.bfloat16, (2, 3), 12), ("n", torch.int64, (2,), 16)]
+    tensors = dict(stream)
+    assert torch.equal(tensors["a"], torch.tensor([[0.0, 1, 2], [3, 4, 5]], dtype=torch.bfloat16))
+    assert torch.equal(tensors["n"], torch.tensor([4, 5]))
+
+
+def test_a_pass_holds_no_tensor_but_the_one_that_was_taken() -> None:
+    stream = alone(lambda: iter([piece(name, 4) for name in "abcd"]))
+    alive = []
+    for _, tensor in stream:
+        alive.append(weakref.ref(tensor))
+        del tensor
+        assert sum(reference() is not None for reference in alive) <= 1
+
+
+def test_a_stream_says_how_far_it_is() -> None:
+    stream = alone(lambda: [piece("a", 1), piece("b", 1)])
+    taken = iter(stream)
+    next(taken), next(taken)
+    assert stream.position == "1 of 2 tensors taken, at 'b'"
+    assert next(taken, None) is None
+    assert stream.position == "2 of 2 tensors taken, past the last"
+
+
+def test_a_trainer_that_changes_the_order_of_its_weights_is_refused() -> None:
+    orders = iter(["ab", "ab", "ba"])
+    stream = alone(lambda: [piece(name, 1) for name in next(orders)])
+    with pytest.raises(WeightError, match="'b' instead of 'a'"):
+        list(stream)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.data())
+def test_pieces_that_are_every_element_once_are_taken_and_others_refused(counts: list[int], data: Any) -> None:
+    total, first, own = sum(counts), 0, []
+    for count in counts:
+        own.append([("w", (total,), first, count)])
+        first += count
+    assert [count for _, count in _spans_by_tensor(own)[0]] == counts
+    rank = data.draw(st.integers(0, len(counts) - 1))
+    name, shape, first, count = own[rank][0]
+    own[rank] = [(name, shape, first, count + 1)]
+    with pytest.raises(WeightError, match=r"'w' of shape .* are not every element once"):
+        _spans_by_tensor(own)
+
+
+def test_ranks_that_list_different_tensors_are_refused() -> None:
+    with pytest.raises(WeightError, match="different orders"):
+        _spans_by_tensor([[("a", (1,), 0, 1), ("b", (1,), 0, 1)], [("b", (1,), 0, 0), ("a", (1,), 0, 0)]])
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What two processes left."""
+    pytest.importorskip("vllm", reason="vLLM is not installed: its sender is not tested")
+    directory = tmp_path_factory.mktemp("two")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "gathering.py"), str(rank), "2", address, str(directory)],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    return directory
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.parametrize("file", ["gathered.0.pt", "gathered.1.pt", "sent.0.pt"])
+def test_two_ranks_gather_what_one_has(two: Path, file: str) -> None:
+    """`sent`: while the other rank joins in through vLLM's sender for ranks that do not send."""
+    gathered = torch.load(two / file)
+    assert list(gathered) == list(gathering.SHAPES)
+    for name, tensor in gathered.items():
+        expected = gathering.full(name)
+        expected = expected if name == "steps" else expected.to(torch.bfloat16)
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor, expected), name

@@ -1,0 +1,60 @@
+"""A rank's transport, by its name. Called by the trainer's actor and by benchmarks."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.weights import TRANSPORTS
+from penstock.workers.protocols import Publication
+from penstock.workers.weights.source import Piece, WeightStream
+from penstock.workers.weights.streaming import INIT_INFOS, SenderPlace, StreamTransport
+from penstock.workers.weights.transport import ShmTransport, Transport
+
+PATIENCE = 1.5
+"""A sender waits for so many deadlines of an engine, so that it hears the engine's own error first."""
+
+
+@dataclass(frozen=True)
+class TrainerSide:
+    """What a transport needs of the rank that it serves."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    publish: Callable[[str, int], Publication]
+    """The trainer's, collective."""
+    pieces: Callable[[], Iterable[Piece]]
+    """This rank's elements of every tensor that engines load, in the same order on every rank."""
+    gather: Callable[[Any], list[Any]]
+    """A small value of every rank, in order of rank; collective."""
+    module: nn.Module
+    """Whose parameters are DTensors under HF names, for nccl_m2n."""
+    dtype: str
+    """Of the engines."""
+
+
+def make_transport(name: str, side: TrainerSide, *, directory: str, bucket_mib: int, timeout_s: float) -> Transport:
+    """Collective. `directory`: root of publications in shared memory. `timeout_s`: `rollout.update_timeout_s`.
+
+    Raises `ConfigError` for an unknown name, `WeightError` when the ranks' pieces do not make whole tensors.
+    """
+    if name == "shm":
+        return ShmTransport(side.publish, directory)
+    if name not in INIT_INFOS:
+        raise ConfigError(f"weights.transport={name}: unknown{suggest(name, TRANSPORTS)}")
+    place = SenderPlace(side.rank, side.num_ranks, side.device, PATIENCE * timeout_s, bucket_mib * 2**20)
+    stream = WeightStream(side.pieces, side.dtype, side.device, side.gather)
+    return StreamTransport(name, INIT_INFOS[name], stream, place, _source(name, side))
+
+
+def _source(name: str, side: TrainerSide) -> Any:
+    """None: the stream itself."""
+    if name != "nccl_m2n":
+        return None
+    from penstock.workers.weights.resharding import ShardStream
+
+    return ShardStream(side.module, side.num_ranks, side.dtype)

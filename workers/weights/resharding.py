@@ -1,0 +1,31 @@
+"""What `nccl_m2n` sends: each rank's shards as they lie, in the engines' dtype. Nothing is gathered.
+
+Imports vLLM, so it is imported where a stream is made (`making.py`).
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.m2n_source import DTensorModuleSource
+
+
+class ShardStream(DTensorModuleSource):
+    """FSDP2's DTensors with their placements. The cast makes one shard's copy at a time.
+
+    vLLM reads `metadata` once, when trainer and engines connect, and checks there what its library can express: shards
+    of equal size, at most three dimensions.
+    """
+
+    def __init__(self, module: nn.Module, num_ranks: int, dtype: str) -> None:
+        super().__init__(module, num_ranks)
+        self._dtype: torch.dtype = getattr(torch, dtype)
+
+    def metadata(self) -> list[Any]:
+        return [replace(meta, dtype=self._dtype) for meta in super().metadata()]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, shard in super().__iter__():
+            yield name, shard.detach().to(self._dtype)

@@ -1,0 +1,137 @@
+"""The trainer's weights as a stream of whole tensors in the engines' dtype, one at a time, on every rank.
+
+    for piece in pieces():  this rank's elements ─▶ cast ─▶ every owner broadcasts its elements into its place ─▶ whole
+
+A tensor is whole only while whoever iterates holds it, so a bucket of them is all that is ever gathered. Has the two
+channels that vLLM's trainer-side engines read (their `WeightSource`): `metadata`, and iteration in the same order.
+Made by `streaming.py`.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from penstock.conf.errors import WeightError
+
+
+class Piece(Protocol):
+    """Elements of one tensor that this rank has. Over all ranks every element is in exactly one piece."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the full tensor."""
+
+    @property
+    def first(self) -> int:
+        """Index of `values[0]` in the flattened full tensor."""
+
+    @property
+    def values(self) -> Tensor:
+        """`[n]`, n may be 0."""
+
+
+@dataclass(frozen=True)
+class TensorMeta:
+    """What a tensor of the stream will be; the fields of vLLM's `ParamMeta`."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class WeightStream:
+    """Re-iterable: each pass gathers anew. Every rank makes the same passes, since gathering is collective."""
+
+    def __init__(
+        self,
+        pieces: Callable[[], Iterable[Piece]],
+        dtype: str,
+        device: torch.device,
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        """`pieces`: of this rank, in the same order on each and each time. `dtype`: of the engines; integers stay as
+        they are. `device`: where whole tensors are made. `gather`: a small value of every rank, in order of rank.
+        Collective, once. Raises `WeightError` when the ranks' pieces do not make whole tensors.
+        """
+        self._pieces = pieces
+        self._dtype: torch.dtype = getattr(torch, dtype)
+        self._device = device
+        own = [(piece.name, tuple(piece.shape), piece.first, piece.values.numel()) for piece in pieces()]
+        self._spans = _spans_by_tensor(gather(own))
+        self._metadata = [
+            TensorMeta(piece.name, self._wire_dtype(piece.values), tuple(piece.shape)) for piece in pieces()
+        ]
+        self.num_taken = 0
+        """Tensors of the current pass, or the last one, that were taken."""
+
+    def metadata(self) -> list[TensorMeta]:
+        """Of every tensor, in the order of iteration. Costs nothing."""
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """`(name, whole tensor)`, contiguous. Collective. One rank alone gets views where no cast is needed."""
+        self.num_taken = 0
+        for piece, meta, spans in zip(self._pieces(), self._metadata, self._spans, strict=True):
+            if piece.name != meta.name:
+                raise WeightError(
+                    f"the trainer's weights changed their order: {piece.name!r} instead of {meta.name!r}."
+                )
+            yield meta.name, self._whole(piece, meta, spans)
+            self.num_taken += 1
+
+    @property
+    def position(self) -> str:
+        """How far the current pass is, for error messages."""
+        names = [meta.name for meta in self._metadata]
+        where = f"at {names[self.num_taken]!r}" if self.num_taken < len(names) else "past the last"
+        return f"{self.num_taken} of {len(names)} tensors taken, {where}"
+
+    def _wire_dtype(self, values: Tensor) -> torch.dtype:
+        return self._dtype if values.is_floating_point() else values.dtype
+
+    def _whole(self, piece: Piece, meta: TensorMeta, spans: list[tuple[int, int]]) -> Tensor:
+        """Cast first, so that what travels between ranks has the engines' size."""
+        values = piece.values.detach().to(device=self._device, dtype=meta.dtype)
+        if len(spans) == 1:
+            return values.reshape(meta.shape)
+        whole = torch.empty(math.prod(meta.shape), dtype=meta.dtype, device=self._device)
+        whole[piece.first : piece.first + values.numel()] = values
+        for rank, (first, count) in enumerate(spans):
+            if count:
+                dist.broadcast(whole[first : first + count], src=rank)
+        return whole.reshape(meta.shape)
+
+
+def _spans_by_tensor(by_rank: list[list[tuple[str, tuple[int, ...], int, int]]]) -> list[list[tuple[int, int]]]:
+    """`(first, count)` of each rank, tensor by tensor. Raises `WeightError` where they leave a gap or overlap."""
+    spans = []
+    names = [[name for name, _, _, _ in own] for own in by_rank]
+    if any(other != names[0] for other in names):
+        raise WeightError("the trainer's ranks list their weights in different orders; they cannot be gathered.")
+    for entries in zip(*by_rank, strict=True):
+        name, shape, _, _ = entries[0]
+        own = [(first, count) for _, _, first, count in entries]
+        end = 0
+        for first, count in sorted(span for span in own if span[1]):
+            if first != end:
+                break
+            end = first + count
+        if end != math.prod(shape) or sum(count for _, count in own) != end:
+            raise WeightError(
+                f"tensor {name!r} of shape {list(shape)}: the ranks' pieces {own} (first, count) are not every "
+                "element once."
+            )
+        spans.append(own)
+    return spans
