@@ -4,8 +4,10 @@ Called by the rollout engines before and while they load, by `publication.seal` 
 reader that finds anything wrong raises `WeightError` with file and tensor, before any weight of the engine has changed.
 """
 
+import fcntl
 import json
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import xxhash
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.layout import Layout, compute_layout
+from penstock.workers.weights.mapping import POPULATE_READ, populate
 
 if TYPE_CHECKING:
     import torch
@@ -112,8 +115,8 @@ def _read_manifest(directory: Path) -> Manifest:
 class MappedWeights:
     """The file of a publication mapped into memory: tensors are views, nothing is copied until somebody does.
 
-    The mapping ends when the last tensor taken from it is gone. Writing into the views changes this process's copy
-    only.
+    Mapping and lock end when this and the last tensor taken from it are gone; until then no writer takes the file for
+    another version. Writing into the views changes this process's copy only.
 
         mapped = MappedWeights(open_publication(publication))
         mapped.verify()
@@ -121,12 +124,28 @@ class MappedWeights:
     """
 
     def __init__(self, manifest: Manifest) -> None:
+        """Raises `WeightError` when the publication has been reclaimed since its manifest was read."""
         self.manifest = manifest
-        with manifest.file.open("rb") as file:
-            self._memory = mmap.mmap(file.fileno(), manifest.layout.num_bytes, access=mmap.ACCESS_COPY)
+        try:
+            with manifest.file.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self.inode = os.fstat(file.fileno()).st_ino
+                # A writer may have taken the file before the lock: it removes the manifest first.
+                if _read_manifest(manifest.directory) != manifest or manifest.file.stat().st_ino != self.inode:
+                    raise _reclaimed(manifest)
+                # The mapping has a descriptor of its own for the same open file, and so keeps the lock.
+                self._memory = mmap.mmap(file.fileno(), manifest.layout.num_bytes, access=mmap.ACCESS_COPY)
+        except (FileNotFoundError, BlockingIOError):
+            raise _reclaimed(manifest) from None
+
+    def populate(self) -> None:
+        """Fill the page tables, so that whoever loads meets no page fault: most of a first read's time."""
+        populate(self._memory, 0, len(self._memory), POPULATE_READ)
 
     def verify(self) -> None:
-        """Compare every range's checksum. Raises `WeightError` with the tensor and elements of the first that differs."""
+        """Compare every range's checksum. Raises `WeightError` with the tensor and elements of the first that
+        differs."""
+        self.populate()
         view = memoryview(self._memory)
         for entry in self.manifest.ranges:
             start, end = self.manifest.span(entry)
@@ -135,8 +154,8 @@ class MappedWeights:
                 last = entry.first_element + entry.num_elements - 1
                 raise WeightError(
                     f"{self.manifest.file}: tensor {entry.name!r}, elements {entry.first_element} to {last} "
-                    f"(written by rank {entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after it was "
-                    "written; publish again."
+                    f"(written by rank {entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after "
+                    "it was written; publish again."
                 )
 
     def tensor(self, name: str) -> "torch.Tensor":
@@ -155,3 +174,10 @@ class MappedWeights:
         time."""
         for name in sorted(self.manifest.layout.by_name):
             yield name, self.tensor(name)
+
+
+def _reclaimed(manifest: Manifest) -> WeightError:
+    return WeightError(
+        f"{manifest.directory}: version {manifest.version} was reclaimed before it could be mapped; its file holds, or "
+        "will hold, another version. Load the newest publication."
+    )
