@@ -1,7 +1,8 @@
 """The rollout engine on vLLM's `AsyncLLM`, for GPUs and for vLLM's CPU build.
 
     generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution
-    update   ─▶ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline, sequences kept
+    update   ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline, sequences
+                kept; up to `verify` it generates on
 
 Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights
 had read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
@@ -12,6 +13,7 @@ imported in `start`.
 import asyncio
 import gc
 import itertools
+import time
 from collections.abc import Awaitable, Sequence
 from typing import Any, TypeVar
 
@@ -48,6 +50,8 @@ class VllmEngine:
         self._admission = asyncio.Event()
         self._admission.set()
         self._updating = asyncio.Lock()
+        self.phase_seconds: dict[str, float] = {}
+        """Of the last update."""
         self._broken: str | None = None
 
     async def start(self) -> None:
@@ -75,13 +79,21 @@ class VllmEngine:
         return [self._completion(sample, detokenized=bool(sampling.stop)) for sample in output.outputs]
 
     async def update(self, publication: Publication) -> None:
-        """Raises `WeightError`, `DeadlineExceeded` (naming the phase), `WorkerDied`."""
+        """Raises `WeightError`, `DeadlineExceeded` (naming the phase), `WorkerDied`.
+
+        The publication's file stays mapped here, and so locked, until its bytes are loaded: what was verified is what
+        is loaded, and no writer takes the file meanwhile.
+        """
         self._check_alive()
         async with self._updating:
-            await self._phase(publication, "verify", asyncio.to_thread(_verify, publication))
+            self.phase_seconds = {}
+            info = {"directory": publication.directory, "version": publication.version}
+            mapped = await self._phase(publication, "open", asyncio.to_thread(_opened, publication))
+            await self._phase(publication, "prepare", self._prepare(info))
+            await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
             self._admission.clear()
             try:
-                await self._exchange(publication)
+                await self._exchange(publication, info | {"verified_inode": mapped.inode})
             finally:
                 self._admission.set()
 
@@ -154,12 +166,17 @@ class VllmEngine:
 
     # Update
 
-    async def _exchange(self, publication: Publication) -> None:
+    async def _prepare(self, info: dict[str, Any]) -> None:
+        """Tell the engine's processes which file comes, for them to map while they generate."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        await self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=info))
+
+    async def _exchange(self, publication: Publication, info: dict[str, Any]) -> None:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         version = str(publication.version)
-        info = {"directory": publication.directory, "version": publication.version}
         request = WeightTransferUpdateRequest(update_info=info)
         paused = self._in_flight > 0
         if paused:
@@ -201,7 +218,10 @@ class VllmEngine:
 
     async def _phase(self, publication: Publication, name: str, call: Awaitable[T]) -> T:
         phase = f"weight update to version {publication.version}, phase {name}"
-        return await self._in_time(phase, call, self._config.update_timeout_s, "rollout.update_timeout_s")
+        start = time.perf_counter()
+        result = await self._in_time(phase, call, self._config.update_timeout_s, "rollout.update_timeout_s")
+        self.phase_seconds[name] = time.perf_counter() - start
+        return result
 
     # Failures
 
@@ -232,8 +252,8 @@ class VllmEngine:
             raise WorkerDied(f"the vLLM engine for {self._model_path} is not serving: {reason}.")
 
 
-def _verify(publication: Publication) -> None:
-    MappedWeights(open_publication(publication)).verify()
+def _opened(publication: Publication) -> MappedWeights:
+    return MappedWeights(open_publication(publication))
 
 
 def _sampling_params(num_samples: int, sampling: Sampling) -> Any:

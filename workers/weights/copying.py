@@ -12,7 +12,7 @@ from torch import Tensor
 BLOCK_BYTES = 2**20
 """Copied, then summed: both fit into the cache of a core."""
 CAST_ELEMENTS = 2**15
-"""The most that torch casts without its threads."""
+"""The most that torch casts without its threads, where it has several."""
 
 
 def copy_and_sum(values: Tensor, target: memoryview, dtype: str) -> str:
@@ -37,5 +37,6 @@ def _copy(source: Tensor, block: Tensor) -> None:
     if source.dtype == block.dtype and source.is_contiguous():
         np.copyto(block.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
         return
-    for some, there in zip(source.split(CAST_ELEMENTS), block.split(CAST_ELEMENTS), strict=True):
+    step = len(source) if torch.get_num_threads() == 1 else CAST_ELEMENTS
+    for some, there in zip(source.split(step), block.split(step), strict=True):
         there.copy_(some)
