@@ -1,8 +1,8 @@
 """The rollout engine on vLLM's `AsyncLLM`, for GPUs and for vLLM's CPU build.
 
     generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution
-    update   ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline, sequences
-                kept; up to `verify` it generates on
+    update   ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
+                up to `verify` it generates on, and sequences are kept
 
 Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights
 had read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled

@@ -33,14 +33,15 @@ _kept: dict[tuple[int, int], _Kept] = {}
 """By device and inode. Of the process, as page tables are."""
 
 
-def writable_mapping(file: Path, root: Path) -> tuple[mmap.mmap, bool]:
-    """The whole file, shared and writable, and whether this process has just mapped it: it is the same mapping as long
-    as it is the same file of the same size.
-
-    Mappings of removed files and of other roots are let go.
-    """
+def let_go(root: Path) -> None:
+    """End the kept mappings of removed files, whose memory they hold, and of other roots than this."""
     for key in [key for key, kept in _kept.items() if not kept.is_current(root)]:
         os.close(_kept.pop(key).descriptor)
+
+
+def writable_mapping(file: Path, root: Path) -> tuple[mmap.mmap, bool]:
+    """The whole file, shared and writable, and whether this process has just mapped it: it is the same mapping as long
+    as it is the same file of the same size."""
     descriptor = os.open(file, os.O_RDWR)
     status = os.fstat(descriptor)
     key = (status.st_dev, status.st_ino)

@@ -26,7 +26,7 @@ from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.copying import copy_and_sum
 from penstock.workers.weights.layout import Layout, TensorPlace, compute_layout
-from penstock.workers.weights.mapping import POPULATE_WRITE, populate, writable_mapping
+from penstock.workers.weights.mapping import POPULATE_WRITE, let_go, populate, writable_mapping
 from penstock.workers.weights.reading import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
@@ -71,6 +71,7 @@ class PublicationWriter:
         self.num_ranks = num_ranks
         self.ranges: list[ElementRange] = []
         self.path = publication_directory(directory, version)
+        let_go(Path(directory))
         file = prepare_slot(directory, version, layout.num_bytes)
         _rank_file(self.path, rank).unlink(missing_ok=True)
         self._memory, self._is_fresh = writable_mapping(file, Path(directory))
