@@ -1,7 +1,8 @@
 """The rollout engine on vLLM's `AsyncLLM`, for GPUs and for vLLM's CPU build.
 
     generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution
-    update   ─▶ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline, sequences kept
+    update   ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
+                up to `verify` it generates on, and sequences are kept
     deliver  ─▶ where weights are streamed: the parts that `update` loads, from the trainer
 
 Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights
@@ -13,8 +14,10 @@ imported in `start`.
 import asyncio
 import gc
 import itertools
+import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,6 +61,8 @@ class VllmEngine:
         self._admission = asyncio.Event()
         self._admission.set()
         self._updating = asyncio.Lock()
+        self.phase_seconds: dict[str, float] = {}
+        """Of the last update."""
         self._broken: str | None = None
 
     async def start(self) -> None:
@@ -87,27 +92,29 @@ class VllmEngine:
     async def update(self, publication: Update) -> None:
         """Load a publication; or, told of a streamed update, what `deliver` brings meanwhile.
 
-        Raises `WeightError`, `DeadlineExceeded` (naming the phase), `WorkerDied`.
+        A publication's file stays mapped here, and so locked, until its bytes are loaded: what was verified is what is
+        loaded, and no writer takes the file meanwhile. Raises `WeightError`, `DeadlineExceeded` (naming the phase),
+        `WorkerDied`.
         """
         self._check_alive()
         async with self._updating:
-            if isinstance(publication, Publication):
-                await self._phase(publication, "verify", asyncio.to_thread(_verify, publication))
+            self.phase_seconds = {}
+            opened = await self._open(publication) if isinstance(publication, Publication) else None
             self._admission.clear()
             try:
-                await self._exchange(publication)
+                await self._exchange(publication, opened)
             except PenstockError as error:
                 self._inbox.refuse(publication.version, error)
                 raise
             finally:
                 self._admission.set()
+            finally:
+                self._admission.set()
 
     async def connect(self, init_info: Info) -> None:
         """Meet the trainer, where weights are streamed. Returns when both are there; raises as `update` does."""
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
         self._check_alive()
-        call = self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=init_info))
+        call = self._llm.init_weight_transfer_engine(_init_request(init_info))
         await self._in_time(
             "connecting to the trainer", call, self._config.update_timeout_s, "rollout.update_timeout_s"
         )
@@ -186,7 +193,15 @@ class VllmEngine:
 
     # Update
 
-    async def _exchange(self, publication: Update) -> None:
+    async def _open(self, publication: Publication) -> "Opened":
+        """All that can be done before the engine pauses: map the file here and in the engine's processes, verify it."""
+        info = {"directory": publication.directory, "version": publication.version}
+        mapped = await self._phase(publication, "open", asyncio.to_thread(_mapped, publication))
+        await self._phase(publication, "prepare", self._llm.init_weight_transfer_engine(_init_request(info)))
+        await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
+        return Opened(mapped, info | {"verified_inode": mapped.inode})
+
+    async def _exchange(self, publication: Update, opened: "Opened | None") -> None:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
         version = str(publication.version)
         paused = self._in_flight > 0
@@ -201,7 +216,7 @@ class VllmEngine:
                 await self._resume(publication)
             raise
         try:
-            async with self._loaded(publication):
+            async with self._loaded(publication, opened):
                 await self._phase(publication, "finish", self._llm.finish_weight_update(weight_version=version))
                 served = await self._phase(publication, "version", self._llm.get_weight_version())
                 if served != version:
@@ -214,12 +229,13 @@ class VllmEngine:
         self._version = publication.version
 
     @asynccontextmanager
-    async def _loaded(self, update: Update) -> AsyncIterator[None]:
+    async def _loaded(self, update: Update, opened: "Opened | None") -> AsyncIterator[None]:
         """Within it all weights are in. A sender is told of the end only once the version has been asserted as well."""
-        if isinstance(update, Publication):
-            await self._load(update, {"directory": update.directory, "version": update.version})
+        if opened is not None:
+            await self._load(update, opened.info)
             yield
         else:
+            assert not isinstance(update, Publication)
             async with self._inbox.received(update, partial(self._load, update)):
                 yield
 
@@ -245,7 +261,10 @@ class VllmEngine:
 
     async def _phase(self, publication: Update, name: str, call: Awaitable[T]) -> T:
         phase = f"weight update to version {publication.version}, phase {name}"
-        return await self._in_time(phase, call, self._config.update_timeout_s, "rollout.update_timeout_s")
+        start = time.perf_counter()
+        result = await self._in_time(phase, call, self._config.update_timeout_s, "rollout.update_timeout_s")
+        self.phase_seconds[name] = time.perf_counter() - start
+        return result
 
     # Failures
 
@@ -276,8 +295,22 @@ class VllmEngine:
             raise WorkerDied(f"the vLLM engine for {self._model_path} is not serving: {reason}.")
 
 
-def _verify(publication: Publication) -> None:
-    MappedWeights(open_publication(publication)).verify()
+@dataclass(frozen=True)
+class Opened:
+    """A publication that is mapped and verified. `mapped`: keeps its file locked."""
+
+    mapped: MappedWeights
+    info: Info
+
+
+def _mapped(publication: Publication) -> MappedWeights:
+    return MappedWeights(open_publication(publication))
+
+
+def _init_request(info: Info) -> Any:
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info=info)
 
 
 def _sampling_params(num_samples: int, sampling: Sampling) -> Any:

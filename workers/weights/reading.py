@@ -4,8 +4,10 @@ Called by the rollout engines before and while they load, by `publication.seal` 
 reader that finds anything wrong raises `WeightError` with file and tensor, before any weight of the engine has changed.
 """
 
+import fcntl
 import json
 import mmap
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import xxhash
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.layout import Layout, compute_layout
+from penstock.workers.weights.mapping import POPULATE_READ, populate
 
 if TYPE_CHECKING:
     import torch
@@ -24,12 +27,13 @@ WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
 
 
-class RowRange(NamedTuple):
-    """Rows of one tensor that one rank wrote, and the xxh3-64 of their bytes (hexadecimal)."""
+class ElementRange(NamedTuple):
+    """Consecutive elements of one flattened tensor that one rank wrote, and the xxh3-64 of their bytes
+    (hexadecimal)."""
 
     name: str
-    first_row: int
-    num_rows: int
+    first_element: int
+    num_elements: int
     checksum: str
     rank: int
 
@@ -41,17 +45,17 @@ class Manifest:
     directory: Path
     version: int
     layout: Layout
-    ranges: tuple[RowRange, ...]
+    ranges: tuple[ElementRange, ...]
 
     @property
     def file(self) -> Path:
         return self.directory / WEIGHTS_NAME
 
-    def span(self, entry: RowRange) -> tuple[int, int]:
+    def span(self, entry: ElementRange) -> tuple[int, int]:
         """First and last-plus-one byte of a range in the file."""
         place = self.layout.place(entry.name)
-        start = place.offset + entry.first_row * place.row_bytes
-        return start, start + entry.num_rows * place.row_bytes
+        start = place.offset + entry.first_element * place.element_bytes
+        return start, start + entry.num_elements * place.element_bytes
 
 
 def manifest_to_json(manifest: Manifest) -> str:
@@ -98,7 +102,7 @@ def _read_manifest(directory: Path) -> Manifest:
     try:
         fields = json.loads(path.read_text())
         layout = compute_layout((name, entry["shape"], entry["dtype"]) for name, entry in fields["tensors"].items())
-        ranges = tuple(RowRange(*entry) for entry in fields["ranges"])
+        ranges = tuple(ElementRange(*entry) for entry in fields["ranges"])
         return Manifest(directory, int(fields["version"]), layout, ranges)
     except FileNotFoundError:
         raise WeightError(
@@ -111,8 +115,8 @@ def _read_manifest(directory: Path) -> Manifest:
 class MappedWeights:
     """The file of a publication mapped into memory: tensors are views, nothing is copied until somebody does.
 
-    The mapping ends when the last tensor taken from it is gone. Writing into the views changes this process's copy
-    only.
+    Mapping and lock end when this and the last tensor taken from it are gone; until then no writer takes the file for
+    another version. Writing into the views changes this process's copy only.
 
         mapped = MappedWeights(open_publication(publication))
         mapped.verify()
@@ -120,22 +124,38 @@ class MappedWeights:
     """
 
     def __init__(self, manifest: Manifest) -> None:
+        """Raises `WeightError` when the publication has been reclaimed since its manifest was read."""
         self.manifest = manifest
-        with manifest.file.open("rb") as file:
-            self._memory = mmap.mmap(file.fileno(), manifest.layout.num_bytes, access=mmap.ACCESS_COPY)
+        try:
+            with manifest.file.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                self.inode = os.fstat(file.fileno()).st_ino
+                # A writer may have taken the file before the lock: it removes the manifest first.
+                if _read_manifest(manifest.directory) != manifest or manifest.file.stat().st_ino != self.inode:
+                    raise _reclaimed(manifest)
+                # The mapping has a descriptor of its own for the same open file, and so keeps the lock.
+                self._memory = mmap.mmap(file.fileno(), manifest.layout.num_bytes, access=mmap.ACCESS_COPY)
+        except (FileNotFoundError, BlockingIOError):
+            raise _reclaimed(manifest) from None
+
+    def populate(self) -> None:
+        """Fill the page tables, so that whoever loads meets no page fault: most of a first read's time."""
+        populate(self._memory, 0, len(self._memory), POPULATE_READ)
 
     def verify(self) -> None:
-        """Compare every range's checksum. Raises `WeightError` with the tensor and rows of the first that differs."""
+        """Compare every range's checksum. Raises `WeightError` with the tensor and elements of the first that
+        differs."""
+        self.populate()
         view = memoryview(self._memory)
         for entry in self.manifest.ranges:
             start, end = self.manifest.span(entry)
             found = xxhash.xxh3_64_hexdigest(view[start:end])
             if found != entry.checksum:
-                last_row = entry.first_row + entry.num_rows - 1
+                last = entry.first_element + entry.num_elements - 1
                 raise WeightError(
-                    f"{self.manifest.file}: tensor {entry.name!r}, rows {entry.first_row} to {last_row} (written by "
-                    f"rank {entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after it was "
-                    "written; publish again."
+                    f"{self.manifest.file}: tensor {entry.name!r}, elements {entry.first_element} to {last} "
+                    f"(written by rank {entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after "
+                    "it was written; publish again."
                 )
 
     def tensor(self, name: str) -> "torch.Tensor":
@@ -154,3 +174,10 @@ class MappedWeights:
         time."""
         for name in sorted(self.manifest.layout.by_name):
             yield name, self.tensor(name)
+
+
+def _reclaimed(manifest: Manifest) -> WeightError:
+    return WeightError(
+        f"{manifest.directory}: version {manifest.version} was reclaimed before it could be mapped; its file holds, or "
+        "will hold, another version. Load the newest publication."
+    )

@@ -47,6 +47,9 @@ class FakeLLM:
         await self._do("reset")
         return True
 
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._do("prepare")
+
     async def start_weight_update(self) -> None:
         await self._do("start")
 
@@ -102,7 +105,7 @@ def test_an_update_in_flight_goes_through_its_phases_in_order(publication: Publi
     llm = FakeLLM()
     engine, error = update(llm, publication, in_flight=2)
     assert error is None
-    assert llm.calls == ["pause", "start", "load", "finish", "version", "resume"]
+    assert llm.calls == ["prepare", "pause", "start", "load", "finish", "version", "resume"]
     assert is_serving(engine)
 
 
@@ -110,7 +113,7 @@ def test_an_idle_engine_needs_no_pause_but_forgets_cached_prefixes(publication: 
     llm = FakeLLM()
     _, error = update(llm, publication)
     assert error is None
-    assert llm.calls == ["reset", "start", "load", "finish", "version"]
+    assert llm.calls == ["prepare", "reset", "start", "load", "finish", "version"]
 
 
 @pytest.mark.parametrize("phase", ["pause", "start"])
@@ -156,7 +159,7 @@ def test_a_damaged_publication_never_reaches_the_engine(publication: Publication
     llm = FakeLLM()
     engine, error = update(llm, publication, in_flight=1)
     assert isinstance(error, WeightError)
-    assert llm.calls == []
+    assert llm.calls == ["prepare"]
     assert is_serving(engine)
 
 

@@ -1,0 +1,42 @@
+"""The one copy of a publication: from a rank's tensor, cast, into the file, summed while it is in the cache.
+
+Called by `publication.py`, from several threads at once: it leaves torch's own threads alone, which would meet after
+every block and, on cores that others use as well, wait for each other longer than they copy.
+"""
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+BLOCK_BYTES = 2**20
+"""Copied, then summed: both fit into the cache of a core."""
+CAST_ELEMENTS = 2**15
+"""The most that torch casts without its threads, where it has several."""
+
+
+def copy_and_sum(values: Tensor, target: memoryview, dtype: str) -> str:
+    """Write `values` (`[num_elements]`, any device and float dtype) as `dtype` into `target`; the xxh3-64 of the bytes
+    written, hexadecimal.
+    """
+    destination = torch.frombuffer(target, dtype=getattr(torch, dtype))
+    if values.device.type != "cpu":  # one transfer: each of them costs a round trip
+        destination.copy_(values)
+        return xxhash.xxh3_64_hexdigest(target)
+    digest = xxhash.xxh3_64()
+    step = BLOCK_BYTES // destination.itemsize
+    for start, source, block in zip(
+        range(0, len(values), step), values.split(step), destination.split(step), strict=True
+    ):
+        _copy(source, block)
+        digest.update(target[start * destination.itemsize : (start + step) * destination.itemsize])
+    return digest.hexdigest()
+
+
+def _copy(source: Tensor, block: Tensor) -> None:
+    if source.dtype == block.dtype and source.is_contiguous():
+        np.copyto(block.view(torch.uint8).numpy(), source.view(torch.uint8).numpy())
+        return
+    step = len(source) if torch.get_num_threads() == 1 else CAST_ELEMENTS
+    for some, there in zip(source.split(step), block.split(step), strict=True):
+        there.copy_(some)

@@ -1,0 +1,129 @@
+"""Which file a publication is written into: that of an older one wherever nobody reads it any more.
+
+A page of shared memory that is touched for the first time costs several times what writing it again costs. So the file
+of the version before last becomes the next version's, by rename, and two files take turns:
+
+    v11 sealed, v12 sealed, engines on v12   ─▶ writer of v13 takes v11's file ─▶ v12 sealed, v13 sealed
+
+Readers hold a shared lock on the file for as long as it is mapped (`reading.MappedWeights`); a file is taken only when
+an exclusive lock can be had, else a new one is made. The kernel frees the locks of dead processes. The newest sealed
+publication is never taken: whatever happens to the writer, that one stays loadable. Called by `publication.py`.
+"""
+
+import contextlib
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.conf.errors import WeightError
+from penstock.workers.weights.reading import MANIFEST_NAME, WEIGHTS_NAME
+
+LOCK_NAME = ".lock"
+
+
+def publication_directory(root: str | Path, version: int) -> Path:
+    return Path(root) / f"v{version:08d}"
+
+
+def publication_directories(root: str | Path) -> list[Path]:
+    """Sealed or not, oldest version first."""
+    return sorted(Path(root).glob("v[0-9]*"))
+
+
+def is_sealed(path: Path) -> bool:
+    return (path / MANIFEST_NAME).exists()
+
+
+@contextlib.contextmanager
+def exclusive(root: str | Path) -> Iterator[None]:
+    """One process at a time may choose, take and remove files under this root."""
+    with (Path(root) / LOCK_NAME).open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def prepare_slot(root: str | Path, version: int, num_bytes: int) -> Path:
+    """The file that all ranks write this version into, of `num_bytes`, every page of it there. The first rank to come
+    makes it; the others find it.
+
+    An earlier publication of the same version is taken back. Raises `WeightError` when there is no room; nothing of
+    the attempt is left behind then.
+    """
+    path = publication_directory(root, version)
+    file = path / WEIGHTS_NAME
+    path.mkdir(parents=True, exist_ok=True)
+    with exclusive(root):
+        path.mkdir(exist_ok=True)
+        if is_sealed(path):
+            _vacate(path)
+        if not file.exists():
+            _take_idle(root, path)
+        try:
+            _reserve(file, num_bytes)
+        except WeightError:
+            shutil.rmtree(path, ignore_errors=True)
+            raise
+    return file
+
+
+def _vacate(path: Path) -> None:
+    """Take a sealed publication back; its file goes too if somebody reads it."""
+    free = _is_idle(path / WEIGHTS_NAME)
+    (path / MANIFEST_NAME).unlink(missing_ok=True)
+    if not free:
+        (path / WEIGHTS_NAME).unlink(missing_ok=True)
+
+
+def _take_idle(root: str | Path, path: Path) -> None:
+    """Move an idle file to `path`: of an attempt that was never sealed, else of the oldest but the newest sealed."""
+    others = [other for other in publication_directories(root) if other != path]
+    sealed = [other for other in others if is_sealed(other)]
+    for other in [*(other for other in others if other not in sealed), *sealed[:-1]]:
+        if _is_idle(other / WEIGHTS_NAME):
+            (other / MANIFEST_NAME).unlink(missing_ok=True)  # first: a reader that comes now finds nothing
+            os.replace(other / WEIGHTS_NAME, path / WEIGHTS_NAME)
+            shutil.rmtree(other, ignore_errors=True)
+            return
+
+
+def _is_idle(file: Path) -> bool:
+    """Whether nobody reads it. One who comes later checks that the manifest is still there, after locking."""
+    try:
+        with file.open("rb") as opened:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    return True
+
+
+def _reserve(file: Path, num_bytes: int) -> None:
+    """Size and pages: afterwards no write through a mapping can find the file system full, which would kill."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        status = os.fstat(descriptor)
+        present = status.st_blocks * 512
+        if status.st_size != num_bytes:
+            os.ftruncate(descriptor, num_bytes)
+        elif present >= num_bytes:
+            return
+        if shutil.disk_usage(file.parent).free + present < num_bytes:
+            raise _no_space(file, num_bytes)
+        os.posix_fallocate(descriptor, 0, num_bytes)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            raise
+        raise _no_space(file, num_bytes) from None
+    finally:
+        os.close(descriptor)
+
+
+def _no_space(file: Path, num_bytes: int) -> WeightError:
+    usage = shutil.disk_usage(file.parent)
+    return WeightError(
+        f"no room for a publication in {file.parent}: {num_bytes:,} bytes are needed, {usage.free:,} of "
+        f"{usage.total:,} are free. Two publications must fit side by side, and a third while an engine still loads "
+        "the one before: enlarge shared memory (docker: --shm-size; else: mount -o remount,size=… /dev/shm)."
+    )
