@@ -36,12 +36,20 @@ class TensorPlace:
         return self.shape[0] if self.shape else 1
 
     @property
-    def row_bytes(self) -> int:
-        return math.prod(self.shape[1:]) * DTYPE_BYTES[self.dtype]
+    def row_elements(self) -> int:
+        return math.prod(self.shape[1:])
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        return DTYPE_BYTES[self.dtype]
 
     @property
     def num_bytes(self) -> int:
-        return self.num_rows * self.row_bytes
+        return self.num_elements * self.element_bytes
 
 
 @dataclass(frozen=True)

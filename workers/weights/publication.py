@@ -1,6 +1,6 @@
 """A publication: one version of the weights in node-local shared memory, written by all trainer ranks at once.
 
-    <root>/v00000012/model.safetensors   valid safetensors, HF names; each rank writes its rows into their place
+    <root>/v00000012/model.safetensors   valid safetensors, HF names; each rank writes its pieces into their place
     <root>/v00000012/manifest.json       written last, by rename: without it there is no publication
 
     rank 0..R-1 (trainer/publish)                              engines (rollout/engine_*.py)
@@ -30,7 +30,7 @@ from penstock.workers.weights.reading import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
     Manifest,
-    RowRange,
+    ElementRange,
     manifest_to_json,
     open_publication,
 )
@@ -57,7 +57,7 @@ def publication_directory(root: str | Path, version: int) -> Path:
 
 
 class PublicationWriter:
-    """One rank's pen. Writes rows of full tensors into their places; any rank may write any rows, each row once.
+    """One rank's pen. Writes pieces of tensors into their places; any rank may write any piece, each element once.
 
     Opening it takes back an earlier publication of the same version (a repeated step), since its bytes are about to
     change. Raises `WeightError` when the directory's file system cannot hold the layout.
@@ -68,7 +68,7 @@ class PublicationWriter:
         self.layout = layout
         self.rank = rank
         self.num_ranks = num_ranks
-        self.ranges: list[RowRange] = []
+        self.ranges: list[ElementRange] = []
         self.path = publication_directory(directory, version)
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / MANIFEST_NAME).unlink(missing_ok=True)
@@ -80,28 +80,40 @@ class PublicationWriter:
             self._write(layout.header, 0)
 
     def write_rows(self, name: str, first_row: int, tensor: "torch.Tensor") -> None:
-        """Rows `[first_row, first_row + tensor.shape[0])` of tensor `name`, cast to the layout's dtype. A scalar is one
-        row.
+        """Rows `[first_row, first_row + tensor.shape[0])` of tensor `name`: `write_elements` for a shard of dim 0.
 
-        `tensor`: any device and float dtype, the full tensor's shape but for dim 0. No rows (an empty shard): nothing
-        happens. Raises `WeightError` for a wrong name or shape, and when the file system is full.
+        `tensor`: the full tensor's shape but for dim 0; a scalar is one row. Raises `WeightError` as `write_elements`
+        does, and for a wrong shape.
         """
         place = self.layout.place(name)
-        rows = tensor.detach().reshape(1) if not place.shape else tensor.detach()
-        _check_rows(place, first_row, tuple(rows.shape))
-        if rows.shape[0] == 0:
+        if place.shape and tuple(tensor.shape[1:]) != place.shape[1:]:
+            raise WeightError(
+                f"tensor {name!r}: rows of shape {list(tensor.shape)} do not fit into {list(place.shape)}. A shard is "
+                "a range of dim 0 of the full tensor; write_elements takes other pieces."
+            )
+        self.write_elements(name, first_row * place.row_elements, tensor.detach().reshape(-1))
+
+    def write_elements(self, name: str, first_element: int, values: "torch.Tensor") -> None:
+        """Elements `[first_element, first_element + len(values))` of the flattened tensor `name`, cast to the layout's
+        dtype.
+
+        `values`: `[num_elements]`, any device and float dtype, without padding. None of them (an empty shard): nothing
+        happens. Raises `WeightError` for a wrong name or range, and when the file system is full.
+        """
+        place = self.layout.place(name)
+        _check_elements(place, first_element, tuple(values.shape))
+        if values.shape[0] == 0:
             return
         digest = xxhash.xxh3_64()
-        offset = place.offset + first_row * place.row_bytes
-        rows_per_chunk = max(1, CHUNK_BYTES // max(1, place.row_bytes))
-        for chunk in rows.split(rows_per_chunk):
+        offset = place.offset + first_element * place.element_bytes
+        for chunk in values.detach().split(max(1, CHUNK_BYTES // place.element_bytes)):
             data = _as_bytes(chunk, place.dtype)
             digest.update(data)
             self._write(data, offset)
             offset += len(data)
-        self.ranges.append(RowRange(name, first_row, rows.shape[0], digest.hexdigest(), self.rank))
+        self.ranges.append(ElementRange(name, first_element, values.shape[0], digest.hexdigest(), self.rank))
 
-    def finish(self) -> list[RowRange]:
+    def finish(self) -> list[ElementRange]:
         """Close the file and leave the checksums of what this rank wrote for `seal`. Returns them."""
         os.close(self._file)
         self._file = -1
@@ -125,13 +137,13 @@ class PublicationWriter:
 def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1) -> Publication:
     """Make the publication visible. Called by rank 0 once every rank has finished.
 
-    Raises `WeightError` naming the rank that left no checksums, or the tensor whose rows are missing or written twice.
+    Raises `WeightError` naming the rank that left no checksums, or the tensor whose elements are missing or written twice.
     """
     path = publication_directory(directory, version)
-    ranges: list[RowRange] = []
+    ranges: list[ElementRange] = []
     for rank in range(num_ranks):
         try:
-            ranges += [RowRange(*entry) for entry in json.loads(_rank_file(path, rank).read_text())]
+            ranges += [ElementRange(*entry) for entry in json.loads(_rank_file(path, rank).read_text())]
         except FileNotFoundError:
             raise WeightError(
                 f"publication {path}: rank {rank} of {num_ranks} did not finish; call seal only after every rank's "
@@ -197,30 +209,31 @@ def _as_bytes(tensor: "torch.Tensor", dtype: str) -> memoryview:
     return data.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _check_rows(place: TensorPlace, first_row: int, shape: tuple[int, ...]) -> None:
-    if shape[1:] != place.shape[1:] or first_row < 0 or first_row + shape[0] > place.num_rows:
+def _check_elements(place: TensorPlace, first_element: int, shape: tuple[int, ...]) -> None:
+    if len(shape) != 1 or first_element < 0 or first_element + shape[0] > place.num_elements:
         raise WeightError(
-            f"tensor {place.name!r}: rows of shape {list(shape)} from row {first_row} do not fit into "
-            f"{list(place.shape)}. A shard is a range of dim 0 of the full tensor."
+            f"tensor {place.name!r}: values of shape {list(shape)} from element {first_element} do not fit into "
+            f"{list(place.shape)}, which has {place.num_elements} elements. Flatten a piece, and cut off its padding."
         )
 
 
-def _check_coverage(path: Path, layout: Layout, ranges: list[RowRange]) -> None:
-    """Every row of every tensor is written exactly once."""
-    written: dict[str, list[RowRange]] = {}
+def _check_coverage(path: Path, layout: Layout, ranges: list[ElementRange]) -> None:
+    """Every element of every tensor is written exactly once."""
+    written: dict[str, list[ElementRange]] = {}
     for entry in ranges:
         written.setdefault(entry.name, []).append(entry)
     for place in layout.tensors:
-        next_row = 0
-        for entry in sorted(written.get(place.name, []), key=lambda part: part.first_row):
-            if entry.first_row != next_row:
+        parts = sorted(written.get(place.name, []), key=lambda part: part.first_element)
+        covered = 0
+        for entry in parts:
+            if entry.first_element != covered:
                 break
-            next_row += entry.num_rows
-        rows_written = sum(entry.num_rows for entry in written.get(place.name, []))
-        if place.num_bytes and (next_row, rows_written) != (place.num_rows, place.num_rows):
+            covered += entry.num_elements
+        total = sum(entry.num_elements for entry in parts)
+        if (covered, total) != (place.num_elements, place.num_elements):
             raise WeightError(
-                f"publication {path}: tensor {place.name!r} has {place.num_rows} rows, {rows_written} were written, "
-                f"in order up to row {next_row}. Every row must be written by exactly one rank."
+                f"publication {path}: tensor {place.name!r} has {place.num_elements} elements, {total} were written, "
+                f"in order up to element {covered}. Every element must be written by exactly one rank."
             )
 
 

@@ -24,12 +24,13 @@ WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
 
 
-class RowRange(NamedTuple):
-    """Rows of one tensor that one rank wrote, and the xxh3-64 of their bytes (hexadecimal)."""
+class ElementRange(NamedTuple):
+    """Consecutive elements of one flattened tensor that one rank wrote, and the xxh3-64 of their bytes
+    (hexadecimal)."""
 
     name: str
-    first_row: int
-    num_rows: int
+    first_element: int
+    num_elements: int
     checksum: str
     rank: int
 
@@ -41,17 +42,17 @@ class Manifest:
     directory: Path
     version: int
     layout: Layout
-    ranges: tuple[RowRange, ...]
+    ranges: tuple[ElementRange, ...]
 
     @property
     def file(self) -> Path:
         return self.directory / WEIGHTS_NAME
 
-    def span(self, entry: RowRange) -> tuple[int, int]:
+    def span(self, entry: ElementRange) -> tuple[int, int]:
         """First and last-plus-one byte of a range in the file."""
         place = self.layout.place(entry.name)
-        start = place.offset + entry.first_row * place.row_bytes
-        return start, start + entry.num_rows * place.row_bytes
+        start = place.offset + entry.first_element * place.element_bytes
+        return start, start + entry.num_elements * place.element_bytes
 
 
 def manifest_to_json(manifest: Manifest) -> str:
@@ -98,7 +99,7 @@ def _read_manifest(directory: Path) -> Manifest:
     try:
         fields = json.loads(path.read_text())
         layout = compute_layout((name, entry["shape"], entry["dtype"]) for name, entry in fields["tensors"].items())
-        ranges = tuple(RowRange(*entry) for entry in fields["ranges"])
+        ranges = tuple(ElementRange(*entry) for entry in fields["ranges"])
         return Manifest(directory, int(fields["version"]), layout, ranges)
     except FileNotFoundError:
         raise WeightError(
@@ -125,16 +126,16 @@ class MappedWeights:
             self._memory = mmap.mmap(file.fileno(), manifest.layout.num_bytes, access=mmap.ACCESS_COPY)
 
     def verify(self) -> None:
-        """Compare every range's checksum. Raises `WeightError` with the tensor and rows of the first that differs."""
+        """Compare every range's checksum. Raises `WeightError` with the tensor and elements of the first that differs."""
         view = memoryview(self._memory)
         for entry in self.manifest.ranges:
             start, end = self.manifest.span(entry)
             found = xxhash.xxh3_64_hexdigest(view[start:end])
             if found != entry.checksum:
-                last_row = entry.first_row + entry.num_rows - 1
+                last = entry.first_element + entry.num_elements - 1
                 raise WeightError(
-                    f"{self.manifest.file}: tensor {entry.name!r}, rows {entry.first_row} to {last_row} (written by "
-                    f"rank {entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after it was "
+                    f"{self.manifest.file}: tensor {entry.name!r}, elements {entry.first_element} to {last} "
+                    f"(written by rank {entry.rank}): checksum {found}, manifest says {entry.checksum}. Damaged after it was "
                     "written; publish again."
                 )
 

@@ -92,6 +92,21 @@ def test_ranks_writing_their_rows_make_the_same_file_as_one(tmp_path: Path, num_
     assert sorted(os.listdir(publication.directory)) == ["manifest.json", "model.safetensors"]
 
 
+def test_flat_pieces_in_any_cut_make_the_same_file_as_whole_tensors(tmp_path: Path) -> None:
+    layout = layout_of()
+    writers = [PublicationWriter(tmp_path, 2, layout, rank, 3) for rank in range(3)]
+    for name, tensor in TENSORS.items():
+        flat, size = tensor.reshape(-1), -(-tensor.numel() // 3)
+        for rank, writer in enumerate(writers):
+            writer.write_elements(name, min(rank * size, len(flat)), flat[rank * size : (rank + 1) * size])
+    for writer in writers:
+        writer.finish()
+    publication = seal(tmp_path, 2, layout, 3)
+    alone = write_publication(tmp_path / "alone", 2, TENSORS.items())
+    assert weights_file(publication).read_bytes() == weights_file(alone).read_bytes()
+    MappedWeights(open_publication(publication)).verify()
+
+
 def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK_BYTES", 33)
     publication = write_publication(tmp_path, 1, TENSORS.items())
@@ -108,16 +123,16 @@ def test_a_half_written_publication_cannot_be_opened(tmp_path: Path) -> None:
     assert newest_publication(tmp_path) is None
 
 
-def test_sealing_names_the_tensor_whose_rows_are_missing(tmp_path: Path) -> None:
+def test_sealing_names_the_tensor_whose_elements_are_missing(tmp_path: Path) -> None:
     writer = PublicationWriter(tmp_path, 4, layout_of())
     for name, tensor in TENSORS.items():
         writer.write_rows(name, 0, tensor[:5] if name == "model.embed_tokens.weight" else tensor)
     writer.finish()
-    with pytest.raises(WeightError, match=r"'model.embed_tokens.weight' has 7 rows, 5 were written"):
+    with pytest.raises(WeightError, match=r"'model.embed_tokens.weight' has 28 elements, 20 were written"):
         seal(tmp_path, 4, layout_of())
 
 
-def test_sealing_refuses_rows_that_two_ranks_wrote(tmp_path: Path) -> None:
+def test_sealing_refuses_elements_that_two_ranks_wrote(tmp_path: Path) -> None:
     layout = layout_of()
     for rank in range(2):
         writer = PublicationWriter(tmp_path, 4, layout, rank, 2)
@@ -150,7 +165,7 @@ def test_a_flipped_bit_is_found_and_its_tensor_named(tmp_path: Path) -> None:
     publication = write_publication(tmp_path, 1, TENSORS.items())
     flip_byte(weights_file(publication), layout_of().place("model.layers.0.bias").offset + 5)
     mapped = MappedWeights(open_publication(publication))
-    with pytest.raises(WeightError, match=r"model\.safetensors: tensor 'model\.layers\.0\.bias', rows 0 to 2"):
+    with pytest.raises(WeightError, match=r"model\.safetensors: tensor 'model\.layers\.0\.bias', elements 0 to 2"):
         mapped.verify()
 
 
