@@ -76,7 +76,7 @@ class DeepSpeedEngine:
 
     def free(self) -> None:
         if self.stage == 3:
-            self._engine.empty_partition_cache()
+            self._engine.optimizer.empty_partition_cache()  # the engine's own collects garbage each time
 
     def close(self) -> None:
         """Take hooks off the model, and let go of the process groups that DeepSpeed keeps for the whole process."""
@@ -118,7 +118,7 @@ class DeepSpeedEngine:
             return
         for fragment in self._fragments.values():
             fragment.refresh_shard()
-        self._engine.empty_partition_cache()
+        self.free()
 
     def _moments(self, flat: Tensor) -> dict[str, Tensor]:
         """AdamW's state of a flat partition, which it has from its first step on: made here if asked for before."""

@@ -5,6 +5,7 @@ used. Called by `deepspeed.py`.
 """
 
 import os
+import warnings
 from types import ModuleType
 from typing import Any
 
@@ -40,6 +41,8 @@ def load_deepspeed(device: torch.device) -> ModuleType:
         )
     for extension in UNUSED_EXTENSIONS:
         deepspeed.ops.__compatible_ops__[extension] = False
+    # It calls functions of torch.distributed by the names that they had: one warning a collective.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
     _take_place_of_launcher(device)
     return deepspeed
 
