@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.errors import ConfigError
 
 SCHEDULES = ("constant", "cosine")
 
@@ -43,7 +44,7 @@ class DeepSpeedConfig:
     """Keep masters and optimizer states in host memory and step there. On CPUs it saves nothing."""
 
     def __post_init__(self) -> None:
-        one_of("trainer.deepspeed.zero_stage", str(self.zero_stage), ("1", "2", "3"))
+        within("trainer.deepspeed.zero_stage", self.zero_stage, 1, 3)
 
 
 @dataclass
@@ -81,6 +82,11 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
+        if self.engine == "fsdp" and self.deepspeed.offload_optimizer:
+            raise ConfigError(
+                "trainer.deepspeed.offload_optimizer=true: has no effect with trainer.engine=fsdp. Set "
+                "trainer.engine=deepspeed, or leave it out."
+            )
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch"):
             at_least(f"trainer.{key}", getattr(self, key), 1)

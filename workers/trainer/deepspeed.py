@@ -80,9 +80,10 @@ class DeepSpeedEngine:
 
     def close(self) -> None:
         """Take hooks off the model, and let go of the process groups that DeepSpeed keeps for the whole process."""
-        if self._engine is None:
+        engine, self._engine = self._engine, None
+        if engine is None:
             return
-        self._engine.destroy()
+        engine.destroy()
         if self.group.owned:
             load_deepspeed(self.group.device).comm.destroy_process_group()
 

@@ -42,7 +42,7 @@ def two(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
+    errors = [process.communicate(timeout=480)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
     return directory
 
