@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.deepspeed_partition import Fragment, fragments_of, frozen_piece
-from penstock.workers.trainer.deepspeed_runtime import load_deepspeed, settings
+from penstock.workers.trainer.deepspeed_runtime import leave_process_group, load_deepspeed, settings
 from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.fsdp import MOMENTS, buffer_pieces, make_adamw
 from penstock.workers.trainer.policy_model import PolicyModel
@@ -43,7 +43,7 @@ class DeepSpeedEngine:
             return
         # DeepSpeed casts parameters to the compute dtype before it copies them into its masters.
         loaded = {name: parameter.data for name, parameter in trained.items()} if config.dtype == "bfloat16" else {}
-        self._engine, *_ = load_deepspeed(group.device).initialize(
+        self._engine, *_ = load_deepspeed(group).initialize(
             model=model,
             optimizer=self.optimizer,
             config=settings(config, group.device.type, sum(parameter.numel() for parameter in trained.values())),
@@ -79,13 +79,12 @@ class DeepSpeedEngine:
             self._engine.optimizer.empty_partition_cache()  # the engine's own collects garbage each time
 
     def close(self) -> None:
-        """Take hooks off the model, and let go of the process groups that DeepSpeed keeps for the whole process."""
+        """Take hooks off the model. Who owns the process group leaves it here, since DeepSpeed holds on to it."""
         engine, self._engine = self._engine, None
-        if engine is None:
-            return
-        engine.destroy()
+        if engine is not None:
+            engine.destroy()
         if self.group.owned:
-            load_deepspeed(self.group.device).comm.destroy_process_group()
+            leave_process_group()
 
     # What lies where
 

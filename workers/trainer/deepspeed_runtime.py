@@ -5,14 +5,14 @@ used. Called by `deepspeed.py`.
 """
 
 import os
+import sys
 import warnings
 from types import ModuleType
 from typing import Any
 
-import torch
-
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.process_group import ProcessGroup
 
 MAX_BUCKET_ELEMENTS = 2**27
 """Most gradients (float32) that are copied together to be reduced: half a GiB."""
@@ -23,8 +23,10 @@ UNUSED_EXTENSIONS = ("deepspeed_shm_comm",)
 """Built by the C++ compiler when ranks meet, and used for inference only."""
 
 
-def load_deepspeed(device: torch.device) -> ModuleType:
-    """The package, computing on `device`. Raises `ConfigError` where it is not installed or computes elsewhere."""
+def load_deepspeed(group: ProcessGroup) -> ModuleType:
+    """The package, computing on the group's device. Raises `ConfigError` where it is not installed or computes
+    elsewhere."""
+    device = group.device
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, when imported; it would guess
     try:
         import deepspeed
@@ -43,16 +45,24 @@ def load_deepspeed(device: torch.device) -> ModuleType:
         deepspeed.ops.__compatible_ops__[extension] = False
     # It calls functions of torch.distributed by the names that they had: one warning a collective.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
-    _take_place_of_launcher(device)
+    _take_place_of_launcher(group)
     return deepspeed
 
 
-def _take_place_of_launcher(device: torch.device) -> None:
-    """DeepSpeed's launcher tells it the index of its device, in an environment variable that is read time and again.
-    What this process has inherited of another launcher says nothing about it. Ranks and addresses are read from
-    torch.distributed."""
-    os.environ["LOCAL_RANK"] = str(device.index or 0)
+def _take_place_of_launcher(group: ProcessGroup) -> None:
+    """DeepSpeed reads time and again what its launcher would have put into the environment. What this process has
+    inherited of some other launcher says nothing about this trainer."""
+    own = {"RANK": group.rank, "WORLD_SIZE": group.num_ranks, "LOCAL_RANK": group.device.index or 0}
+    os.environ.update({name: str(value) for name, value in own.items()})
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+
+
+def leave_process_group() -> None:
+    """Destroy torch's process group together with what DeepSpeed has made of it and keeps for the whole process. Where
+    DeepSpeed has not been at work, nothing happens."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
 
 
 def settings(config: TrainerConfig, device_type: str, num_trained: int) -> dict[str, Any]:

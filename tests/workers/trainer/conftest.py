@@ -36,6 +36,9 @@ def engine_options(engine: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, An
     `linear`, which it puts into torch for good, goes when the test ends."""
     monkeypatch.setattr(deepspeed_runtime, "PERSISTENT_ELEMENTS", FRESH.hidden_size)
     monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
+    if engine != "fsdp":
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # written for good, too
+            monkeypatch.setenv(name, "0")
     return ENGINES[engine]
 
 

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -76,13 +77,10 @@ def test_critic_and_policy_share_a_process(make_trainer: Make) -> None:
 
 
 def test_another_launchers_environment_is_not_believed(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1",
-        "OMPI_COMM_WORLD_LOCAL_RANK": "7",
-    }.items():  # fmt: skip
+    foreign = {"RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
+    for name, value in (foreign | {"OMPI_COMM_WORLD_LOCAL_RANK": "7"}).items():
         monkeypatch.setenv(name, value)
     trainer = make_trainer()
-    assert trainer.group.num_ranks == 1
     assert trainer.update(random_rows(4), sft_loss).num_samples == 4
 
 
@@ -114,7 +112,8 @@ def test_its_settings_are_those_of_the_trainer() -> None:
     assert "offload_optimizer" not in settings(config, "cpu", 0)["zero_optimization"]
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = make_trainer().group
     plain = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:
@@ -124,12 +123,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"trainer.engine=deepspeed.*No module named.*trainer.engine=fsdp"):
-        load_deepspeed(torch.device("cpu"))
+        load_deepspeed(group)
 
 
-def test_a_device_that_it_does_not_compute_on_is_refused() -> None:
+def test_a_device_that_it_does_not_compute_on_is_refused(make_trainer: Make) -> None:
+    elsewhere = replace(make_trainer().group, device=torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"computes on cpu, this trainer on cuda.*num_gpus_per_rank"):
-        load_deepspeed(torch.device("cuda"))
+        load_deepspeed(elsewhere)
 
 
 def test_fsdp_does_not_import_it() -> None:
