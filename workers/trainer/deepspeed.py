@@ -14,7 +14,7 @@ from torch import Tensor
 
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.deepspeed_partition import Fragment, fragments_of, frozen_piece
-from penstock.workers.trainer.deepspeed_runtime import leave_process_group, load_deepspeed, settings
+from penstock.workers.trainer.deepspeed_runtime import keep_deadline, leave_process_group, load_deepspeed, settings
 from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.fsdp import MOMENTS, buffer_pieces, make_adamw
 from penstock.workers.trainer.policy_model import PolicyModel
@@ -49,6 +49,7 @@ class DeepSpeedEngine:
             config=settings(config, group.device.type, sum(parameter.numel() for parameter in trained.values())),
             dist_init_required=False,
         )
+        keep_deadline(self._engine, config.collective_timeout_s)
         if self.optimizer is not None:
             self._fragments = {
                 fragment.name: fragment for fragment in fragments_of(trained, self._engine.optimizer, group.rank)

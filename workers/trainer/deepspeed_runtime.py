@@ -7,8 +7,11 @@ used. Called by `deepspeed.py`.
 import os
 import sys
 import warnings
+from datetime import timedelta
 from types import ModuleType
 from typing import Any
+
+from torch.distributed import distributed_c10d
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
@@ -55,6 +58,15 @@ def _take_place_of_launcher(group: ProcessGroup) -> None:
     own = {"RANK": group.rank, "WORLD_SIZE": group.num_ranks, "LOCAL_RANK": group.device.index or 0}
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+
+
+def keep_deadline(engine: Any, timeout_s: float) -> None:
+    """DeepSpeed makes process groups of its own, with torch's default timeouts: give them the trainer's.
+
+    `engine`: what `deepspeed.initialize` returned.
+    """
+    for group in (engine.data_parallel_group, engine.seq_data_parallel_group):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
 def leave_process_group() -> None:

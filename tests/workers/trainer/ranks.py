@@ -125,7 +125,14 @@ def update(trainer: PolicyTrainer, rows: Rows, directory: Path) -> dict[str, Any
     report = trainer.update(rows, ppo_clip_loss)
     after = trainer.logprobs(rows)
     trainer.publish(str(directory), 1)
-    return {"metrics": report.metrics, "tokens": report.num_tokens, "before": before, "after": after}
+    elements = sum(len(piece.values) for piece in trainer.engine.pieces())
+    return {
+        "metrics": report.metrics,
+        "tokens": report.num_tokens,
+        "before": before,
+        "after": after,
+        "elements": elements,
+    }
 
 
 def twenty_steps(trainer: PolicyTrainer, rank: int, num_ranks: int) -> dict[str, list[float]]:

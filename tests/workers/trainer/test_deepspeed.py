@@ -76,6 +76,13 @@ def test_critic_and_policy_share_a_process(make_trainer: Make) -> None:
     assert losses[2] < losses[3] < losses[0]
 
 
+def test_its_own_process_groups_keep_the_trainers_deadline(make_trainer: Make) -> None:
+    made = make_trainer(collective_timeout_s=77.0).engine
+    assert isinstance(made, DeepSpeedEngine)
+    backend = made._engine.data_parallel_group._get_backend(torch.device("cpu"))
+    assert backend.options._timeout.total_seconds() == 77.0
+
+
 def test_another_launchers_environment_is_not_believed(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     foreign = {"RANK": "3", "WORLD_SIZE": "9", "LOCAL_RANK": "5", "MASTER_ADDR": "nowhere", "MASTER_PORT": "1"}
     for name, value in (foreign | {"OMPI_COMM_WORLD_LOCAL_RANK": "7"}).items():

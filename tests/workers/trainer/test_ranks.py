@@ -112,6 +112,14 @@ def test_bfloat16_on_two_ranks_is_near_one(one: Path, two: Path, engine: str, sc
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_each_rank_publishes_about_half_of_the_model(one: Path, two: Path, engine: str) -> None:
+    num_elements = result(one, "fsdp", "even")["elements"]
+    shares = [result(two, engine, "even", rank)["elements"] / num_elements for rank in range(2)]
+    assert sum(shares) == 1.0
+    assert max(shares) < 0.55
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_an_export_of_two_ranks_is_their_publication(two: Path, engine: str) -> None:
     exported = load_file(two / engine / "exported" / "model.safetensors")
     published = weights(two, engine, list(ranks.scenarios_of(engine))[-1])
