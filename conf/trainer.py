@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.errors import ConfigError
 
 SCHEDULES = ("constant", "cosine")
 
@@ -33,9 +34,23 @@ class OptimizerConfig:
 
 
 @dataclass
+class DeepSpeedConfig:
+    """Of trainer.engine=deepspeed."""
+
+    zero_stage: int = 2
+    """What is spread over the ranks (1910.02054). 1: float32 masters and optimizer states. 2: gradients, too; costs no
+    more communication than 1. 3: weights, too, gathered layer by layer: the least memory, the most communication."""
+    offload_optimizer: bool = False
+    """Keep masters and optimizer states in host memory and step there. On CPUs it saves nothing."""
+
+    def __post_init__(self) -> None:
+        within("trainer.deepspeed.zero_stage", self.zero_stage, 1, 3)
+
+
+@dataclass
 class TrainerConfig:
     engine: str = "fsdp"
-    """fsdp (FSDP2, `fully_shard`)."""
+    """fsdp (FSDP2, `fully_shard`), or deepspeed (ZeRO)."""
     num_ranks: int = 1
     """Trainer actors, one a rank."""
     num_gpus_per_rank: float = 0
@@ -60,12 +75,18 @@ class TrainerConfig:
     collective_timeout_s: float = 600.0
     step_timeout_s: float = 3600.0
     """Deadline of one update, waiting for its samples included."""
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Of the critic, where the algorithm has one. Its head is new, so that it wants a higher rate than the policy."""
 
     def __post_init__(self) -> None:
-        one_of("trainer.engine", self.engine, ("fsdp",))
+        one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
+        if self.engine == "fsdp" and self.deepspeed.offload_optimizer:
+            raise ConfigError(
+                "trainer.deepspeed.offload_optimizer=true: has no effect with trainer.engine=fsdp. Set "
+                "trainer.engine=deepspeed, or leave it out."
+            )
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch"):
             at_least(f"trainer.{key}", getattr(self, key), 1)

@@ -12,7 +12,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.store import StoreConfig
-from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
 from penstock.conf.weights import WeightsConfig
 
 OUT_OF_RANGE = [
@@ -66,6 +66,8 @@ OUT_OF_RANGE = [
     (OptimizerConfig, "trainer.optimizer.warmup_steps", -1),
     (OptimizerConfig, "trainer.optimizer.min_lr_share", 2.0),
     (OptimizerConfig, "trainer.optimizer.schedule", "linear"),
+    (DeepSpeedConfig, "trainer.deepspeed.zero_stage", 0),
+    (DeepSpeedConfig, "trainer.deepspeed.zero_stage", 4),
     (TrainerConfig, "trainer.engine", "ddp"),
     (TrainerConfig, "trainer.dtype", "float16"),
     (TrainerConfig, "trainer.num_ranks", 0),
@@ -83,6 +85,11 @@ def test_a_value_out_of_range_is_refused_by_its_full_key(config_class, key, valu
     with pytest.raises(ConfigError) as caught:
         config_class(**{field: value})
     assert str(caught.value).startswith(f"{key}={value}:")
+
+
+def test_an_option_of_deepspeed_is_refused_where_fsdp_trains():
+    with pytest.raises(ConfigError, match=r"trainer.deepspeed.offload_optimizer=true.*trainer.engine=deepspeed"):
+        TrainerConfig(deepspeed=DeepSpeedConfig(offload_optimizer=True))
 
 
 def test_every_default_is_within_its_range():

@@ -49,6 +49,17 @@ def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path):
     assert "timing_s/reference" in steps[-1]
 
 
+def test_two_ranks_of_deepspeed_train_against_a_reference_and_publish_what_they_trained(small_run, tmp_path):
+    words = [*small_run, "rollout.engine=hf", "trainer.engine=deepspeed", "trainer.deepspeed.zero_stage=3"]
+    words += ["trainer.num_ranks=2", "trainer.num_threads=1", "algorithm.kl_coef=0.1", "trainer.max_steps=3"]
+    result = run(load_config([*words, "name=zero", f"output_dir={tmp_path}"]), quiet=True)
+    steps = metrics_of(result.directory)
+    assert abs(steps[0]["actor/kl"]) < 1e-6
+    assert steps[-1]["actor/kl"] > 0
+    assert all(line["mismatch/logprob_abs_mean"] < 1e-4 for line in steps)
+    assert (result.directory / "model" / "model.safetensors").stat().st_size > 0
+
+
 REWARDS = """
 import time
 calls = 0

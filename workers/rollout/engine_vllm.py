@@ -108,8 +108,6 @@ class VllmEngine:
                 raise
             finally:
                 self._admission.set()
-            finally:
-                self._admission.set()
 
     async def connect(self, init_info: Info) -> None:
         """Meet the trainer, where weights are streamed. Returns when both are there; raises as `update` does."""

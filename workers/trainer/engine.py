@@ -72,3 +72,6 @@ class TrainEngine(Protocol):
 
     def loaded(self, num_optimizer_steps: int) -> None:
         """`state` was overwritten: bring copies of it up to date. Collective."""
+
+    def close(self) -> None:
+        """Let go of what outlives the engine otherwise. Called once, last, before the process group is left."""

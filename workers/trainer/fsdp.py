@@ -90,6 +90,9 @@ class FsdpEngine:
         for unit in self.units:
             unit.reshard()
 
+    def close(self) -> None:
+        """Nothing outlives it."""
+
     def _local_gradients(self) -> list[Tensor]:
         """This rank's shards, in the model's order."""
         return [local(parameter.grad) for parameter in self.model.parameters() if parameter.grad is not None]

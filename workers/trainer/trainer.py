@@ -186,6 +186,7 @@ class PolicyTrainer:
 
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""
+        self.engine.close()
         self.group.leave()
 
     def _microbatches(
@@ -279,6 +280,10 @@ class PolicyTrainer:
 
 def make_engine(model: PolicyModel | ScalarModel, group: ProcessGroup, config: TrainerConfig) -> TrainEngine:
     """`config.engine` around the model. Collective."""
+    if config.engine == "deepspeed":
+        from penstock.workers.trainer.deepspeed import DeepSpeedEngine
+
+        return DeepSpeedEngine(model, group, config)
     return FsdpEngine(model, group, config)
 
 

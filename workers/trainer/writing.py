@@ -4,7 +4,6 @@ Every rank writes its own rows; rank 0 seals. Both have the same layout, so an e
 configuration and tokenizer beside it. Called by `trainer.py`.
 """
 
-import math
 import os
 import shutil
 from pathlib import Path
@@ -44,8 +43,7 @@ def publish(engine: TrainEngine, directory: str, version: int, dtype: str) -> Pu
     layout = layout_of(engine, dtype)
     writer = PublicationWriter(directory, version, layout, group.rank, group.num_ranks)
     for piece in engine.pieces():
-        row_elements = max(1, math.prod(piece.shape[1:]))
-        writer.write_rows(piece.name, piece.first // row_elements, piece.values.reshape(-1, *piece.shape[1:]))
+        writer.write_elements(piece.name, piece.first, piece.values)
     writer.finish()
     group.barrier()
     if group.rank == 0:

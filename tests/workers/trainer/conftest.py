@@ -9,14 +9,37 @@ import pytest
 import torch
 
 from penstock.conf.model import FreshModelConfig
-from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.trainer import deepspeed_runtime
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 FRESH = FreshModelConfig(
     num_layers=2, hidden_size=32, intermediate_size=48, num_heads=2, num_kv_heads=1, max_position_embeddings=64
 )
+ENGINES: dict[str, dict[str, Any]] = {"fsdp": {}} | {
+    f"zero{stage}": {"engine": "deepspeed", "deepspeed": DeepSpeedConfig(zero_stage=stage)} for stage in (1, 2, 3)
+}
+"""Options of a `TrainerConfig` for each kind of engine. All pass the same tests."""
+
+
+@pytest.fixture
+def engine() -> str:
+    """A module whose claims are about every engine has a fixture of this name with `params=ENGINES`."""
+    return "fsdp"
+
+
+@pytest.fixture
+def engine_options(engine: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Of a `TrainerConfig`. ZeRO-3 keeps the norms gathered and shards the rest, small as it is; its own version of
+    `linear`, which it puts into torch for good, goes when the test ends."""
+    monkeypatch.setattr(deepspeed_runtime, "PERSISTENT_ELEMENTS", FRESH.hidden_size)
+    monkeypatch.setattr(torch.nn.functional, "linear", torch.nn.functional.linear)
+    if engine != "fsdp":
+        for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):  # written for good, too
+            monkeypatch.setenv(name, "0")
+    return ENGINES[engine]
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +83,7 @@ def random_rows(num_rows: int = 12, *, seed: int = 0, group_size: int = 2, same_
 
 
 @pytest.fixture
-def make_trainer(model_path: str) -> Iterator[Callable[..., PolicyTrainer]]:
+def make_trainer(model_path: str, engine_options: dict[str, Any]) -> Iterator[Callable[..., PolicyTrainer]]:
     """`make_trainer(lr=…, max_tokens_per_microbatch=…, trainable=…)`: options of the optimizer, the config or the
     trainer.
     """
@@ -69,6 +92,7 @@ def make_trainer(model_path: str) -> Iterator[Callable[..., PolicyTrainer]]:
     def make(path: str = model_path, **options: Any) -> PolicyTrainer:
         optimizer = {name: options.pop(name) for name in list(options) if name in OptimizerConfig.__dataclass_fields__}
         config = {name: options.pop(name) for name in list(options) if name in TrainerConfig.__dataclass_fields__}
+        config = engine_options | config
         made.append(PolicyTrainer(TrainerConfig(**config, optimizer=OptimizerConfig(**optimizer)), path, **options))
         return made[-1]
 

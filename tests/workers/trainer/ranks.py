@@ -1,21 +1,26 @@
-"""One rank of `test_ranks.py`, in a process of its own: `python ranks.py RANK NUM_RANKS ADDRESS MODEL DIRECTORY`.
+"""One rank of `test_ranks.py`, in a process of its own:
+`python -m tests.workers.trainer.ranks RANK NUM_RANKS ADDRESS MODEL DIRECTORY ENGINE...`.
 
-Runs every scenario and leaves what the tests look at in DIRECTORY. The same scenarios with one rank are what they are
-compared to.
+Runs every scenario with each engine and leaves what the tests look at in DIRECTORY. The same scenarios with one rank of
+FSDP2 are what they are compared to.
 """
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.algorithms.losses import ppo_clip_loss
-from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+from penstock.algorithms.losses import ppo_clip_loss, sft_loss
+from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
-from penstock.workers.trainer import fsdp
+from penstock.workers.trainer import deepspeed_runtime, fsdp
 from penstock.workers.trainer.trainer import PolicyTrainer
+from tests.workers.trainer.conftest import ENGINES, random_rows
+from tests.workers.trainer.states import put_state, whole_state
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
@@ -30,8 +35,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 }
 
 
+def plain(scenario: str) -> str:
+    """What the scenario must equal on one rank of FSDP2, which has nothing to offload."""
+    return {"offloaded": "even", "offloaded_bfloat16": "bfloat16"}.get(scenario, scenario)
+
+
 def rows_of(scenario: str) -> Rows:
-    random = np.random.default_rng(len(scenario))
+    random = np.random.default_rng(len(plain(scenario)))
     lengths = random.integers(1, 21, 12)
     responses = [random.integers(3, 90, length).tolist() for length in lengths]
     return Rows.from_lists(
@@ -56,28 +66,102 @@ def share_of(scenario: str, rank: int, num_ranks: int) -> list[int]:
     return list(range(rank, 12, num_ranks))
 
 
-def run(rank: int, num_ranks: int, address: str | None, model: str, directory: Path) -> None:
-    """All scenarios, one trainer after the other in one process group."""
+def run(rank: int, num_ranks: int, address: str | None, model: str, directory: Path, engines: list[str]) -> None:
+    """All of it, one trainer after the other in one process group."""
     torch.set_num_threads(1)
-    trainers = []
-    for scenario, options in SCENARIOS.items():
-        budget = 8192 if num_ranks == 1 else 60
-        config = TrainerConfig(
-            num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
+
+    def make(**options: Any) -> PolicyTrainer:
+        trainers.append(
+            PolicyTrainer(
+                TrainerConfig(num_ranks=num_ranks, **options), model, rank=rank, num_ranks=num_ranks, address=address
+            )
         )
-        fsdp.KEEP_WHOLE_BYTES = 0 if scenario == "gathered_by_layer" else 2**31
-        trainer = PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks, address=address)
-        trainers.append(trainer)
-        rows = rows_of(scenario).select(share_of(scenario, rank, num_ranks))
-        before = trainer.logprobs(rows)
-        report = trainer.update(rows, ppo_clip_loss)
-        after = trainer.logprobs(rows)
-        trainer.publish(str(directory / scenario), 1)
-        result = {"metrics": report.metrics, "tokens": report.num_tokens, "before": before, "after": after}
-        torch.save(result, directory / f"{scenario}.{rank}.pt")
-    trainers[-1].export(str(directory / "exported"))
-    trainers[0].close()
+        return trainers[-1]
+
+    trainers: list[PolicyTrainer] = []
+    for engine in engines:
+        for scenario, options in scenarios_of(engine).items():
+            with gathered_by_layer() if scenario == "gathered_by_layer" else nullcontext():
+                budget = 8192 if num_ranks == 1 else 60
+                settings = ENGINES[engine] | {"max_tokens_per_microbatch": budget} | options
+                trainer = make(optimizer=OptimizerConfig(**LINEAR), **settings)
+                rows = rows_of(scenario).select(share_of(scenario, rank, num_ranks))
+                torch.save(
+                    update(trainer, rows, directory / engine / scenario), directory / f"{engine}.{scenario}.{rank}.pt"
+                )
+        trainer.export(str(directory / engine / "exported"))
+        trainer = make(**ENGINES[engine], optimizer=OptimizerConfig(lr=1e-3))
+        learned = twenty_steps(trainer, rank, num_ranks) | {"state": whole_state(trainer)}
+        if rank == 0:
+            torch.save(learned, directory / f"{engine}.learned.pt")
+    if num_ranks > 1:
+        torch.save(carry_through(engines, make, rank, num_ranks), directory / f"carried.{rank}.pt")
+    for trainer in reversed(trainers):
+        trainer.close()
+
+
+def scenarios_of(engine: str) -> dict[str, dict[str, Any]]:
+    """Stages 1 and 2 gather nothing by layer; only DeepSpeed offloads by this key."""
+    if engine == "fsdp":
+        return SCENARIOS
+    offloaded = DeepSpeedConfig(zero_stage=int(engine[-1]), offload_optimizer=True)
+    scenarios = SCENARIOS | {"offloaded": {"deepspeed": offloaded}}
+    scenarios |= {"offloaded_bfloat16": {"deepspeed": offloaded, "dtype": "bfloat16"}}
+    return {name: options for name, options in scenarios.items() if engine == "zero3" or name != "gathered_by_layer"}
+
+
+@contextmanager
+def gathered_by_layer() -> Iterator[None]:
+    """Small models are kept whole between forward and backward (FSDP2), or from step to step (ZeRO-3)."""
+    whole, persistent = fsdp.KEEP_WHOLE_BYTES, deepspeed_runtime.PERSISTENT_ELEMENTS
+    fsdp.KEEP_WHOLE_BYTES = deepspeed_runtime.PERSISTENT_ELEMENTS = 0
+    yield
+    fsdp.KEEP_WHOLE_BYTES, deepspeed_runtime.PERSISTENT_ELEMENTS = whole, persistent
+
+
+def update(trainer: PolicyTrainer, rows: Rows, directory: Path) -> dict[str, Any]:
+    """One update and what can be seen of it."""
+    before = trainer.logprobs(rows)
+    report = trainer.update(rows, ppo_clip_loss)
+    after = trainer.logprobs(rows)
+    trainer.publish(str(directory), 1)
+    elements = sum(len(piece.values) for piece in trainer.engine.pieces())
+    return {
+        "metrics": report.metrics,
+        "tokens": report.num_tokens,
+        "before": before,
+        "after": after,
+        "elements": elements,
+    }
+
+
+def twenty_steps(trainer: PolicyTrainer, rank: int, num_ranks: int) -> dict[str, list[float]]:
+    """Losses and norms of updates on two batches of demonstrations in turn."""
+    losses, norms = [], []
+    for step in range(20):
+        rows = random_rows(12, seed=step % 2).select(list(range(rank, 12, num_ranks)))
+        metrics = trainer.update(rows, sft_loss).metrics
+        losses.append(metrics["actor/loss"])
+        norms.append(metrics["actor/grad_norm"])
+    return {"losses": losses, "norms": norms}
+
+
+def carry_through(engines: list[str], make: Any, rank: int, num_ranks: int) -> dict[str, Any]:
+    """The state of one engine through all the others and back; then one more step from it with each."""
+    options = {engine: make(**ENGINES[engine], optimizer=OptimizerConfig(lr=1e-3)) for engine in engines}
+    rows = random_rows(12).select(list(range(rank, 12, num_ranks)))
+    for _ in range(3):
+        options[engines[0]].update(rows, sft_loss)
+    first = state = whole_state(options[engines[0]])
+    results: dict[str, Any] = {"first": first, "states": {}, "losses": {}, "steps": {}}
+    for engine in (*engines[1:], engines[0]):
+        put_state(options[engine], state, 3)
+        state = whole_state(options[engine])
+        results["states"][engine], results["steps"][engine] = state, options[engine].engine.num_optimizer_steps()
+    for engine, trainer in options.items():
+        results["losses"][engine] = [trainer.update(rows, sft_loss).metrics["actor/loss"] for _ in range(2)]
+    return results
 
 
 if __name__ == "__main__":
-    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))
+    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]), sys.argv[6:])

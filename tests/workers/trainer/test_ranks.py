@@ -1,6 +1,6 @@
-"""Two ranks over gloo, in small micro-batches, against one rank with all rows in one: the same mathematics."""
+"""Two ranks over gloo, in small micro-batches, against one rank with all rows in one: the same mathematics, whichever
+engine shards it."""
 
-import importlib.util
 import socket
 import subprocess
 import sys
@@ -12,14 +12,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.trainer import PolicyTrainer
+from tests.workers.trainer import ranks
+from tests.workers.trainer.conftest import ENGINES
+from tests.workers.trainer.states import put_state, whole_state
+
 pytestmark = pytest.mark.slow
-HERE = Path(__file__).parent
-_spec = importlib.util.spec_from_file_location("trainer_ranks", HERE / "ranks.py")
-assert _spec is not None
-assert _spec.loader is not None
-ranks = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(ranks)
-EXACT = [name for name in ranks.SCENARIOS if name != "bfloat16"]
+ROOT = Path(__file__).parents[3]
+EVERY = [(engine, scenario) for engine in ENGINES for scenario in ranks.scenarios_of(engine)]
+EXACT = [(engine, scenario) for engine, scenario in EVERY if not scenario.endswith("bfloat16")]
+ROUNDED = [(engine, scenario) for engine, scenario in EVERY if scenario.endswith("bfloat16")]
 
 
 @pytest.fixture(scope="module")
@@ -29,75 +32,127 @@ def two(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, str(HERE / "ranks.py")]
+    command = [sys.executable, "-m", "tests.workers.trainer.ranks"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), "2", address, model_path, str(directory)], stderr=subprocess.PIPE, text=True
+            [*command, str(rank), "2", address, model_path, str(directory), *ENGINES],
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         for rank in range(2)
     ]
-    errors = [process.communicate(timeout=240)[1] for process in processes]
+    errors = [process.communicate(timeout=480)[1] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
     return directory
 
 
 @pytest.fixture(scope="module")
 def one(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one rank leaves."""
+    """What one rank of FSDP2 leaves."""
     directory = tmp_path_factory.mktemp("one")
-    ranks.run(0, 1, None, model_path, directory)
+    ranks.run(0, 1, None, model_path, directory, ["fsdp"])
     return directory
 
 
-def result(directory: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
-    return torch.load(directory / f"{scenario}.{rank}.pt", weights_only=False)
+def result(directory: Path, engine: str, scenario: str, rank: int = 0) -> dict[str, Any]:
+    return torch.load(directory / f"{engine}.{scenario}.{rank}.pt", weights_only=False)
 
 
-def weights(directory: Path, scenario: str) -> dict[str, torch.Tensor]:
-    return load_file(directory / scenario / "v00000001" / "model.safetensors")
+def expected_of(one: Path, scenario: str) -> dict[str, Any]:
+    return result(one, "fsdp", ranks.plain(scenario))
 
 
-@pytest.mark.parametrize("scenario", EXACT)
-def test_gradients_of_two_ranks_are_those_of_one(one: Path, two: Path, scenario: str) -> None:
-    expected, ours = weights(one, scenario), weights(two, scenario)
+def weights(directory: Path, engine: str, scenario: str) -> dict[str, torch.Tensor]:
+    return load_file(directory / engine / scenario / "v00000001" / "model.safetensors")
+
+
+@pytest.mark.parametrize(("engine", "scenario"), EXACT)
+def test_gradients_of_two_ranks_are_those_of_one(one: Path, two: Path, engine: str, scenario: str) -> None:
+    expected, ours = weights(one, "fsdp", ranks.plain(scenario)), weights(two, engine, scenario)
     assert ours.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(ours[name], weight, atol=1e-6, rtol=0, msg=name)
 
 
-@pytest.mark.parametrize("scenario", EXACT)
-def test_metrics_are_those_of_the_whole_batch_on_every_rank(one: Path, two: Path, scenario: str) -> None:
-    expected = result(one, scenario)["metrics"]
+@pytest.mark.parametrize(("engine", "scenario"), EXACT)
+def test_metrics_are_those_of_the_whole_batch_on_every_rank(one: Path, two: Path, engine: str, scenario: str) -> None:
+    expected = expected_of(one, scenario)["metrics"]
     for rank in range(2):
-        metrics = result(two, scenario, rank)["metrics"]
+        metrics = result(two, engine, scenario, rank)["metrics"]
         assert metrics.keys() == expected.keys()
         for name, value in expected.items():
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
-@pytest.mark.parametrize("scenario", EXACT)
+@pytest.mark.parametrize(("engine", "scenario"), EXACT)
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_each_row_gets_the_logprobs_that_it_gets_from_one_rank(one: Path, two: Path, scenario: str, when: str) -> None:
-    expected = result(one, scenario)[when]
+def test_each_row_gets_the_logprobs_that_it_gets_from_one_rank(
+    one: Path, two: Path, engine: str, scenario: str, when: str
+) -> None:
+    expected = expected_of(one, scenario)[when]
     for rank in range(2):
-        ours = result(two, scenario, rank)[when]
-        for position, values in zip(ranks.share_of(scenario, rank, 2), ours, strict=True):
+        ours = result(two, engine, scenario, rank)[when]
+        for position, values in zip(ranks.share_of(ranks.plain(scenario), rank, 2), ours, strict=True):
             np.testing.assert_allclose(values, expected[position], atol=1e-5)
 
 
-def test_tokens_are_counted_by_rank(one: Path, two: Path) -> None:
-    assert result(two, "empty_rank", 1)["tokens"] == 0
-    assert sum(result(two, "uneven", rank)["tokens"] for rank in range(2)) == result(one, "uneven")["tokens"]
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tokens_are_counted_by_rank(one: Path, two: Path, engine: str) -> None:
+    assert result(two, engine, "empty_rank", 1)["tokens"] == 0
+    counted = sum(result(two, engine, "uneven", rank)["tokens"] for rank in range(2))
+    assert counted == result(one, "fsdp", "uneven")["tokens"]
 
 
-def test_bfloat16_on_two_ranks_is_near_one(one: Path, two: Path) -> None:
-    expected, ours = weights(one, "bfloat16"), weights(two, "bfloat16")
+@pytest.mark.parametrize(("engine", "scenario"), ROUNDED)
+def test_bfloat16_on_two_ranks_is_near_one(one: Path, two: Path, engine: str, scenario: str) -> None:
+    expected, ours = weights(one, "fsdp", "bfloat16"), weights(two, engine, scenario)
     for name, weight in expected.items():
         torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
 
 
-def test_an_export_of_two_ranks_is_their_publication(two: Path) -> None:
-    exported = load_file(two / "exported" / "model.safetensors")
-    published = weights(two, list(ranks.SCENARIOS)[-1])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_rank_publishes_about_half_of_the_model(one: Path, two: Path, engine: str) -> None:
+    num_elements = result(one, "fsdp", "even")["elements"]
+    shares = [result(two, engine, "even", rank)["elements"] / num_elements for rank in range(2)]
+    assert sum(shares) == 1.0
+    assert max(shares) < 0.55
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_export_of_two_ranks_is_their_publication(two: Path, engine: str) -> None:
+    exported = load_file(two / engine / "exported" / "model.safetensors")
+    published = weights(two, engine, list(ranks.scenarios_of(engine))[-1])
     assert exported.keys() == published.keys()
     assert all(torch.equal(exported[name], published[name]) for name in published)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_after_twenty_steps_losses_and_norms_are_those_of_one_rank_of_fsdp(one: Path, two: Path, engine: str) -> None:
+    expected = torch.load(one / "fsdp.learned.pt")
+    ours = torch.load(two / f"{engine}.learned.pt")
+    assert expected["losses"][-1] < expected["losses"][0] - 0.1
+    np.testing.assert_allclose(ours["losses"], expected["losses"], atol=1e-4)
+    np.testing.assert_allclose(ours["norms"], expected["norms"], atol=1e-4)
+
+
+def test_a_state_goes_through_every_engine_bit_for_bit(two: Path) -> None:
+    for rank in range(2):
+        carried = torch.load(two / f"carried.{rank}.pt")
+        assert carried["states"].keys() == ENGINES.keys()
+        assert set(carried["steps"].values()) == {3}
+        for state in carried["states"].values():
+            assert state.keys() == carried["first"].keys()
+            assert all(torch.equal(state[name], carried["first"][name]) for name in state)
+        for losses in carried["losses"].values():
+            np.testing.assert_allclose(losses, carried["losses"]["fsdp"], rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_state_of_two_ranks_goes_into_one(two: Path, engine: str, model_path: str) -> None:
+    state = torch.load(two / f"{engine}.learned.pt")["state"]
+    trainer = PolicyTrainer(TrainerConfig(), model_path)
+    put_state(trainer, state, 20)
+    ours = whole_state(trainer)
+    trainer.close()
+    assert all(torch.equal(ours[name], state[name]) for name in state)

@@ -13,15 +13,20 @@ from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.scalar_model import load_scalar_lm
-from tests.workers.trainer.conftest import random_rows
+from tests.workers.trainer.conftest import ENGINES, random_rows
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request):
+    return request.param
 
 
 @pytest.fixture
-def make_scalar(model_path):
+def make_scalar(model_path, engine_options):
     made = []
 
     def make(path=model_path, **options):
-        config = TrainerConfig(optimizer=OptimizerConfig(lr=options.pop("lr", 1e-2)))
+        config = TrainerConfig(optimizer=OptimizerConfig(lr=options.pop("lr", 1e-2)), **engine_options)
         made.append(ScalarTrainer(config, path, **options))
         return made[-1]
 

@@ -12,8 +12,14 @@ from penstock.algorithms.losses import sft_loss
 from penstock.store.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication import open_publication
+from tests.workers.trainer.conftest import ENGINES
 
 Make = Callable[..., PolicyTrainer]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -1,0 +1,92 @@
+"""What every engine promises of weights and states, on one rank. More ranks: `test_ranks.py`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.algorithms.losses import sft_loss
+from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+from penstock.store.rows import Rows
+from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm
+from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.trainer import PolicyTrainer, make_engine
+from tests.workers.trainer.conftest import ENGINES, random_rows
+from tests.workers.trainer.states import put_state, whole, whole_state
+
+Make = Callable[..., PolicyTrainer]
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def learn(trainer: PolicyTrainer, rows: Rows, num_steps: int) -> list[float]:
+    return [trainer.update(rows, sft_loss).metrics["actor/loss"] for _ in range(num_steps)]
+
+
+def test_a_state_has_weights_and_moments_of_everything_trained_in_float32(make_trainer: Make) -> None:
+    trainer = make_trainer(dtype="bfloat16")
+    names = {piece.name for piece in trainer.engine.pieces()}
+    state = whole_state(trainer)
+    assert state.keys() == {f"{kind}/{name}" for kind in ("weights", "exp_avg", "exp_avg_sq") for name in names}
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
+    assert not any(tensor.any() for name, tensor in state.items() if name.startswith("exp_avg"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("steps_before_loading", [0, 2])
+def test_training_goes_on_from_a_loaded_state_as_if_nothing_had_happened(
+    make_trainer: Make, dtype: str, steps_before_loading: int
+) -> None:
+    rows = random_rows(6)
+    first = make_trainer(lr=1e-2, dtype=dtype)
+    learn(first, rows, 3)
+    state, steps = whole_state(first), first.engine.num_optimizer_steps()
+    assert steps == 3
+    second = make_trainer(lr=1e-2, dtype=dtype)
+    learn(second, random_rows(6, seed=1), steps_before_loading)
+    put_state(second, state, steps)
+    for ours, theirs in zip(second.logprobs(rows), first.logprobs(rows), strict=True):
+        assert np.array_equal(ours, theirs)
+    assert learn(second, rows, 3) == learn(first, rows, 3)
+    expected, result = whole_state(first), whole_state(second)
+    assert all(torch.equal(result[name], expected[name]) for name in expected)
+    assert second.engine.num_optimizer_steps() == 6
+
+
+def test_what_is_not_trained_keeps_its_weights_and_is_published_all_the_same(
+    engine: str, engine_options: dict[str, Any], model_path: str
+) -> None:
+    lm = load_causal_lm(model_path)
+    before = {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
+    model = PolicyModel(lm).requires_grad_(False)
+    lm.model.layers[1].requires_grad_(True)
+    config = TrainerConfig(**engine_options, optimizer=OptimizerConfig(lr=1e-2))
+    group = ProcessGroup.join(0, 1, None, 60.0, use_gpu=False)
+    made = make_engine(model, group, config)
+    ids = torch.randint(3, 90, (2, 8))
+    for _ in range(2):
+        made.before_backward(is_last=True)
+        made.backward(-made.forward(ids, torch.arange(14), torch.arange(14))[0].mean())
+        assert made.step(1e-2) > 0
+    after = {piece.name: piece.values.reshape(piece.shape).clone() for piece in made.pieces()}
+    state = {piece.name for piece in made.state()}
+    made.close()
+    group.leave()
+    assert after.keys() == before.keys()
+    for name, weight in after.items():
+        is_trained = name.startswith("model.layers.1.")
+        assert torch.equal(weight, before[name]) is not is_trained, name
+        assert (f"weights/{name}" in state) is is_trained
+
+
+def test_a_reference_has_pieces_too(make_trainer: Make, weights_of: Callable[..., Any]) -> None:
+    reference, policy = make_trainer(trainable=False), make_trainer()
+    expected = weights_of(policy)
+    ours = whole(reference, reference.engine.pieces())
+    assert ours.keys() == expected.keys()
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)

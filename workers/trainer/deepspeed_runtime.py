@@ -1,0 +1,99 @@
+"""DeepSpeed as a library inside an actor: imported late, told where it is, and what to do.
+
+It expects to be started by its own launcher, which sets environment variables, and compiles C++ extensions when first
+used. Called by `deepspeed.py`.
+"""
+
+import os
+import sys
+import warnings
+from datetime import timedelta
+from types import ModuleType
+from typing import Any
+
+from torch.distributed import distributed_c10d
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.process_group import ProcessGroup
+
+MAX_BUCKET_ELEMENTS = 2**27
+"""Most gradients (float32) that are copied together to be reduced: half a GiB."""
+PERSISTENT_ELEMENTS = 100_000
+"""Stage 3: parameters up to this size stay gathered from their first use to the next optimizer step. Gathering norms
+and biases costs more than keeping them."""
+UNUSED_EXTENSIONS = ("deepspeed_shm_comm",)
+"""Built by the C++ compiler when ranks meet, and used for inference only."""
+
+
+def load_deepspeed(group: ProcessGroup) -> ModuleType:
+    """The package, computing on the group's device. Raises `ConfigError` where it is not installed or computes
+    elsewhere."""
+    device = group.device
+    os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, when imported; it would guess
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise ConfigError(
+            f"trainer.engine=deepspeed: the package cannot be imported ({error}). Install deepspeed, or take "
+            "trainer.engine=fsdp."
+        ) from error
+    name = deepspeed.get_accelerator().device_name()
+    if name != device.type:
+        raise ConfigError(
+            f"trainer.engine=deepspeed: DeepSpeed computes on {name}, this trainer on {device.type}. Set "
+            f"DS_ACCELERATOR={device.type} in the environment, or change trainer.num_gpus_per_rank."
+        )
+    for extension in UNUSED_EXTENSIONS:
+        deepspeed.ops.__compatible_ops__[extension] = False
+    # It calls functions of torch.distributed by the names that they had: one warning a collective.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
+    _take_place_of_launcher(group)
+    return deepspeed
+
+
+def _take_place_of_launcher(group: ProcessGroup) -> None:
+    """DeepSpeed reads time and again what its launcher would have put into the environment. What this process has
+    inherited of some other launcher says nothing about this trainer."""
+    own = {"RANK": group.rank, "WORLD_SIZE": group.num_ranks, "LOCAL_RANK": group.device.index or 0}
+    os.environ.update({name: str(value) for name, value in own.items()})
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+
+
+def keep_deadline(engine: Any, timeout_s: float) -> None:
+    """DeepSpeed makes process groups of its own, with torch's default timeouts: give them the trainer's.
+
+    `engine`: what `deepspeed.initialize` returned.
+    """
+    for group in (engine.data_parallel_group, engine.seq_data_parallel_group):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
+
+def leave_process_group() -> None:
+    """Destroy torch's process group together with what DeepSpeed has made of it and keeps for the whole process. Where
+    DeepSpeed has not been at work, nothing happens."""
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+
+
+def settings(config: TrainerConfig, device_type: str, num_trained: int) -> dict[str, Any]:
+    """DeepSpeed's configuration. `num_trained`: elements of the parameters that get an optimizer."""
+    on_gpu = device_type == "cuda"
+    zero: dict[str, Any] = {
+        "stage": config.deepspeed.zero_stage,
+        "reduce_bucket_size": max(1, min(num_trained, MAX_BUCKET_ELEMENTS)),
+        "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
+    }
+    if config.deepspeed.offload_optimizer and num_trained:
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
+    return {
+        "train_micro_batch_size_per_gpu": 1,  # the trainer counts micro-batches
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": config.optimizer.clip_norm,
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,  # torch's fused AdamW is as good on a CPU, and needs no compiler
+        "bf16": {"enabled": config.dtype == "bfloat16", "check_grad_overflow": True},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "communication_data_type": "fp32",
+    }
