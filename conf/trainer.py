@@ -3,8 +3,10 @@
 from dataclasses import dataclass, field
 
 from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.errors import ConfigError
 
 SCHEDULES = ("constant", "cosine")
+ALL_LINEAR = "all-linear"
 
 
 @dataclass
@@ -30,6 +32,26 @@ class OptimizerConfig:
         at_least("trainer.optimizer.warmup_steps", self.warmup_steps, 0)
         within("trainer.optimizer.min_lr_share", self.min_lr_share, 0, 1)
         one_of("trainer.optimizer.schedule", self.schedule, SCHEDULES)
+
+
+@dataclass
+class LoraConfig:
+    """LoRA (2106.09685): small matrices A and B beside frozen weights are trained, and W + alpha / rank * B A is
+    published. Wants about ten times the learning rate of full training."""
+
+    rank: int = 0
+    """Columns of B and rows of A. 0: off, all weights are trained. 16 to 64 are usual for RL."""
+    alpha: float = 32.0
+    """What B A is multiplied by, times rank."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Ends of the names of the linear layers that get one, e.g. [q_proj, v_proj]; [all-linear] takes all but the
+    head."""
+
+    def __post_init__(self) -> None:
+        at_least("trainer.lora.rank", self.rank, 0)
+        above("trainer.lora.alpha", self.alpha, 0)
+        if not self.target_modules:
+            raise ConfigError(f"trainer.lora.target_modules=[]: nothing would be trained. Set it to [{ALL_LINEAR}].")
 
 
 @dataclass
@@ -60,6 +82,8 @@ class TrainerConfig:
     collective_timeout_s: float = 600.0
     step_timeout_s: float = 3600.0
     """Deadline of one update, waiting for its samples included."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Of everything that is trained, the critic included. Engine fsdp only."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Of the critic, where the algorithm has one. Its head is new, so that it wants a higher rate than the policy."""

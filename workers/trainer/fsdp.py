@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.engine import Piece
+from penstock.workers.trainer.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.policy_model import PolicyModel
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.scalar_model import ScalarModel
@@ -105,10 +106,19 @@ class FsdpEngine:
 
     # What lies where
 
+    @torch.no_grad()
     def pieces(self) -> Iterator[Piece]:
+        """With LoRA the values are copies, each merged as it is asked for: never more than one tensor at a time."""
         lm = self.model.lm
-        for name, parameter in lm.named_parameters():
-            yield self._piece(name, parameter, parameter)
+        changes = {f"{adapter.name}.weight": adapter for adapter in adapters(lm)}
+        for own_name, parameter in lm.named_parameters():
+            if is_adapter(own_name):
+                continue
+            name = hf_name(own_name)
+            values = local(parameter)
+            if name in changes:
+                values = values + changes[name].delta()
+            yield self._piece(name, parameter, values)
         yield from buffer_pieces(lm, self.group.rank)
 
     def state(self) -> Iterator[Piece]:
