@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import above, at_least, divides, one_of, within
 from penstock.conf.errors import ConfigError
 
 SCHEDULES = ("constant", "cosine")
@@ -60,6 +60,12 @@ class TrainerConfig:
     """fsdp (FSDP2, `fully_shard`)."""
     num_ranks: int = 1
     """Trainer actors, one a rank."""
+    tensor_parallel_size: int = 1
+    """Ranks that split the linear layers of one copy of the model, so that larger ones fit; must divide num_ranks and
+    the model's heads. They train on the same rows. Engine fsdp only."""
+    sequence_parallel_size: int = 1
+    """Ranks that split the tokens of the same rows (Ulysses, 2309.14509), so that longer ones fit; must divide
+    num_ranks and the model's heads. Engine fsdp only."""
     num_gpus_per_rank: float = 0
     """1 on a GPU cluster (nccl); 0 on CPUs (gloo)."""
     max_steps: int = 100
@@ -73,6 +79,9 @@ class TrainerConfig:
     """Token budget of one forward-backward, padding included. Bounds activation memory; changes no result."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer states in host memory and step there; each layer comes to the GPU when it
+    is computed. Slower, for models that do not fit. On CPUs it changes nothing. Engine fsdp only."""
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
     logprob_chunk_tokens: int = 2048
@@ -93,6 +102,14 @@ class TrainerConfig:
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
+        for key in ("tensor_parallel_size", "sequence_parallel_size"):
+            at_least(f"trainer.{key}", getattr(self, key), 1)
+            divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
         at_least("trainer.logprob_chunk_tokens", self.logprob_chunk_tokens, 1)
         for key in ("collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that have the same rows and split the work on them."""
+        return self.tensor_parallel_size * self.sequence_parallel_size

@@ -1,4 +1,4 @@
-"""LoRA (2106.09685) around a loaded model: PEFT's layers in place of the linear ones, of which only A and B are trained.
+"""LoRA (2106.09685) around a loaded model: PEFT's layers in place of linear ones, of which only A and B are trained.
 
     load ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─▶ pieces: W + scale * B @ A under W's own name
 

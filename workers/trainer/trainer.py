@@ -52,7 +52,7 @@ class Step:
 
 class PolicyTrainer:
     """A rank among `num_ranks`, all of which make the same calls in the same order, each with its own rows (maybe
-    none).
+    none); those that split the work on a row (`TrainerConfig.ranks_per_row`) with the same ones.
 
         trainer = PolicyTrainer(TrainerConfig(), "path/to/model", temperature=1.0)
         report = trainer.update(rows, partial(ppo_clip_loss, clip_high=0.28))
@@ -93,7 +93,12 @@ class PolicyTrainer:
         self.step = 0
         """Updates so far; the schedule's clock."""
         self.group = ProcessGroup.join(
-            rank, num_ranks, address, config.collective_timeout_s, config.num_gpus_per_rank > 0
+            rank,
+            num_ranks,
+            address,
+            config.collective_timeout_s,
+            config.num_gpus_per_rank > 0,
+            num_peers=config.ranks_per_row,
         )
         self._temperature = temperature
         dtype = "float32" if trainable else config.dtype

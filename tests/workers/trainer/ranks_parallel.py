@@ -21,10 +21,26 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
 LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
+TENSOR = {"tensor_parallel_size": 2}
+SEQUENCE = {"sequence_parallel_size": 2}
 SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "lora": LORA,
         "lora_gathered_by_layer": LORA,
+        "tensor": TENSOR,
+        "tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
+        "tensor_lora": TENSOR | LORA,
+        "sequence": SEQUENCE,
+        "sequence_checkpointed": SEQUENCE | {"activation_checkpointing": True},
+        "sequence_lora": SEQUENCE | LORA,
+        "sequence_minibatches": SEQUENCE | {"num_minibatches": 3},
+    },
+    4: {
+        "tensor_and_data": TENSOR,
+        "tensor_and_data_lora": TENSOR | LORA,
+        "tensor_and_data_gathered_by_layer": TENSOR,
+        "sequence_and_data": SEQUENCE,
+        "tensor_and_sequence": TENSOR | SEQUENCE,
     },
 }
 """By number of ranks."""
