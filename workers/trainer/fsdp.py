@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -48,9 +48,6 @@ class FsdpEngine:
         # On a CPU everything is where offloading would put it, and there is nothing to pin memory for.
         is_offloaded = config.offload and group.device.type != "cpu"
         self.keeps_whole = num_bytes <= KEEP_WHOLE_BYTES and not is_offloaded
-        policy = MixedPrecisionPolicy()
-        if config.dtype == "bfloat16":
-            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         self.tensor: TensorParallel | None = None
         if config.tensor_parallel_size > 1:
             self.tensor = TensorParallel(model.lm, group, config.tensor_parallel_size)
@@ -60,16 +57,7 @@ class FsdpEngine:
             self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
         mesh = self.tensor.fsdp_mesh if self.tensor else init_device_mesh(group.device.type, (group.num_ranks,))
         self._num_shards, self._shard = mesh.size(), mesh.get_local_rank()
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "mp_policy": policy,
-            "offload_policy": CPUOffloadPolicy() if is_offloaded else OffloadPolicy(),
-        }
-        for layer in decoder_layers(model):
-            fully_shard(layer, reshard_after_forward=not self.keeps_whole, **options)
-        self.root: FSDPModule = fully_shard(model, reshard_after_forward=False, **options)
-        if not is_offloaded:
-            model.to(group.device)  # buffers
+        self.root = self._fully_shard(mesh, config.dtype, is_offloaded)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         if self._num_shards > 1:
             for unit in self.units:
@@ -78,6 +66,20 @@ class FsdpEngine:
         self._clip_norm = config.optimizer.clip_norm
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.optimizer = make_adamw(trained, config.optimizer) if trained else None
+
+    def _fully_shard(self, mesh: DeviceMesh, dtype: str, is_offloaded: bool) -> FSDPModule:
+        """Each decoder layer, then the rest; the root."""
+        policy = MixedPrecisionPolicy()
+        if dtype == "bfloat16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+        for layer in decoder_layers(self.model):
+            fully_shard(layer, reshard_after_forward=not self.keeps_whole, **options)
+        root: FSDPModule = fully_shard(self.model, reshard_after_forward=False, **options)
+        if not is_offloaded:
+            self.model.to(self.group.device)  # buffers
+        return root
 
     def forward(self, *arguments: Any) -> Any:
         return self.sequence(self.model, *arguments) if self.sequence else self.model(*arguments)
@@ -142,7 +144,8 @@ class FsdpEngine:
 
     @torch.no_grad()
     def pieces(self) -> Iterator[Piece]:
-        """With LoRA the values are copies, each merged as it is asked for: never more than one tensor at a time."""
+        """With LoRA or tensor parallelism values are copies, each made as it is asked for: never more than one tensor
+        at a time."""
         lm = self.model.lm
         changes = {f"{adapter.name}.weight": adapter for adapter in adapters(lm)}
         for own_name, parameter in lm.named_parameters():

@@ -52,9 +52,7 @@ class TensorParallel:
         self.fsdp_mesh: DeviceMesh = mesh["fsdp"]
         lm.to(group.device)
         parallelize_module(lm, mesh["tensor"], module_styles(lm, styles), src_data_rank=None)
-        self._summed = [
-            parameter for name, style in styles.items() if style == SUMMED for parameter in _parameters(lm, name)
-        ]
+        self._summed = [lm.get_submodule(name) for name, style in styles.items() if style == SUMMED]
 
     def split_dim(self, parameter: Tensor) -> int | None:
         """Along which dim T ranks split it; None where each has all of it."""
@@ -65,7 +63,7 @@ class TensorParallel:
 
     def add_up_gradients(self) -> None:
         """Of parameters whose every rank saw only its own heads. Once an optimizer step, before its norm."""
-        for parameter in self._summed:
+        for parameter in (parameter for module in self._summed for parameter in module.parameters()):
             if parameter.grad is not None:
                 dist.all_reduce(_local(parameter.grad), group=self.group)
 
@@ -135,10 +133,6 @@ def _check_divides(size: int, **extents: int | None) -> None:
     for name, extent in extents.items():
         if extent is not None and extent % size:
             raise ConfigError(f"{KEY}={size} must divide the model's {name}={extent}. Set it to a divisor of that.")
-
-
-def _parameters(lm: nn.Module, name: str) -> list[nn.Parameter]:
-    return list(lm.get_submodule(name).parameters())
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -85,7 +85,7 @@ def attention(
             f"{KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set {KEY}=1."
         )
     whole = [_by_heads(tensor, group) for tensor in (query, key, value)]
-    output, _ = sdpa_attention_forward(module, *whole, None, is_causal=True, **keywords)
+    output, _ = sdpa_attention_forward(module, *whole, None, **(keywords | {"is_causal": True}))
     return _by_tokens(output.transpose(1, 2), group).transpose(1, 2).contiguous(), None
 
 
@@ -161,7 +161,8 @@ def _check(lm: Any, size: int, tensor_parallel_size: int) -> None:
                 f"{KEY}={size} times trainer.tensor_parallel_size={tensor_parallel_size} must divide the model's "
                 f"{name}={heads}: each rank attends with its share of the heads. Lower one of them."
             )
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
+    windowed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = set(getattr(config, "layer_types", None) or [windowed])
     if kinds != {"full_attention"}:
         raise ConfigError(
             f"{KEY}={size}: {config.model_type} has layers of {', '.join(sorted(kinds))}, and sequence parallelism "

@@ -1,5 +1,5 @@
 """One rank of `test_ranks_parallel.py`, in a process of its own:
-`python ranks_parallel.py RANK NUM_RANKS ADDRESS MODEL DIRECTORY`.
+`python ranks_parallel.py RANK NUM_RANKS ADDRESS MODELS DIRECTORY`.
 
 Runs every scenario of that number of ranks and leaves what the tests look at in DIRECTORY. The same scenarios with one
 rank and none of their ways to split the work are what they are compared to.
@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.algorithms.losses import ppo_clip_loss
+from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.trainer import fsdp
+from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
@@ -34,6 +35,9 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "sequence_checkpointed": SEQUENCE | {"activation_checkpointing": True},
         "sequence_lora": SEQUENCE | LORA,
         "sequence_minibatches": SEQUENCE | {"num_minibatches": 3},
+        "summed_tensor": TENSOR,
+        "critic_tensor": TENSOR,
+        "critic_sequence": SEQUENCE,
     },
     4: {
         "tensor_and_data": TENSOR,
@@ -43,7 +47,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor_and_sequence": TENSOR | SEQUENCE,
     },
 }
-"""By number of ranks."""
+"""By number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3)."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
 NUM_ROWS = 12
 
@@ -70,7 +74,7 @@ def share_of(rank: int, num_ranks: int, options: dict[str, Any]) -> list[int]:
     return list(range(rank // peers, NUM_ROWS, num_ranks // peers))
 
 
-def run(rank: int, num_ranks: int, address: str | None, model: str, directory: Path) -> None:
+def run(rank: int, num_ranks: int, address: str | None, models: str, directory: Path) -> None:
     """All scenarios, one trainer after the other in one process group. One rank: those of every number."""
     torch.set_num_threads(1)
     scenarios = SCENARIOS.get(num_ranks) or {name: some[name] for some in SCENARIOS.values() for name in some}
@@ -83,7 +87,9 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
             num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
         )
         fsdp.KEEP_WHOLE_BYTES = 0 if "gathered_by_layer" in scenario else 2**31
-        trainers.append(PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks, address=address))
+        kind = ScalarTrainer if "critic" in scenario else PolicyTrainer
+        model = f"{models}/{'qwen3' if 'summed' in scenario else 'qwen2'}"
+        trainers.append(kind(config, model, rank=rank, num_ranks=num_ranks, address=address))
         result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
         trainers[-1].publish(str(directory / scenario), 1)
         torch.save(result, directory / f"{scenario}.{rank}.pt")
@@ -92,9 +98,31 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
 
 
 def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
-    before = trainer.logprobs(rows)
-    metrics = trainer.update(rows, ppo_clip_loss).metrics
-    return {"metrics": metrics, "before": before, "after": trainer.logprobs(rows)}
+    def answers() -> list[np.ndarray]:
+        return trainer.values(rows) if isinstance(trainer, ScalarTrainer) else trainer.logprobs(rows)
+
+    before = answers()
+    if isinstance(trainer, ScalarTrainer):
+        returns = [np.linspace(-1, 1, length, dtype=np.float32) for length in rows.lengths("response_ids")]
+        report = trainer.update(rows.with_column("returns", returns).with_column("old_values", before), value_loss)
+    else:
+        report = trainer.update(rows, ppo_clip_loss)
+    after = answers()
+    state = wipe_and_restore(trainer.engine)
+    return {"metrics": report.metrics, "before": before, "after": after, "state": state, "restored": answers()}
+
+
+@torch.no_grad()
+def wipe_and_restore(engine: Any) -> list[tuple[str, tuple[int, ...], int, torch.Tensor]]:
+    """Forget weights and optimizer state and read them back from what the pieces said: as resuming does. Those."""
+    state = [(piece.name, piece.shape, piece.first, piece.values.clone()) for piece in engine.state()]
+    for parameter, moments in engine.optimizer.state.items():
+        for tensor in (parameter, *(moments[name] for name in fsdp.MOMENTS)):
+            fsdp.local(tensor).fill_(float("nan"))
+    for piece, (_, _, _, values) in zip(engine.state(), state, strict=True):
+        piece.values.copy_(values)
+    engine.loaded(engine.num_optimizer_steps())
+    return state
 
 
 if __name__ == "__main__":

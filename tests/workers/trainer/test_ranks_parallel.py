@@ -1,6 +1,7 @@
 """Ranks over gloo that split the work in the ways that a configuration can ask for, against one rank that does it
 all."""
 
+import json
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.models.fresh import build_fresh_model
@@ -19,48 +21,55 @@ from tests.workers.trainer import ranks_parallel as ranks
 
 pytestmark = pytest.mark.slow
 FRESH = FreshModelConfig(
-    num_layers=2, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=2, max_position_embeddings=64
+    num_layers=2, hidden_size=32, intermediate_size=48, num_heads=8, num_kv_heads=4, max_position_embeddings=64
 )
 CASES = [(number, scenario) for number, some in ranks.SCENARIOS.items() for scenario in some]
 Several = Callable[[int], Path]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    path = tmp_path_factory.mktemp("parallel_model")
-    build_fresh_model(path, FRESH, seed=3)
+def models(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models")
+    build_fresh_model(path / "qwen2", FRESH, seed=3)
+    like = json.loads((path / "qwen2" / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
+    config = Qwen3Config(
+        **{name: like[name] for name in names}, num_hidden_layers=2, head_dim=4, max_position_embeddings=64
+    )
+    torch.manual_seed(4)
+    Qwen3ForCausalLM(config).save_pretrained(path / "qwen3")
     return str(path)
 
 
 @pytest.fixture(scope="module")
-def several(model: str, tmp_path_factory: pytest.TempPathFactory) -> Several:
+def several(models: str, tmp_path_factory: pytest.TempPathFactory) -> Several:
     """What so many processes left; started where a test asks for them first."""
     made: dict[int, Path] = {}
 
     def of(num_ranks: int) -> Path:
         if num_ranks not in made:
             made[num_ranks] = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-            run_processes(num_ranks, model, made[num_ranks])
+            run_processes(num_ranks, models, made[num_ranks])
         return made[num_ranks]
 
     return of
 
 
 @pytest.fixture(scope="module")
-def one(model: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def one(models: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("one")
-    ranks.run(0, 1, None, model, directory)
+    ranks.run(0, 1, None, models, directory)
     return directory
 
 
-def run_processes(num_ranks: int, model: str, directory: Path) -> None:
+def run_processes(num_ranks: int, models: str, directory: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, ranks.__file__]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(num_ranks), address, model, str(directory)], stderr=subprocess.PIPE, text=True
+            [*command, str(rank), str(num_ranks), address, models, str(directory)], stderr=subprocess.PIPE, text=True
         )
         for rank in range(num_ranks)
     ]
@@ -102,8 +111,8 @@ def test_metrics_are_those_of_one_rank_on_every_rank(
 
 
 @pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_each_row_gets_the_logprobs_that_it_gets_from_one_rank(
+@pytest.mark.parametrize("when", ["before", "after", "restored"])
+def test_each_row_gets_the_answers_that_it_gets_from_one_rank(
     one: Path, several: Several, num_ranks: int, scenario: str, when: str
 ) -> None:
     expected = result(one, scenario)[when]
@@ -123,3 +132,22 @@ def test_the_exported_adapter_is_that_of_one_rank(one: Path, several: Several, n
         for directory in (several(num_ranks), one)
     )
     assert_same(ours, expected, atol=2e-6)
+
+
+def whole_state(directory: Path, scenario: str, num_ranks: int) -> dict[str, torch.Tensor]:
+    """The pieces of all ranks, put together; every element must be in one of them, and in one only."""
+    flat: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank in range(num_ranks):
+        for name, shape, first, values in result(directory, scenario, rank)["state"]:
+            shapes[name] = shape
+            part = flat.setdefault(name, torch.full((int(np.prod(shape)),), float("nan")))[first : first + len(values)]
+            assert part.isnan().all(), name
+            part.copy_(values)
+    assert not any(values.isnan().any() for values in flat.values())
+    return {name: values.reshape(shapes[name]) for name, values in flat.items()}
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
+def test_the_state_of_all_ranks_is_that_of_one(one: Path, several: Several, num_ranks: int, scenario: str) -> None:
+    assert_same(whole_state(several(num_ranks), scenario, num_ranks), whole_state(one, scenario, 1), atol=2e-6)
