@@ -105,6 +105,8 @@ class TrainerConfig:
         for key in ("tensor_parallel_size", "sequence_parallel_size"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
             divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
+        both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
+        divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
         at_least("trainer.logprob_chunk_tokens", self.logprob_chunk_tokens, 1)
         for key in ("collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)

@@ -42,7 +42,7 @@ class SequenceParallel:
         cannot be split over `group`."""
         self._group = group
         self._rank, self._size = group.rank(), group.size()
-        _check(lm, self._size, tensor_parallel_size)
+        check(lm, self._size, tensor_parallel_size)
         lm.set_attn_implementation(ATTENTION)
         lm.base_model.register_forward_pre_hook(self._tell, with_kwargs=True)
 
@@ -147,7 +147,9 @@ def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-def _check(lm: Any, size: int, tensor_parallel_size: int) -> None:
+def check(lm: Any, size: int, tensor_parallel_size: int) -> None:
+    """Raises `ConfigError` for a model whose attention cannot be split over `size` ranks, each of which has its heads
+    divided by `tensor_parallel_size` already."""
     config = lm.config
     if config._attn_implementation != "sdpa":
         raise ConfigError(
