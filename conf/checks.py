@@ -29,3 +29,8 @@ def within(key: str, value: Any, low: float, high: float) -> None:
 def one_of(key: str, value: str, names: Collection[str]) -> None:
     if not _is_open(value) and value not in names:
         raise ConfigError(f"{key}={value}: unknown{suggest(value, names)}")
+
+
+def divides(key: str, value: Any, whole_key: str, whole: Any) -> None:
+    if not _is_open(value) and not _is_open(whole) and whole % value:
+        raise ConfigError(f"{key}={value}: must divide {whole_key}={whole}.")

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass, field
 
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import above, at_least, divides, one_of, within
 from penstock.conf.errors import ConfigError
 
 SCHEDULES = ("constant", "cosine")
+ALL_LINEAR = "all-linear"
 
 
 @dataclass
@@ -48,11 +49,37 @@ class DeepSpeedConfig:
 
 
 @dataclass
+class LoraConfig:
+    """LoRA (2106.09685): small matrices A and B beside frozen weights are trained, and W + alpha / rank * B A is
+    published. Wants about ten times the learning rate of full training."""
+
+    rank: int = 0
+    """Columns of B and rows of A. 0: off, all weights are trained. 16 to 64 are usual for RL."""
+    alpha: float = 32.0
+    """What B A is multiplied by, times rank."""
+    target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
+    """Ends of the names of the linear layers that get one, e.g. [q_proj, v_proj]; [all-linear] takes all but the
+    head."""
+
+    def __post_init__(self) -> None:
+        at_least("trainer.lora.rank", self.rank, 0)
+        above("trainer.lora.alpha", self.alpha, 0)
+        if not self.target_modules:
+            raise ConfigError(f"trainer.lora.target_modules=[]: nothing would be trained. Set it to [{ALL_LINEAR}].")
+
+
+@dataclass
 class TrainerConfig:
     engine: str = "fsdp"
     """fsdp (FSDP2, `fully_shard`), or deepspeed (ZeRO)."""
     num_ranks: int = 1
     """Trainer actors, one a rank."""
+    tensor_parallel_size: int = 1
+    """Ranks that split the linear layers of one copy of the model, so that larger ones fit; must divide num_ranks and
+    the model's heads. They train on the same rows. Engine fsdp only."""
+    sequence_parallel_size: int = 1
+    """Ranks that split the tokens of the same rows (Ulysses, 2309.14509), so that longer ones fit; must divide
+    num_ranks and the model's heads. Engine fsdp only."""
     num_gpus_per_rank: float = 0
     """1 on a GPU cluster (nccl); 0 on CPUs (gloo)."""
     max_steps: int = 100
@@ -66,6 +93,9 @@ class TrainerConfig:
     """Token budget of one forward-backward, padding included. Bounds activation memory; changes no result."""
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
+    offload: bool = False
+    """Keep weights, gradients and optimizer states in host memory and step there; each layer comes to the GPU when it
+    is computed. Slower, for models that do not fit. On CPUs it changes nothing. Engine fsdp only."""
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
     logprob_chunk_tokens: int = 2048
@@ -76,6 +106,8 @@ class TrainerConfig:
     step_timeout_s: float = 3600.0
     """Deadline of one update, waiting for its samples included."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+    """Of everything that is trained, the critic included. Engine fsdp only."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     critic_optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
     """Of the critic, where the algorithm has one. Its head is new, so that it wants a higher rate than the policy."""
@@ -90,6 +122,16 @@ class TrainerConfig:
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
+        for key in ("tensor_parallel_size", "sequence_parallel_size"):
+            at_least(f"trainer.{key}", getattr(self, key), 1)
+            divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
+        both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
+        divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
         at_least("trainer.logprob_chunk_tokens", self.logprob_chunk_tokens, 1)
         for key in ("collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
+
+    @property
+    def ranks_per_row(self) -> int:
+        """Ranks that have the same rows and split the work on them."""
+        return self.tensor_parallel_size * self.sequence_parallel_size

@@ -85,14 +85,29 @@ class Trainer:
             self._state = TrainingState(trainers, spec.checkpoint_timeout_s)
         if self._store is None:
             return
+        group = trainer.group
         if spec.loss is not None:
-            preparation = Preparation(spec.in_trainer, spec.columns, trainer.group.gather, critic)
+            preparation = Preparation(spec.in_trainer, spec.columns, group.gather, critic)
             self._worker = TrainerWorker(
-                trainer, self._store, spec.rank, spec.num_ranks, spec.loss, preparation=preparation
+                trainer,
+                self._store,
+                group.data_rank,
+                group.num_data_ranks,
+                spec.loss,
+                preparation=preparation,
+                speaks_for_rows=group.speaks_for_rows,
             )
         else:
             compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
-            self._worker = ReferenceWorker(compute, self._store, spec.stage, spec.column, spec.rank, spec.num_ranks)
+            self._worker = ReferenceWorker(
+                compute,
+                self._store,
+                spec.stage,
+                spec.column,
+                group.data_rank,
+                group.num_data_ranks,
+                speaks_for_rows=group.speaks_for_rows,
+            )
 
     def _make(self, is_scalar: bool, address: str, **options: Any) -> PolicyTrainer:
         spec = self._spec

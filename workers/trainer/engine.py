@@ -25,8 +25,9 @@ class Piece:
     first: int
     """Index of `values[0]` in the flattened full tensor."""
     values: Tensor
-    """`[n]`, on the engine's device; shares memory with what the engine computes with, so that writing into it changes
-    the engine's state. Empty where this rank has nothing of it."""
+    """`[n]`, where the engine keeps it; empty where this rank has nothing of it. That of `state` shares memory with
+    what the engine computes with, so that writing into it changes the engine's state; that of `pieces` is to be
+    read."""
 
 
 class TrainEngine(Protocol):
@@ -60,12 +61,13 @@ class TrainEngine(Protocol):
         """Let go of gathered parameters, which an optimizer step outdates. Called after passes without backward."""
 
     def pieces(self) -> Iterator[Piece]:
-        """The weights as a checkpoint of the model has them, by HF names: tied weights once, persistent buffers too.
-        Collective."""
+        """The weights as a checkpoint of the model has them, by HF names: whole rows, tied weights once, persistent
+        buffers too. Adapters are merged. Collective."""
 
     def state(self) -> Iterator[Piece]:
-        """What a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`, `exp_avg_sq/<name>`.
-        Loading writes into the pieces' `values`, then calls `loaded`. Collective."""
+        """What a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`, `exp_avg_sq/<name>` of
+        what is trained. A rank may have several pieces of one tensor. Loading writes into the pieces' `values`, then
+        calls `loaded`. Collective."""
 
     def num_optimizer_steps(self) -> int:
         """Steps of AdamW so far, which its bias correction counts."""

@@ -20,14 +20,22 @@ class ProcessGroup:
     num_ranks: int
     device: torch.device
     owned: bool
+    timeout: timedelta
+    num_peers: int = 1
+    """Ranks that have the same rows and split the work on them: ranks 0 to num_peers - 1, and so on."""
+    data_ranks: dist.ProcessGroup | None = None
+    """One rank of each such group, this one among them. None: all ranks."""
 
     @classmethod
-    def join(cls, rank: int, num_ranks: int, address: str | None, timeout_s: float, use_gpu: bool) -> "ProcessGroup":
-        """Meet the other ranks at `address` (host:port, on rank 0's node). One rank alone needs none.
+    def join(
+        cls, rank: int, num_ranks: int, address: str | None, timeout_s: float, use_gpu: bool, num_peers: int = 1
+    ) -> "ProcessGroup":
+        """Meet the other ranks at `address` (host:port, on rank 0's node). One rank alone needs none. Collective.
 
         A process has one group: a second trainer of one rank in the same process shares it. Raises `ConfigError` if
         sizes differ.
         """
+        timeout = timedelta(seconds=timeout_s)
         device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
         if dist.is_initialized():
             if dist.get_world_size() != num_ranks:
@@ -35,20 +43,55 @@ class ProcessGroup:
                     f"trainer.num_ranks={num_ranks}, but this process is already one of {dist.get_world_size()} ranks. "
                     "Start each rank in a process of its own."
                 )
-            return cls(rank, num_ranks, device, owned=False)
+            return cls._of(rank, num_ranks, device, False, timeout, num_peers)
         backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
         if num_ranks > 1 and address is None:
             raise ConfigError(f"trainer.num_ranks={num_ranks} needs the address where the ranks meet; none was given.")
         place = {"init_method": f"tcp://{address}"} if address else {"store": dist.HashStore()}
-        dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s), **place)
-        return cls(rank, num_ranks, device, owned=True)
+        dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout, **place)
+        return cls._of(rank, num_ranks, device, True, timeout, num_peers)
+
+    @classmethod
+    def _of(
+        cls, rank: int, num_ranks: int, device: torch.device, owned: bool, timeout: timedelta, num_peers: int
+    ) -> "ProcessGroup":
+        group = cls(rank, num_ranks, device, owned, timeout, num_peers)
+        if num_peers > 1:
+            group.data_ranks = group.subgroup(num_peers, group.num_data_ranks)
+        return group
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the rows is this rank's."""
+        return self.rank // self.num_peers
+
+    @property
+    def num_data_ranks(self) -> int:
+        return self.num_ranks // self.num_peers
+
+    @property
+    def speaks_for_rows(self) -> bool:
+        """This rank is the one of its peers that answers for their rows, so that each row is counted once."""
+        return self.rank % self.num_peers == 0
+
+    def subgroup(self, stride: int, size: int) -> dist.ProcessGroup:
+        """`size` ranks, `stride` apart, this one among them; blocks of `stride * size` ranks are cut alike. Collective
+        over all ranks, since each takes part in making every group."""
+        mine = None
+        for start in range(0, self.num_ranks, stride * size):
+            for offset in range(start, start + stride):
+                ranks = list(range(offset, offset + stride * size, stride))
+                made = dist.new_group(ranks, timeout=self.timeout)
+                mine = made if self.rank in ranks else mine
+        assert mine is not None
+        return mine
 
     def gather(self, value: Any) -> list[Any]:
-        """A small picklable value of each rank, in order of rank. Collective."""
-        if self.num_ranks == 1:
+        """A small picklable value of each data rank, in order of data rank. Collective."""
+        if self.num_data_ranks == 1:
             return [value]
-        values: list[Any] = [None] * self.num_ranks
-        dist.all_gather_object(values, value)
+        values: list[Any] = [None] * self.num_data_ranks
+        dist.all_gather_object(values, value, group=self.data_ranks)
         return values
 
     def barrier(self) -> None:

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,12 +30,14 @@ from penstock.workers.trainer import batching, writing
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.engine import TrainEngine
 from penstock.workers.trainer.fsdp import FsdpEngine
+from penstock.workers.trainer.lora import add_adapters
 from penstock.workers.trainer.loss_inputs import LossInputs
 from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm, max_length
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.scalar_model import ScalarModel
 from penstock.workers.trainer.schedule import learning_rate
 from penstock.workers.trainer.tally import Tally, add_mismatch
+from penstock.workers.weights.layout import Layout
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,7 @@ class Step:
 
 class PolicyTrainer:
     """A rank among `num_ranks`, all of which make the same calls in the same order, each with its own rows (maybe
-    none).
+    none); those that split the work on a row (`TrainerConfig.ranks_per_row`) with the same ones.
 
         trainer = PolicyTrainer(TrainerConfig(), "path/to/model", temperature=1.0)
         report = trainer.update(rows, partial(ppo_clip_loss, clip_high=0.28))
@@ -90,13 +93,20 @@ class PolicyTrainer:
         self.step = 0
         """Updates so far; the schedule's clock."""
         self.group = ProcessGroup.join(
-            rank, num_ranks, address, config.collective_timeout_s, config.num_gpus_per_rank > 0
+            rank,
+            num_ranks,
+            address,
+            config.collective_timeout_s,
+            config.num_gpus_per_rank > 0,
+            num_peers=config.ranks_per_row,
         )
         self._temperature = temperature
         dtype = "float32" if trainable else config.dtype
         checkpoint_layers = trainable and config.activation_checkpointing
         self.model, self.max_length = self._load(model_path, dtype, attention, checkpoint_layers)
         self.model.requires_grad_(trainable)
+        if trainable and config.lora.rank:
+            add_adapters(self.model.lm, config.lora)
         self.trainable = trainable
         self.before_step: Callable[[], None] | None = None
         """Called before weights change: a checkpoint may still be copying them."""
@@ -178,7 +188,12 @@ class PolicyTrainer:
         """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed.
         Collective.
         """
-        return writing.publish(self.engine, directory, version, self.engine_dtype)
+        return writing.publish(self.engine, directory, version, self._layout)
+
+    @cached_property
+    def _layout(self) -> Layout:
+        """Of every publication. Collective where it is first asked for."""
+        return writing.layout_of(self.engine, self.engine_dtype)
 
     def export(self, directory: str) -> None:
         """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype. Collective."""

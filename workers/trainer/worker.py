@@ -3,8 +3,8 @@
     TrainerWorker.step(k):  lease_shared("train", k) ─▶ trainer.update ─▶ complete_shared ─▶ StepReport
     ReferenceWorker.run():  lease_shared(stage, 0, 1, 2, …) ─▶ trainer.logprobs ─▶ write
 
-All ranks make the same calls with the same round numbers; the store gives each its share of the rows. Run by
-`actor.py`.
+All ranks make the same calls with the same round numbers; the store gives each its share of the rows. Ranks that split
+the work on the same rows ask for the same share, and one of them answers for it. Run by `actor.py`.
 
 Legend: _N rows (samples) of this rank.
 """
@@ -99,8 +99,11 @@ class TrainerWorker:
         loss: Loss,
         stage: str = "train",
         preparation: Preparation | None = None,
+        speaks_for_rows: bool = True,
     ) -> None:
-        """`preparation`: of the batch before the update; None for none."""
+        """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
+        update; None for none. `speaks_for_rows`: False for a rank whose rows another one completes and reports."""
+        self._speaks_for_rows = speaks_for_rows
         self._preparation = preparation
         self._trainer = trainer
         self._store = store
@@ -120,9 +123,10 @@ class TrainerWorker:
             self._preparation.apply(lease.rows) if self._preparation is not None else (lease.rows, {})
         )
         report = self._trainer.update(rows, self._loss)
-        self._store.complete_shared(lease)
+        if self._speaks_for_rows:
+            self._store.complete_shared(lease)
         trained = time.perf_counter()
-        trained_rows = TrainedRows.of(lease.rows, lease.version)
+        trained_rows = TrainedRows.of(lease.rows if self._speaks_for_rows else lease.rows.select([]), lease.version)
         return StepReport(
             round,
             lease.version,
@@ -147,9 +151,11 @@ class ReferenceWorker:
         num_ranks: int,
         *,
         max_units: int = 64,
+        speaks_for_rows: bool = True,
     ) -> None:
         """`compute`: one value a row, e.g. `trainer.logprobs`. `column`: what the stage writes. `max_units`: most rows
-        of a round, over all ranks."""
+        of a round, over all ranks. `speaks_for_rows`: False for a rank whose rows another one writes."""
+        self._speaks_for_rows = speaks_for_rows
         self._compute = compute
         self._store = store
         self._stage = stage
@@ -174,8 +180,8 @@ class ReferenceWorker:
         started = time.perf_counter()
         values = self._compute(lease.rows)
         self._busy_s += time.perf_counter() - started
-        self._num_rows += len(lease.rows)
-        if len(lease.rows):
+        if len(lease.rows) and self._speaks_for_rows:
+            self._num_rows += len(lease.rows)
             with suppress(LeaseExpired):  # the rows are somebody else's by now
                 self._store.write(lease, lease.rows.row_ids, {self._column: values})
         return True

@@ -12,10 +12,12 @@ from transformers import AutoTokenizer
 
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engine import TrainEngine
+from penstock.workers.trainer.lora import save_adapter
 from penstock.workers.weights.layout import Layout, compute_layout
 from penstock.workers.weights.publication import PublicationWriter, publication_directory, seal
 from penstock.workers.weights.reading import WEIGHTS_NAME
 
+ADAPTER_FOLDER = "adapter"
 WEIGHT_FILES = (
     "*.safetensors",
     "*.bin",
@@ -26,6 +28,7 @@ WEIGHT_FILES = (
     "*.h5",
     "*.msgpack",
     "manifest*.json",
+    ADAPTER_FOLDER,
 )
 
 
@@ -34,13 +37,13 @@ def layout_of(engine: TrainEngine, dtype: str) -> Layout:
     return compute_layout((piece.name, piece.shape, dtype) for piece in engine.pieces())
 
 
-def publish(engine: TrainEngine, directory: str, version: int, dtype: str) -> Publication:
-    """Version `version` under the root `directory`, cast to `dtype`. Collective: every rank returns once it is sealed.
+def publish(engine: TrainEngine, directory: str, version: int, layout: Layout) -> Publication:
+    """Version `version` under the root `directory`, in the layout's dtype. Collective: every rank returns once it is
+    sealed. `layout`: of `layout_of`, which is the same for every version.
 
     Raises `WeightError`, e.g. when shared memory is full.
     """
     group = engine.group
-    layout = layout_of(engine, dtype)
     writer = PublicationWriter(directory, version, layout, group.rank, group.num_ranks)
     for piece in engine.pieces():
         writer.write_elements(piece.name, piece.first, piece.values)
@@ -54,16 +57,17 @@ def publish(engine: TrainEngine, directory: str, version: int, dtype: str) -> Pu
 
 def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> None:
     """A HF model directory that `from_pretrained` loads. `model_path`: where configuration and tokenizer come from.
-    Collective.
+    Where LoRA was trained, its weights are merged, and the adapter alone lies in `adapter/`. Collective.
     """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    publish(engine, str(target / ".export"), 0, dtype)
+    publish(engine, str(target / ".export"), 0, layout_of(engine, dtype))
     if engine.group.rank == 0:
         os.replace(publication_directory(target / ".export", 0) / WEIGHTS_NAME, target / WEIGHTS_NAME)
         shutil.rmtree(target / ".export")
         _copy_tokenizer(model_path, target)
         _write_config(engine, target, dtype)
+    save_adapter(engine.model.lm, target / ADAPTER_FOLDER, engine.group.rank == 0)
     engine.group.barrier()
 
 

@@ -1,0 +1,30 @@
+import pytest
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import LoraConfig, TrainerConfig
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": -1}, r"trainer\.lora\.rank=-1: must be at least 0"),
+        ({"rank": 4, "alpha": 0.0}, r"trainer\.lora\.alpha=0\.0: must be greater than 0"),
+        ({"rank": 4, "target_modules": []}, r"trainer\.lora\.target_modules=\[\]: nothing would be trained"),
+    ],
+)
+def test_adapters_that_could_not_learn_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        LoraConfig(**options)
+
+
+@pytest.mark.parametrize("key", ["tensor_parallel_size", "sequence_parallel_size"])
+def test_a_split_into_less_than_one_is_refused(key):
+    with pytest.raises(ConfigError, match=rf"trainer\.{key}=0: must be at least 1"):
+        TrainerConfig(**{key: 0})
+
+
+def test_by_default_each_rank_has_rows_of_its_own():
+    config = TrainerConfig(num_ranks=3)
+    assert config.ranks_per_row == 1
+    assert config.lora.rank == 0
+    assert not config.offload

@@ -1,0 +1,129 @@
+"""One rank of `test_ranks_parallel.py`, in a process of its own:
+`python ranks_parallel.py RANK NUM_RANKS ADDRESS MODELS DIRECTORY`.
+
+Runs every scenario of that number of ranks and leaves what the tests look at in DIRECTORY. The same scenarios with one
+rank and none of their ways to split the work are what they are compared to.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.algorithms.losses import ppo_clip_loss, value_loss
+from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.store.rows import Rows
+from penstock.workers.trainer import fsdp
+from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
+
+LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
+"""AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
+LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
+TENSOR = {"tensor_parallel_size": 2}
+SEQUENCE = {"sequence_parallel_size": 2}
+SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
+    2: {
+        "lora": LORA,
+        "lora_gathered_by_layer": LORA,
+        "tensor": TENSOR,
+        "tensor_checkpointed": TENSOR | {"activation_checkpointing": True},
+        "tensor_lora": TENSOR | LORA,
+        "sequence": SEQUENCE,
+        "sequence_checkpointed": SEQUENCE | {"activation_checkpointing": True},
+        "sequence_lora": SEQUENCE | LORA,
+        "sequence_minibatches": SEQUENCE | {"num_minibatches": 3},
+        "summed_tensor": TENSOR,
+        "critic_tensor": TENSOR,
+        "critic_sequence": SEQUENCE,
+    },
+    4: {
+        "tensor_and_data": TENSOR,
+        "tensor_and_data_lora": TENSOR | LORA,
+        "tensor_and_data_gathered_by_layer": TENSOR,
+        "sequence_and_data": SEQUENCE,
+        "tensor_and_sequence": TENSOR | SEQUENCE,
+    },
+}
+"""By number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3)."""
+SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
+NUM_ROWS = 12
+
+
+def rows() -> Rows:
+    random = np.random.default_rng(5)
+    responses = [random.integers(3, 90, length).tolist() for length in random.integers(1, 21, NUM_ROWS)]
+    return Rows.from_lists(
+        {
+            "prompt_ids": [random.integers(3, 90, random.integers(1, 10)).tolist() for _ in responses],
+            "response_ids": responses,
+            "behavior_logprobs": [(-4.5 + 0.1 * random.normal(size=len(ids))).tolist() for ids in responses],
+            "advantage": random.normal(size=NUM_ROWS).tolist(),
+        },
+        group_ids=[index // 3 for index in range(NUM_ROWS)],
+    )
+
+
+def share_of(rank: int, num_ranks: int, options: dict[str, Any]) -> list[int]:
+    """Positions of a rank's rows: those that split one another's work have the same."""
+    peers = 1
+    for name in SPLITS:
+        peers *= options.get(name, 1)
+    return list(range(rank // peers, NUM_ROWS, num_ranks // peers))
+
+
+def run(rank: int, num_ranks: int, address: str | None, models: str, directory: Path) -> None:
+    """All scenarios, one trainer after the other in one process group. One rank: those of every number."""
+    torch.set_num_threads(1)
+    scenarios = SCENARIOS.get(num_ranks) or {name: some[name] for some in SCENARIOS.values() for name in some}
+    trainers = []
+    for scenario, options in scenarios.items():
+        if num_ranks == 1:
+            options = {name: value for name, value in options.items() if name not in SPLITS}
+        budget = 8192 if num_ranks == 1 else 60
+        config = TrainerConfig(
+            num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
+        )
+        fsdp.KEEP_WHOLE_BYTES = 0 if "gathered_by_layer" in scenario else 2**31
+        kind = ScalarTrainer if "critic" in scenario else PolicyTrainer
+        model = f"{models}/{'qwen3' if 'summed' in scenario else 'qwen2'}"
+        trainers.append(kind(config, model, rank=rank, num_ranks=num_ranks, address=address))
+        result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
+        trainers[-1].publish(str(directory / scenario), 1)
+        torch.save(result, directory / f"{scenario}.{rank}.pt")
+        trainers[-1].export(str(directory / scenario / "exported"))
+    trainers[0].close()
+
+
+def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
+    def answers() -> list[np.ndarray]:
+        return trainer.values(rows) if isinstance(trainer, ScalarTrainer) else trainer.logprobs(rows)
+
+    before = answers()
+    if isinstance(trainer, ScalarTrainer):
+        returns = [np.linspace(-1, 1, length, dtype=np.float32) for length in rows.lengths("response_ids")]
+        report = trainer.update(rows.with_column("returns", returns).with_column("old_values", before), value_loss)
+    else:
+        report = trainer.update(rows, ppo_clip_loss)
+    after = answers()
+    state = wipe_and_restore(trainer.engine)
+    return {"metrics": report.metrics, "before": before, "after": after, "state": state, "restored": answers()}
+
+
+@torch.no_grad()
+def wipe_and_restore(engine: Any) -> list[tuple[str, tuple[int, ...], int, torch.Tensor]]:
+    """Forget weights and optimizer state and read them back from what the pieces said: as resuming does. Those."""
+    state = [(piece.name, piece.shape, piece.first, piece.values.clone()) for piece in engine.state()]
+    for parameter, moments in engine.optimizer.state.items():
+        for tensor in (parameter, *(moments[name] for name in fsdp.MOMENTS)):
+            fsdp.local(tensor).fill_(float("nan"))
+    for piece, (_, _, _, values) in zip(engine.state(), state, strict=True):
+        piece.values.copy_(values)
+    engine.loaded(engine.num_optimizer_steps())
+    return state
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], Path(sys.argv[5]))

@@ -1,0 +1,121 @@
+"""Adapters on one rank. On more of them: `test_ranks_parallel.py`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock.algorithms.losses import sft_loss
+from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.store.rows import Rows
+from penstock.workers.trainer.lora import hf_name, is_adapter, target_layers
+from penstock.workers.trainer.policy_model import load_causal_lm
+from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
+
+Make = Callable[..., PolicyTrainer]
+MakeRows = Callable[..., Rows]
+Weights = Callable[[PolicyTrainer], dict[str, Tensor]]
+LORA = LoraConfig(rank=4, alpha=12.0)
+
+
+def trained(make_trainer: Make, make_rows: MakeRows, **options: Any) -> PolicyTrainer:
+    trainer = make_trainer(**{"lora": LORA, "lr": 1e-2} | options)
+    for seed in range(3):
+        trainer.update(make_rows(6, seed=seed), sft_loss)
+    return trainer
+
+
+def test_a_new_adapter_changes_no_weight(make_trainer: Make, weights_of: Weights, model_path: str) -> None:
+    original = load_file(Path(model_path) / "model.safetensors")
+    published = weights_of(make_trainer(lora=LORA))
+    assert published.keys() == original.keys()
+    assert all(torch.equal(published[name], weight) for name, weight in original.items())
+
+
+def test_only_adapters_are_trained_and_only_they_have_optimizer_state(
+    make_trainer: Make, make_rows: MakeRows, model_path: str
+) -> None:
+    trainer = trained(make_trainer, make_rows)
+    original = dict(AutoModelForCausalLM.from_pretrained(model_path).named_parameters())
+    for name, parameter in trainer.model.lm.named_parameters():
+        value = parameter.full_tensor()
+        if is_adapter(name):
+            assert parameter.requires_grad
+            assert value.abs().max() > 0, name
+        else:
+            assert torch.equal(value, original[hf_name(name)]), name
+    kinds = {piece.name.partition("/")[0] for piece in trainer.engine.state()}
+    names = {piece.name.partition("/")[2] for piece in trainer.engine.state()}
+    assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
+    assert names == {name for name, _ in trainer.model.lm.named_parameters() if is_adapter(name)}
+    assert len(trainer.engine.optimizer.state) == len(names) == 2 * 2 * 7
+
+
+def test_what_is_published_is_what_peft_merges(
+    make_trainer: Make, make_rows: MakeRows, model_path: str, tmp_path: Path
+) -> None:
+    trainer = trained(make_trainer, make_rows)
+    trainer.publish(str(tmp_path), 1)
+    trainer.export(str(tmp_path / "model"))
+    plain = AutoModelForCausalLM.from_pretrained(model_path)
+    merged = PeftModel.from_pretrained(plain, str(tmp_path / "model" / "adapter")).merge_and_unload()
+    published = load_file(tmp_path / "v00000001" / "model.safetensors")
+    expected = {name: parameter.detach() for name, parameter in merged.named_parameters()}
+    assert published.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(published[name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+def test_an_export_loads_with_the_logits_of_what_was_trained(
+    make_trainer: Make, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    trainer, rows = trained(make_trainer, make_rows), make_rows(1)
+    trainer.export(str(tmp_path / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt, response = rows.lists("prompt_ids")[0], rows.lists("response_ids")[0]
+    with torch.no_grad():
+        logits = loaded(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)[range(len(response)), response]
+    torch.testing.assert_close(torch.from_numpy(trainer.logprobs(rows)[0]), expected, atol=1e-5, rtol=0)
+
+
+def test_the_loss_falls(make_trainer: Make) -> None:
+    trainer = make_trainer(lora=LORA, lr=1e-2)
+    rows = Rows.from_lists({"prompt_ids": [[5, 6]] * 4, "response_ids": [[7, 8, 9, 10]] * 4})
+    losses = [trainer.update(rows, sft_loss).metrics["actor/loss"] for _ in range(20)]
+    assert losses[-1] < losses[0] - 0.3  # frozen random embeddings, 0.02 wide, allow no more than 0.6
+
+
+def test_a_critic_trains_its_head_whole(model_path: str, make_rows: MakeRows) -> None:
+    critic = ScalarTrainer(TrainerConfig(lora=LORA), model_path)
+    whole = [name for name, parameter in critic.model.lm.named_parameters() if parameter.requires_grad]
+    assert [name for name in whole if not is_adapter(name)] == ["score.weight"]
+    critic.close()
+
+
+def test_a_reference_has_no_adapter(make_trainer: Make) -> None:
+    reference = make_trainer(lora=LORA, trainable=False)
+    assert not any(is_adapter(name) for name, _ in reference.model.named_parameters())
+
+
+def test_targets_are_ends_of_names(model_path: str) -> None:
+    lm = load_causal_lm(model_path)
+    assert target_layers(lm, ["q_proj", "1.mlp.up_proj"]) == [
+        "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
+    ]  # fmt: skip
+    assert len(target_layers(lm, ["all-linear"])) == 14
+
+
+@pytest.mark.parametrize("target", ["c_attn", "lm_head", "proj", "embed_tokens"])
+def test_a_target_that_names_no_linear_layer_is_refused_with_those_that_exist(make_trainer: Make, target: str) -> None:
+    message = rf"no linear layer of Qwen2ForCausalLM is called '{target}'\. There are down_proj, gate_proj, k_proj, "
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(lora=LoraConfig(rank=4, target_modules=["q_proj", target]))

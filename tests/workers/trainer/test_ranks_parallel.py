@@ -1,0 +1,153 @@
+"""Ranks over gloo that split the work in the ways that a configuration can ask for, against one rank that does it
+all."""
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from penstock.conf.model import FreshModelConfig
+from penstock.workers.models.fresh import build_fresh_model
+from tests.workers.trainer import ranks_parallel as ranks
+
+pytestmark = pytest.mark.slow
+FRESH = FreshModelConfig(
+    num_layers=2, hidden_size=32, intermediate_size=48, num_heads=8, num_kv_heads=4, max_position_embeddings=64
+)
+CASES = [(number, scenario) for number, some in ranks.SCENARIOS.items() for scenario in some]
+Several = Callable[[int], Path]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("models")
+    build_fresh_model(path / "qwen2", FRESH, seed=3)
+    like = json.loads((path / "qwen2" / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads", "num_key_value_heads")
+    config = Qwen3Config(
+        **{name: like[name] for name in names}, num_hidden_layers=2, head_dim=4, max_position_embeddings=64
+    )
+    torch.manual_seed(4)
+    Qwen3ForCausalLM(config).save_pretrained(path / "qwen3")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def several(models: str, tmp_path_factory: pytest.TempPathFactory) -> Several:
+    """What so many processes left; started where a test asks for them first."""
+    made: dict[int, Path] = {}
+
+    def of(num_ranks: int) -> Path:
+        if num_ranks not in made:
+            made[num_ranks] = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+            run_processes(num_ranks, models, made[num_ranks])
+        return made[num_ranks]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def one(models: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("one")
+    ranks.run(0, 1, None, models, directory)
+    return directory
+
+
+def run_processes(num_ranks: int, models: str, directory: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, ranks.__file__]
+    processes = [
+        subprocess.Popen(
+            [*command, str(rank), str(num_ranks), address, models, str(directory)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(num_ranks)
+    ]
+    errors = [process.communicate(timeout=300)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0] * num_ranks, "\n".join(errors)
+
+
+def result(directory: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
+    return torch.load(directory / f"{scenario}.{rank}.pt", weights_only=False)
+
+
+def weights(directory: Path, scenario: str) -> dict[str, torch.Tensor]:
+    return load_file(directory / scenario / "v00000001" / "model.safetensors")
+
+
+def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], atol: float) -> None:
+    assert ours.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(ours[name], tensor, atol=atol, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
+def test_weights_after_an_update_are_those_of_one_rank(
+    one: Path, several: Several, num_ranks: int, scenario: str
+) -> None:
+    assert_same(weights(several(num_ranks), scenario), weights(one, scenario), atol=2e-6)
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
+def test_metrics_are_those_of_one_rank_on_every_rank(
+    one: Path, several: Several, num_ranks: int, scenario: str
+) -> None:
+    expected = result(one, scenario)["metrics"]
+    for rank in range(num_ranks):
+        metrics = result(several(num_ranks), scenario, rank)["metrics"]
+        assert metrics.keys() == expected.keys()
+        for name, value in expected.items():
+            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
+@pytest.mark.parametrize("when", ["before", "after", "restored"])
+def test_each_row_gets_the_answers_that_it_gets_from_one_rank(
+    one: Path, several: Several, num_ranks: int, scenario: str, when: str
+) -> None:
+    expected = result(one, scenario)[when]
+    for rank in range(num_ranks):
+        ours = result(several(num_ranks), scenario, rank)[when]
+        shares = ranks.share_of(rank, num_ranks, ranks.SCENARIOS[num_ranks][scenario])
+        for position, values in zip(shares, ours, strict=True):
+            np.testing.assert_allclose(values, expected[position], atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "scenario"), [case for case in CASES if "lora" in ranks.SCENARIOS[case[0]][case[1]]]
+)
+def test_the_exported_adapter_is_that_of_one_rank(one: Path, several: Several, num_ranks: int, scenario: str) -> None:
+    ours, expected = (
+        load_file(directory / scenario / "exported" / "adapter" / "adapter_model.safetensors")
+        for directory in (several(num_ranks), one)
+    )
+    assert_same(ours, expected, atol=2e-6)
+
+
+def whole_state(directory: Path, scenario: str, num_ranks: int) -> dict[str, torch.Tensor]:
+    """The pieces of all ranks, put together; every element must be in one of them, and in one only."""
+    flat: dict[str, torch.Tensor] = {}
+    shapes: dict[str, tuple[int, ...]] = {}
+    for rank in range(num_ranks):
+        for name, shape, first, values in result(directory, scenario, rank)["state"]:
+            shapes[name] = shape
+            part = flat.setdefault(name, torch.full((int(np.prod(shape)),), float("nan")))[first : first + len(values)]
+            assert part.isnan().all(), name
+            part.copy_(values)
+    assert not any(values.isnan().any() for values in flat.values())
+    return {name: values.reshape(shapes[name]) for name, values in flat.items()}
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
+def test_the_state_of_all_ranks_is_that_of_one(one: Path, several: Several, num_ranks: int, scenario: str) -> None:
+    assert_same(whole_state(several(num_ranks), scenario, num_ranks), whole_state(one, scenario, 1), atol=2e-6)

@@ -1,0 +1,137 @@
+"""LoRA (2106.09685) around a loaded model: PEFT's layers in place of linear ones, of which only A and B are trained.
+
+    load ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─▶ pieces: W + scale * B @ A under W's own name
+
+A publication is thus a whole model, and engines need not know of adapters. Called by `trainer.py` before the engine is
+made, by `fsdp.py` for publications and by `writing.py` for exports.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import ALL_LINEAR, LoraConfig
+
+ADAPTER = "default"
+"""PEFT's name of the one adapter."""
+INITIAL_SEED = 0
+"""Of A. The same in every rank, or their shards would be of different tensors."""
+WEIGHTS_NAME = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Of one linear layer: its weight `[out, in]` is `W + scale * B @ A`."""
+
+    name: str
+    """HF name of the layer, e.g. `model.layers.0.self_attn.q_proj`."""
+    a: Tensor
+    """`[rank, in]`, maybe a DTensor."""
+    b: Tensor
+    """`[out, rank]`, maybe a DTensor, split along dim 0 as W is."""
+    scale: float
+
+    def delta(self) -> Tensor:
+        """What is added to this rank's part of W, with its shape. Collective: A's rows are gathered, B's are not."""
+        return (_local(self.b) @ _whole_rows(self.a)) * self.scale
+
+
+def add_adapters(lm: Any, config: LoraConfig) -> None:
+    """Put adapters around the linear layers that `config` names, in place; everything else stops requiring gradients,
+    but for a scalar head, which is small and new.
+
+    B starts at zero, so that the model starts as it was. Without dropout: what is trained must be what sampled. Raises
+    `ConfigError` for a target that names no linear layer.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft import inject_adapter_in_model
+
+    targets = target_layers(lm, config.target_modules)
+    peft_config = PeftConfig(
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=targets,
+        lora_dropout=0.0,
+        bias="none",
+        base_model_name_or_path=lm.name_or_path,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(INITIAL_SEED)
+        inject_adapter_in_model(peft_config, lm, ADAPTER)
+    head = getattr(lm, "score", None)
+    if isinstance(head, nn.Module):
+        head.requires_grad_(True)
+
+
+def target_layers(lm: Any, targets: list[str]) -> list[str]:
+    """Full names of the linear layers below the head that `targets` name, by the ends of their names. Raises
+    `ConfigError`."""
+    body = set(lm.base_model.modules())
+    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module in body]
+    if targets == [ALL_LINEAR] and linear:
+        return linear
+    for target in targets:
+        if not any(_names(target, name) for name in linear):
+            known = sorted({name.rpartition(".")[2] for name in linear})
+            raise ConfigError(
+                f"trainer.lora.target_modules={targets}: no linear layer of {type(lm).__name__} is called {target!r}. "
+                f"There are {', '.join(known) or 'none'}; [{ALL_LINEAR}] takes them all."
+            )
+    return [name for name in linear if any(_names(target, name) for target in targets)]
+
+
+def adapters(lm: Any) -> Iterator[Adapter]:
+    """In the model's order; none where `add_adapters` was not called."""
+    for name, module in lm.named_modules():
+        if hasattr(module, "lora_A"):
+            a, b = module.lora_A[ADAPTER].weight, module.lora_B[ADAPTER].weight
+            yield Adapter(name, a, b, float(module.scaling[ADAPTER]))
+
+
+def is_adapter(name: str) -> bool:
+    """A parameter of that name is A or B of an adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def hf_name(name: str) -> str:
+    """A parameter's name as it was before `add_adapters`."""
+    return name.replace(".base_layer.", ".")
+
+
+def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
+    """The adapter by itself, as PEFT's `PeftModel.from_pretrained` and vLLM's LoRA requests load it, in float32.
+    Collective; `is_writer`: this rank writes. Nothing where the model has no adapters."""
+    from safetensors.torch import save_file
+
+    tensors = {}
+    for adapter in adapters(lm):
+        for letter, weight in (("A", adapter.a), ("B", adapter.b)):
+            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            if is_writer:
+                tensors[f"base_model.model.{adapter.name}.lora_{letter}.weight"] = whole.detach().cpu().contiguous()
+    if tensors:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+        lm.peft_config[ADAPTER].save_pretrained(str(directory))
+
+
+def _names(target: str, layer: str) -> bool:
+    return layer == target or layer.endswith(f".{target}")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _whole_rows(tensor: Tensor) -> Tensor:
+    """All rows; of columns that tensor parallelism splits, this rank's. Collective over the first dim of the mesh,
+    along which FSDP2 splits rows."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    return tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]]).to_local()

@@ -1,0 +1,139 @@
+"""Tensor parallelism: the linear layers of each decoder layer split over ranks that compute the same rows together
+(1909.08053, by DTensor plans).
+
+    q, k, v, gate, up: columns of the product, rows of the weight   ─▶ each rank some heads, some neurons
+    o, down:           rows of the product, columns of the weight   ─▶ partial sums ─▶ all-reduce
+
+Embeddings, norms and the output layer are whole on every rank. Which layers are split how is the model's own word
+(`base_model_tp_plan` of its configuration). FSDP2 then splits along the other dim of the mesh what is left. Made and
+used by `fsdp.py`.
+
+Legend: T ranks that split the layers of one model, F ranks that FSDP2 splits each part over; rank = f * T + t.
+"""
+
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
+
+from penstock.conf.errors import ConfigError
+from penstock.workers.trainer.process_group import ProcessGroup
+
+KEY = "trainer.tensor_parallel_size"
+COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
+"""transformers' names. SUMMED: whole on every rank, and each sees only its own heads: gradients add up."""
+
+
+class TensorParallel:
+    """Splits a model, and knows of each parameter which part is here.
+
+    tensor = TensorParallel(model.lm, group, size=2)    # before fully_shard(..., mesh=tensor.fsdp_mesh)
+    """
+
+    def __init__(self, lm: Any, group: ProcessGroup, size: int) -> None:
+        """`lm`: loaded, on the CPU, adapters already in it. Raises `ConfigError` for a model that cannot be split so.
+        Collective."""
+        self.size = size
+        self.rank = group.rank % size
+        styles = plan_of(lm, size)
+        num_fsdp = group.num_ranks // size
+        self.group = group.subgroup(1, size)
+        mesh = DeviceMesh.from_group(
+            [group.subgroup(size, num_fsdp), self.group],
+            group.device.type,
+            mesh=torch.arange(group.num_ranks).view(num_fsdp, size),
+            mesh_dim_names=("fsdp", "tensor"),
+        )
+        self.fsdp_mesh: DeviceMesh = mesh["fsdp"]
+        lm.to(group.device)
+        parallelize_module(lm, mesh["tensor"], module_styles(lm, styles), src_data_rank=None)
+        self._summed = [lm.get_submodule(name) for name, style in styles.items() if style == SUMMED]
+
+    def split_dim(self, parameter: Tensor) -> int | None:
+        """Along which dim T ranks split it; None where each has all of it."""
+        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1:
+            return None
+        placement = parameter.placements[1]
+        return placement.dim if isinstance(placement, Shard) else None
+
+    def add_up_gradients(self) -> None:
+        """Of parameters whose every rank saw only its own heads. Once an optimizer step, before its norm."""
+        for parameter in (parameter for module in self._summed for parameter in module.parameters()):
+            if parameter.grad is not None:
+                dist.all_reduce(_local(parameter.grad), group=self.group)
+
+    def whole_columns(self, part: Tensor) -> Tensor:
+        """`[rows, columns / T]` of each rank as `[rows, columns]`. Collective over the T ranks."""
+        parts = [torch.empty_like(part) for _ in range(self.size)]
+        dist.all_gather(parts, part.contiguous(), group=self.group)
+        return torch.cat(parts, dim=1)
+
+    def from_first(self, tensor: Tensor) -> None:
+        """What the first of the T ranks has, to the others. Collective over them."""
+        dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+def plan_of(lm: Any, size: int) -> dict[str, str]:
+    """How each module of the decoder layers is split, by its full name. Raises `ConfigError` where heads or widths do
+    not divide, or the model asks for a way that is not known here."""
+    config = lm.config
+    _check_divides(
+        size, **{name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+    )
+    patterns = getattr(config, "base_model_tp_plan", None) or {}
+    prefix = f"{lm.base_model_prefix}."
+    plan = {}
+    for name, module in lm.base_model.named_modules():
+        style = next((style for pattern, style in patterns.items() if fnmatchcase(name, pattern)), None)
+        if style is None or isinstance(module, nn.Embedding):
+            continue
+        if style not in (COLWISE, ROWWISE, SUMMED):
+            raise ConfigError(
+                f"{KEY}={size}: {config.model_type} wants {name} split as {style!r}, which the trainer does not know. "
+                f"Set {KEY}=1."
+            )
+        linear = getattr(module, "base_layer", module)
+        if style == COLWISE:
+            _check_divides(size, **{f"out_features of {name}": linear.out_features})
+        elif style == ROWWISE:
+            _check_divides(size, **{f"in_features of {name}": linear.in_features})
+        plan[prefix + name] = style
+    if ROWWISE not in plan.values():
+        raise ConfigError(
+            f"{KEY}={size}: transformers has no plan for splitting {type(lm).__name__} (its configuration has no "
+            f"base_model_tp_plan). Set {KEY}=1."
+        )
+    return plan
+
+
+def module_styles(lm: nn.Module, plan: dict[str, str]) -> dict[str, ParallelStyle]:
+    """DTensor's styles. Of a layer with an adapter, W is split as it would be without, and so is that one of B and A
+    which has the split dim of W."""
+    styles: dict[str, ParallelStyle] = {}
+    for name, style in plan.items():
+        if style == SUMMED:
+            continue
+        make: type[ParallelStyle] = ColwiseParallel if style == COLWISE else RowwiseParallel
+        if hasattr(lm.get_submodule(name), "base_layer"):
+            styles[f"{name}.base_layer"] = make()
+            letter = "B" if style == COLWISE else "A"
+            for adapter in lm.get_submodule(f"{name}.lora_{letter}").named_children():
+                styles[f"{name}.lora_{letter}.{adapter[0]}"] = make()
+        else:
+            styles[name] = make()
+    return styles
+
+
+def _check_divides(size: int, **extents: int | None) -> None:
+    for name, extent in extents.items():
+        if extent is not None and extent % size:
+            raise ConfigError(f"{KEY}={size} must divide the model's {name}={extent}. Set it to a divisor of that.")
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

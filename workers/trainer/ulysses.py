@@ -1,0 +1,172 @@
+"""Sequence parallelism (DeepSpeed-Ulysses, 2309.14509): ranks that split the tokens of the same rows, so that long ones
+fit.
+
+    each rank: tokens [B, L/P] ─▶ layers ─▶ hidden states [B, L/P] ─▶ log-probabilities of its own tokens ─▶ all of them
+    in attention: [B, heads, L/P] ─▶ all-to-all ─▶ [B, heads/P, L] ─▶ sdpa ─▶ all-to-all ─▶ [B, heads, L/P]
+
+All else of a layer looks at one token at a time and so needs no other rank. Each rank gets the whole answer and
+computes the same loss; gradients flow back to the rank whose token it was, and FSDP2 sums them. Used by `fsdp.py`; the
+model is as it was but for the name of its attention and a hook that tells it where its tokens stand.
+
+Legend: B rows, L padded tokens, P ranks that split them, N places asked for, D width of a head.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from penstock.conf.errors import ConfigError
+from penstock.workers.trainer.batching import PAD_ID
+
+KEY = "trainer.sequence_parallel_size"
+ATTENTION = "penstock_ulysses"
+"""The name that transformers knows `attention` by."""
+GROUP = "sequence_group"
+"""Keyword argument by which the process group travels from the model's call to `attention`."""
+
+
+class SequenceParallel:
+    """Calls a model on this rank's share of the tokens.
+
+    sequence = SequenceParallel(model.lm, group.subgroup(1, 2))
+    logprobs_N, entropy_N = sequence(model, input_ids_BL, positions_N, targets_N, "value")
+    """
+
+    def __init__(self, lm: Any, group: dist.ProcessGroup, tensor_parallel_size: int = 1) -> None:
+        """`tensor_parallel_size`: what heads are divided by already. Raises `ConfigError` for a model whose attention
+        cannot be split over `group`."""
+        self._group = group
+        self._rank, self._size = group.rank(), group.size()
+        check(lm, self._size, tensor_parallel_size)
+        lm.set_attn_implementation(ATTENTION)
+        lm.base_model.register_forward_pre_hook(self._tell, with_kwargs=True)
+
+    def _tell(self, module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """The base model's arguments, with where its tokens stand in the whole row."""
+        ids = keywords["input_ids"]
+        first = self._rank * ids.shape[1]
+        positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
+        return arguments, keywords | {"position_ids": positions, GROUP: self._group}
+
+    def __call__(self, model: nn.Module, input_ids_BL: Tensor, positions_N: Tensor, *rest: Any) -> Any:
+        """What `model` answers for all places, on every rank. `rest`: further arguments, of which tensors are `[N]`.
+        Collective over the P ranks."""
+        length = input_ids_BL.shape[1]
+        width = -(-length // self._size)
+        padded_BL = functional.pad(input_ids_BL, (0, width * self._size - length), value=PAD_ID)
+        row_N, token_N = positions_N // length, positions_N % length
+        own = torch.nonzero(token_N // width == self._rank).squeeze(1)
+        answers = model(
+            padded_BL[:, self._rank * width : (self._rank + 1) * width],
+            (row_N * width + token_N % width).index_select(0, own),
+            *(value.index_select(0, own) if isinstance(value, Tensor) else value for value in rest),
+        )
+        if isinstance(answers, tuple):
+            return tuple(self._whole(answer, own, len(positions_N)) for answer in answers)
+        return self._whole(answers, own, len(positions_N))
+
+    def _whole(self, answer: Tensor | None, own: Tensor, count: int) -> Tensor | None:
+        return None if answer is None else _Whole.apply(answer, own, count, self._group)
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **keywords: Any
+) -> tuple[Tensor, None]:
+    """Causal attention over all tokens of the row. query, key, value: `[B, heads, L/P, D]`; returns
+    `[B, L/P, heads, D]`. Called by transformers' layers."""
+    group = keywords.pop(GROUP, None)
+    if group is None:
+        raise ConfigError(
+            f"{KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set {KEY}=1."
+        )
+    whole = [_by_heads(tensor, group) for tensor in (query, key, value)]
+    output, _ = sdpa_attention_forward(module, *whole, None, **(keywords | {"is_causal": True}))
+    return _by_tokens(output.transpose(1, 2), group).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(ATTENTION, attention)
+
+
+def _by_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[B, heads, L/P, D]` as `[B, heads/P, L, D]`."""
+    parts = group.size()
+    rows, heads, length, width = tensor.shape
+    sent = tensor.reshape(rows, parts, heads // parts, length, width).transpose(0, 1)
+    received = _AllToAll.apply(sent, group)  # [P of tokens, B, heads/P, L/P, D]
+    return received.permute(1, 2, 0, 3, 4).reshape(rows, heads // parts, parts * length, width)
+
+
+def _by_tokens(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """`[B, heads/P, L, D]` as `[B, heads, L/P, D]`."""
+    parts = group.size()
+    rows, heads, length, width = tensor.shape
+    sent = tensor.reshape(rows, heads, parts, length // parts, width).permute(2, 0, 1, 3, 4)
+    received = _AllToAll.apply(sent, group)  # [P of heads, B, heads/P, L/P, D]
+    return received.transpose(0, 1).reshape(rows, parts * heads, length // parts, width)
+
+
+class _AllToAll(torch.autograd.Function):
+    """`[P, ...]`: part i goes to rank i, and what rank i sent becomes part i. Its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _exchange(parts, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _exchange(gradients[0], ctx.group), None
+
+
+class _Whole(torch.autograd.Function):
+    """Each rank's own places put together, the same on every rank. Every rank computes the same loss of it, so that the
+    gradient of a place is already whole on the rank that owns it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, own: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(own)
+        whole_N = values.new_zeros(count).index_copy(0, own, values)
+        dist.all_reduce(whole_N, group=group)
+        return whole_N
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        (own,) = ctx.saved_tensors
+        return gradients[0].index_select(0, own), None, None, None
+
+
+def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    return received
+
+
+def check(lm: Any, size: int, tensor_parallel_size: int) -> None:
+    """Raises `ConfigError` for a model whose attention cannot be split over `size` ranks, each of which has its heads
+    divided by `tensor_parallel_size` already."""
+    config = lm.config
+    if config._attn_implementation != "sdpa":
+        raise ConfigError(
+            f"{KEY}={size} computes attention by sdpa, and model.attention={config._attn_implementation}. Set "
+            f"model.attention=sdpa or {KEY}=1."
+        )
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, size * tensor_parallel_size)
+        if heads % (size * tensor_parallel_size):
+            raise ConfigError(
+                f"{KEY}={size} times trainer.tensor_parallel_size={tensor_parallel_size} must divide the model's "
+                f"{name}={heads}: each rank attends with its share of the heads. Lower one of them."
+            )
+    windowed = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    kinds = set(getattr(config, "layer_types", None) or [windowed])
+    if kinds != {"full_attention"}:
+        raise ConfigError(
+            f"{KEY}={size}: {config.model_type} has layers of {', '.join(sorted(kinds))}, and sequence parallelism "
+            f"knows full attention only. Set {KEY}=1."
+        )
