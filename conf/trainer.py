@@ -53,8 +53,10 @@ class TrainerConfig:
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
-    logprob_chunk_tokens: int = 2048
-    """Tokens whose logits exist at once. Bounds memory at large vocabularies; changes no result."""
+    logprob_chunk_mib: float = 128.0
+    """Memory for logits and what is made of them, MiB. Those of a micro-batch that fit whole are kept for backward;
+    others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result.
+    """
     num_threads: int = 0
     """CPU threads of each rank. 0: all cores when max_staleness=0, else an even share."""
     collective_timeout_s: float = 600.0
@@ -69,6 +71,5 @@ class TrainerConfig:
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
-        at_least("trainer.logprob_chunk_tokens", self.logprob_chunk_tokens, 1)
-        for key in ("collective_timeout_s", "step_timeout_s"):
+        for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
