@@ -55,7 +55,8 @@ class TrainerConfig:
     """Recompute each layer in backward: less memory, about a third more time."""
     logprob_chunk_mib: float = 128.0
     """Memory for logits and what is made of them, MiB. Those of a micro-batch that fit whole are kept for backward;
-    others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result.
+    others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result but for
+    rounding.
     """
     num_threads: int = 0
     """CPU threads of each rank. 0: all cores when max_staleness=0, else an even share."""

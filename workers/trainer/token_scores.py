@@ -4,8 +4,8 @@
                    ├─▶ logits of one tile of tokens x vocabulary ─▶ running log-sum-exp ─▶ logprobs [N], entropy [N]
     weight [V, H] ─┘          (backward makes each tile anew and turns it into its own gradient, in place)
 
-Logits that fit the budget whole are kept for backward instead, which saves the second multiplication. Called by
-`policy_model.py`, through the model's output layer.
+Logits that fit the budget whole are kept for backward by the plain operations, bitwise those of a loop that anybody
+would write; that saves the second multiplication. Called by `policy_model.py`, through the model's output layer.
 
 Legend: N tokens, H hidden size, V vocabulary, R x C tokens and words of one tile.
 """
@@ -21,6 +21,8 @@ from torch.autograd.function import once_differentiable
 ENTROPY = ("none", "value", "gradient")
 BYTES_PER_LOGIT = 8
 """A tile of float32 logits, and one more of the same size that is made of it."""
+BYTES_PER_WHOLE_LOGIT = 16
+"""Logits, log-probabilities, and both of their gradients."""
 CPU_TILE_BYTES = 8 * 2**20
 """Of a tile on a CPU, whatever the budget: tiles that stay in the cores' caches are the fastest. Measured at 150,000
 words: 1 to 16 MiB are equal, tiles of few tokens and the whole vocabulary take 1.7 times as long.
@@ -81,10 +83,27 @@ def token_scores(
     as the model's own are, and float32 from then on. Gradients, once differentiable, flow to `hidden_NH`, `weight_VH`
     and `bias_V`.
     """
+    if len(hidden_NH) * len(weight_VH) * BYTES_PER_WHOLE_LOGIT <= budget_bytes:
+        return whole_scores(nn.functional.linear(hidden_NH, weight_VH, bias_V), targets_N, temperature, entropy)
     logprobs_N, entropy_N = _TokenScores.apply(
         hidden_NH, weight_VH, bias_V, targets_N, 1.0 / temperature, entropy, budget_bytes
     )
     return logprobs_N, None if entropy == "none" else entropy_N
+
+
+def whole_scores(
+    logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy: str
+) -> tuple[Tensor, Tensor | None]:
+    """As `token_scores`, from logits that are there."""
+    if temperature != 1.0:
+        logits_NV = logits_NV.float() / temperature
+    all_logprobs_NV = torch.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
+    # A clone and no view: in-place operations on a view would bypass FSDP's backward hook on what forward returns.
+    logprobs_N = all_logprobs_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1).clone()
+    if entropy == "none":
+        return logprobs_N, None
+    with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
+        return logprobs_N, -(all_logprobs_NV.exp() * all_logprobs_NV).sum(dim=-1)
 
 
 class _TokenScores(torch.autograd.Function):
@@ -107,13 +126,10 @@ class _TokenScores(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         tiles = Tiles(hidden_NH, weight_VH, bias_V, scale, budget_bytes)
         running = RunningSoftmax(targets_N, with_entropy=entropy != "none")
-        kept_NV = None
         for rows, words, logits_RC in tiles:
             running.add(rows, words, logits_RC)
-            kept_NV = logits_RC if tiles.is_one and any(ctx.needs_input_grad) else None
         logprobs_N, entropy_N = running.logprobs(), running.entropy()
-        normalizer_N = running.log_sum() if kept_NV is not None else running.logsumexp()
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N, kept_NV)
+        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, targets_N, running.logsumexp(), entropy_N)
         ctx.scale, ctx.budget_bytes, ctx.entropy_has_gradient = scale, budget_bytes, entropy == "gradient"
         if not ctx.entropy_has_gradient:
             ctx.mark_non_differentiable(entropy_N)
@@ -122,15 +138,15 @@ class _TokenScores(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, targets_N, normalizer_N, entropy_N, kept_NV = ctx.saved_tensors
-        tiles = Tiles(hidden_NH, weight_VH, bias_V, ctx.scale, ctx.budget_bytes, kept_NV)
+        hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N = ctx.saved_tensors
+        tiles = Tiles(hidden_NH, weight_VH, bias_V, ctx.scale, ctx.budget_bytes)
         sums = GradientSums(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V)
         # The logits' gradient is wanted before the temperature.
         grad_logprobs_N1, grad_entropy_N1 = (
             grad.unsqueeze(1) * ctx.scale for grad in (grad_logprobs_N, grad_entropy_N)
         )
         for rows, words, logits_RC in tiles:
-            all_logprobs_RC = logits_RC.sub_(normalizer_N[rows, None])
+            all_logprobs_RC = logits_RC.sub_(logsumexp_N[rows, None])
             factor: Tensor = grad_logprobs_N1[rows]
             if ctx.entropy_has_gradient:
                 factor = (all_logprobs_RC + entropy_N[rows, None]).mul_(grad_entropy_N1[rows]).add_(factor)
@@ -155,14 +171,11 @@ class Tiles:
         bias_V: Tensor | None,
         scale: float,
         budget_bytes: int,
-        kept_NV: Tensor | None = None,
     ) -> None:
-        """`scale`: one over the temperature. `kept_NV`: the single tile of an earlier pass, instead of new ones."""
+        """`scale`: one over the temperature."""
         self._hidden_NH, self._weight_VH, self._bias_V, self._scale = hidden_NH, weight_VH, bias_V, scale
-        self._kept_NV = kept_NV
         self._size = len(hidden_NH), len(weight_VH)
         self._shape = tile_shape(*self._size, budget_bytes, is_cpu=hidden_NH.device.type == "cpu")
-        self.is_one = self._shape == self._size
 
     def __iter__(self) -> Iterator[tuple[slice, slice, Tensor]]:
         (num_tokens, vocabulary), (num_rows, num_words) = self._size, self._shape
@@ -171,10 +184,7 @@ class Tiles:
             for rows in _slices(num_tokens, num_rows):
                 shape = rows.stop - rows.start, words.stop - words.start
                 tile_RC = memory[: shape[0] * shape[1]].view(shape)
-                if self._kept_NV is not None:
-                    tile_RC.copy_(self._kept_NV)
-                else:
-                    self._fill(tile_RC, rows, words)
+                self._fill(tile_RC, rows, words)
                 yield rows, words, tile_RC
 
     def _fill(self, tile_RC: Tensor, rows: slice, words: slice) -> None:
@@ -204,7 +214,7 @@ class RunningSoftmax:
         """Of exp(z - largest) * (z - largest)."""
 
     def add(self, rows: slice, words: slice, logits_RC: Tensor) -> None:
-        """The tile is changed: logits minus the largest so far."""
+        """The tile is changed."""
         index_R1, is_inside_R1 = places(self._targets_N[rows], words)
         self._target_logits_N[rows] += (logits_RC.gather(1, index_R1) * is_inside_R1).squeeze(1)
         largest_R = torch.maximum(self._largest_N[rows], logits_RC.amax(dim=1))
@@ -219,20 +229,16 @@ class RunningSoftmax:
         sum_R.mul_(shrink_R).add_(exp_RC.sum(dim=1))
         self._largest_N[rows] = largest_R
 
-    def log_sum(self) -> Tensor:
-        """Logsumexp of logits minus the largest, `[N]`."""
-        return self._sum_N.log()
-
     def logsumexp(self) -> Tensor:
-        return self._largest_N + self.log_sum()
+        return self._largest_N + self._sum_N.log()
 
     def logprobs(self) -> Tensor:
         """Of the targets, `[N]`."""
-        return (self._target_logits_N - self._largest_N).sub_(self.log_sum())
+        return (self._target_logits_N - self._largest_N).sub_(self._sum_N.log())
 
     def entropy(self) -> Tensor:
         """`[N]`; without meaning where it was not asked for."""
-        return self.log_sum().sub_(self._weighted_N / self._sum_N)
+        return self._sum_N.log().sub_(self._weighted_N / self._sum_N)
 
 
 class GradientSums:
@@ -280,16 +286,14 @@ class GradientSums:
 
 
 def tile_shape(num_tokens: int, vocabulary: int, budget_bytes: int, *, is_cpu: bool) -> tuple[int, int]:
-    """Tokens and words of one tile: everything if that keeps the budget, otherwise about square, or with all tokens
-    and more words if there are few. Matrix products want neither side short.
+    """Tokens and words of one tile: about square, or with all tokens and more words if there are few, or all words and
+    more tokens. Matrix products want neither side short.
     """
-    if num_tokens * vocabulary * BYTES_PER_LOGIT <= budget_bytes:
-        return max(1, num_tokens), vocabulary
     num_bytes = min(budget_bytes, CPU_TILE_BYTES) if is_cpu else budget_bytes
     num_logits = max(1, num_bytes // BYTES_PER_LOGIT)
-    num_rows = min(num_tokens, math.isqrt(num_logits))
+    num_rows = min(max(1, num_tokens), math.isqrt(num_logits))
     num_words = min(vocabulary, num_logits // num_rows)
-    return min(num_tokens, num_logits // num_words), num_words
+    return min(max(1, num_tokens), num_logits // num_words), num_words
 
 
 def places(targets_R: Tensor, words: slice) -> tuple[Tensor, Tensor]:

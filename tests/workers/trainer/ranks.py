@@ -26,6 +26,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "minibatches": {"num_minibatches": 3},
     "checkpointed": {"activation_checkpointing": True},
     "gathered_by_layer": {},
+    "tiled": {"logprob_chunk_mib": 0.002},
+    "tiled_by_layer_checkpointed": {"logprob_chunk_mib": 0.002, "activation_checkpointing": True},
     "bfloat16": {"dtype": "bfloat16"},
 }
 
@@ -65,7 +67,7 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
         config = TrainerConfig(
             num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
         )
-        sharding.KEEP_WHOLE_BYTES = 0 if scenario == "gathered_by_layer" else 2**31
+        sharding.KEEP_WHOLE_BYTES = 0 if "by_layer" in scenario else 2**31
         trainer = FsdpTrainer(config, model, rank=rank, num_ranks=num_ranks, address=address)
         trainers.append(trainer)
         rows = rows_of(scenario).select(share_of(scenario, rank, num_ranks))

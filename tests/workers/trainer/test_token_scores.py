@@ -13,7 +13,7 @@ from penstock.workers.trainer.token_scores import BYTES_PER_LOGIT, OutputLayer, 
 
 TOKENS, HIDDEN, VOCABULARY = 13, 8, 97
 BUDGETS = (1, 40 * BYTES_PER_LOGIT, 300 * BYTES_PER_LOGIT, 2**20)
-"""One logit at a time, tiles that divide nothing, and everything at once, kept for backward."""
+"""One logit at a time, tiles that divide nothing, and whole logits."""
 
 
 def problem(seed: int = 0, spread: float = 1.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -153,7 +153,8 @@ def test_tiles_of_few_tokens_are_long_and_of_many_square() -> None:
     assert tile_shape(8192, 150_000, 2**26, is_cpu=False) == (2896, 2896)
     assert tile_shape(100, 150_000, 2**26, is_cpu=False) == (100, 83886)
     assert tile_shape(8192, 150_000, 2**26, is_cpu=True) == (1024, 1024)
-    assert tile_shape(8192, 100, 2**26, is_cpu=True) == (8192, 100)
+    assert tile_shape(8192, 100, 2**26, is_cpu=False) == (8192, 100)
+    assert tile_shape(0, 100, 2**26, is_cpu=False) == (1, 100)
 
 
 def test_an_output_layer_has_the_parameters_of_the_linear_one_and_gives_its_logits() -> None:
