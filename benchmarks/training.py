@@ -84,8 +84,8 @@ def require_memory(case: dict[str, int]) -> None:
     available = int(line.split()[1]) * 1024
     if available < needed:
         raise SystemExit(
-            f"Whole logits want {needed / 2**30:.0f} GiB and {available / 2**30:.0f} are available. Free memory, or run "
-            "with --quick."
+            f"Whole logits want {needed / 2**30:.0f} GiB and {available / 2**30:.0f} are available. Free memory, or "
+            "run with --quick."
         )
 
 

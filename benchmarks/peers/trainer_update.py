@@ -8,8 +8,8 @@ tiled      the same, logits within its default budget
 bucketed   Penstock's trainer, micro-batches of rows of similar length within its default budget of tokens
 fixed      a straight-line loop, micro-batches of 8 rows as they come, padded to the longest of them
 
-`tokens`: of prompts and responses. `padding`: share of what goes through the model. `peak_bytes`: the process's resident
-memory at its highest during the update, above what it was before.
+`tokens`: of prompts and responses. `padding`: share of what goes through the model. `peak_bytes`: the process's
+resident memory at its highest during the update, above what it was before.
 """
 
 import argparse

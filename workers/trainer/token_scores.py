@@ -47,7 +47,7 @@ class OutputLayer(nn.Linear):
         layer.weight, layer.bias = linear.weight, linear.bias
         return layer.train(linear.training)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         hidden: Tensor,
         targets_N: Tensor | None = None,
@@ -136,7 +136,7 @@ class _TokenScores(torch.autograd.Function):
         return logprobs_N, entropy_N
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_logprobs_N: Tensor, grad_entropy_N: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, bias_V, targets_N, logsumexp_N, entropy_N = ctx.saved_tensors
         tiles = Tiles(hidden_NH, weight_VH, bias_V, ctx.scale, ctx.budget_bytes)
@@ -253,7 +253,9 @@ class GradientSums:
         self._hidden_NH, self._weight_VH, self._bias_V = hidden_NH, weight_VH, bias_V
         self._grad_hidden_NH = torch.zeros_like(hidden_NH, dtype=torch.float32) if is_needed[0] else None
         self._grad_weight_VH = torch.zeros_like(weight_VH) if is_needed[1] else None
-        self._grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if is_needed[2] and bias_V is not None else None
+        self._grad_bias_V = (
+            torch.zeros_like(bias_V, dtype=torch.float32) if is_needed[2] and bias_V is not None else None
+        )
         self._slice_CH = hidden_NH.new_empty(0, dtype=torch.float32)
         """The weight's gradient in the present slice of the vocabulary."""
 
