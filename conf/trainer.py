@@ -98,8 +98,11 @@ class TrainerConfig:
     is computed. Slower, for models that do not fit. On CPUs it changes nothing. Engine fsdp only."""
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
-    logprob_chunk_tokens: int = 2048
-    """Tokens whose logits exist at once. Bounds memory at large vocabularies; changes no result."""
+    logprob_chunk_mib: float = 128.0
+    """Memory for logits and what is made of them, MiB. Those of a micro-batch that fit whole are kept for backward;
+    others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result but for
+    rounding.
+    """
     num_threads: int = 0
     """CPU threads of each rank. 0: all cores when max_staleness=0, else an even share."""
     collective_timeout_s: float = 600.0
@@ -127,8 +130,7 @@ class TrainerConfig:
             divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
         both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
         divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
-        at_least("trainer.logprob_chunk_tokens", self.logprob_chunk_tokens, 1)
-        for key in ("collective_timeout_s", "step_timeout_s"):
+        for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
 
     @property

@@ -33,7 +33,7 @@ from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.sinks import Sink, make_sinks
 from penstock.orchestrator.validate import check_run
 from penstock.orchestrator.waiting import get_all
-from penstock.store.balance import balance
+from penstock.store.balance import balance, row_cost
 from penstock.store.rows import Rows
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
@@ -81,11 +81,10 @@ class Group:
         return get_all(calls, phase=method, timeout_s=timeout_s)
 
     def _shares(self, rows: Rows) -> list[np.ndarray]:
-        """Positions of `rows` by rank, balanced by tokens."""
-        costs = rows.lengths("prompt_ids") + rows.lengths("response_ids")
-        return [
-            np.asarray(sorted(share), np.int64) for share in balance([int(cost) for cost in costs], len(self._ranks))
-        ]
+        """Positions of `rows` by rank, balanced by cost."""
+        lengths = rows.lengths("prompt_ids") + rows.lengths("response_ids")
+        costs = [row_cost(length) for length in lengths.tolist()]
+        return [np.asarray(sorted(share), np.int64) for share in balance(costs, len(self._ranks))]
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Log-probabilities of each row's response tokens under this model's weights, `[T_i]` float32."""

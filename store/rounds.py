@@ -7,7 +7,7 @@ fresh enough. Called by `store/ledger.py` only.
 from collections import Counter
 from dataclasses import dataclass, field
 
-from penstock.store.balance import balance
+from penstock.store.balance import balance, row_cost
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
 from penstock.store.group import NO_VERSION, Group, row_ids
 from penstock.store.order import choose_groups
@@ -200,8 +200,8 @@ class Rounds:
         self._residents.drop(group, group.live, "stale")
 
     def _split(self, stage: Stage, granted: dict[int, int], num_ranks: int) -> list[list[int]]:
-        """Rows (whole groups where the stage's unit is the group) over ranks, balanced by prompt and response
-        tokens."""
+        """Rows (whole groups where the stage's unit is the group) over ranks, balanced by what prompt and
+        response cost."""
         residents = self._residents
         if num_ranks == 1:
             return [[row for group, mask in sorted(granted.items()) for row in row_ids(group, mask, residents.size)]]
@@ -210,13 +210,14 @@ class Rounds:
         for group_id, mask in sorted(granted.items()):
             group = residents.groups[group_id]
             rows = row_ids(group_id, mask, residents.size)
-            tokens = [group.prompt_tokens + group.response_tokens[row - group_id * residents.size] for row in rows]
+            prompt, responses = group.prompt_tokens, group.response_tokens
+            row_costs = [row_cost(prompt + responses[row - group_id * residents.size]) for row in rows]
             if stage.unit == "group" or stage.spec.whole_groups:
                 units.append(rows)
-                costs.append(sum(tokens))
+                costs.append(sum(row_costs))
             else:
                 units.extend([row] for row in rows)
-                costs.extend(tokens)
+                costs.extend(row_costs)
         return [[row for unit in part for row in units[unit]] for part in balance(costs, num_ranks)]
 
     def _consume(self, made: Round) -> None:

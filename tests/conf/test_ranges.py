@@ -72,7 +72,7 @@ OUT_OF_RANGE = [
     (TrainerConfig, "trainer.dtype", "float16"),
     (TrainerConfig, "trainer.num_ranks", 0),
     (TrainerConfig, "trainer.max_tokens_per_microbatch", 0),
-    (TrainerConfig, "trainer.logprob_chunk_tokens", 0),
+    (TrainerConfig, "trainer.logprob_chunk_mib", 0),
     (TrainerConfig, "trainer.step_timeout_s", 0.0),
     (WeightsConfig, "weights.transport", "rdma"),
     (WeightsConfig, "weights.bucket_mib", 0),

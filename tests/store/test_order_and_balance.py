@@ -1,9 +1,10 @@
 """Which groups make a batch, and how its rows are split: pure functions, by hand and by property."""
 
-from hypothesis import given
+import numpy as np
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.store.balance import balance
+from penstock.store.balance import balance, row_cost
 from penstock.store.order import choose_groups
 
 
@@ -60,3 +61,41 @@ def test_every_row_is_in_exactly_one_part_and_no_part_is_far_off(costs: list[int
     sums = [sum(costs[position] for position in part) for part in parts]
     assert max(sums) - min(sums) <= max(costs, default=0)
     assert balance(costs, num_parts) == parts
+
+
+def test_attention_makes_long_rows_cost_more_than_their_tokens() -> None:
+    assert row_cost(64) == 65
+    assert row_cost(4096) == 2 * 4096
+    assert row_cost(8192) == 3 * 8192
+
+
+def long_tailed_lengths(seed: int, num_rows: int, mean: float, spread: float) -> list[int]:
+    drawn = np.random.default_rng(seed).lognormal(mean, spread, num_rows)
+    return [int(length) for length in np.clip(drawn, 16, 4096)]
+
+
+def heaviest_over_mean(costs: list[float], parts: list[list[int]]) -> float:
+    by_rank = [sum(costs[position] for position in part) for part in parts]
+    return max(by_rank) / (sum(by_rank) / len(by_rank))
+
+
+@settings(deadline=None)
+@given(st.integers(0, 2**32), st.integers(2, 16), st.floats(4, 7), st.floats(0.3, 1.2))
+def test_with_64_rows_a_rank_the_heaviest_is_within_5_percent_of_the_mean(
+    seed: int, num_ranks: int, mean: float, spread: float
+) -> None:
+    costs = [row_cost(length) for length in long_tailed_lengths(seed, 64 * num_ranks, mean, spread)]
+    assert heaviest_over_mean(costs, balance(costs, num_ranks)) <= 1.05
+
+
+@settings(deadline=None)
+@given(
+    st.integers(0, 2**32), st.integers(2, 16), st.floats(5.5, 7), st.floats(0.3, 1.0),
+    st.sampled_from([2048, 2**14, 2**30]),
+)  # fmt: skip
+def test_ranks_stay_within_5_percent_where_attention_costs_more_or_less_than_supposed(
+    seed: int, num_ranks: int, mean: float, spread: float, quadratic_tokens: int
+) -> None:
+    lengths = long_tailed_lengths(seed, 64 * num_ranks, mean, spread)
+    costs = [length * (1 + length / quadratic_tokens) for length in lengths]
+    assert heaviest_over_mean(costs, balance([row_cost(length) for length in lengths], num_ranks)) <= 1.05

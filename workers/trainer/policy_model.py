@@ -1,21 +1,20 @@
 """A causal language model that answers with the log-probabilities of given tokens, never with whole logits.
 
-The hidden states of the response positions, and only those, go through the output layer in chunks. Each chunk's logits
-are recomputed in backward, so `[tokens, vocabulary]` never exists at once; one chunk alone keeps its logits, which is
-faster. Used by `trainer.py`, which shards it, and by straight-line loops.
+The hidden states of the response positions, and only those, go through the output layer, which scores them tile by
+tile (`token_scores.py`): `[tokens, vocabulary]` never exists at once, unless it is small. Used by `trainer.py`, which
+shards it, and by straight-line loops.
 
-Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows, V vocabulary.
+Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from penstock.conf.errors import ModelError, suggest
+from penstock.workers.trainer.token_scores import ENTROPY, OutputLayer
 
-ENTROPY = ("none", "value", "gradient")
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_enabled")
 """Settings of models that do something between the output layer and the logits."""
 
@@ -27,11 +26,12 @@ class PolicyModel(nn.Module):
     logprobs_N, entropy_N = model(batch.input_ids_BL, batch.positions_N, batch.targets_N)
     """
 
-    def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_tokens: int = 2048) -> None:
-        """`temperature`: of the sampling distribution; logits are divided by it. `chunk_tokens`: tokens whose logits
-        exist at once.
+    def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_mib: float = 128.0) -> None:
+        """`temperature`: of the sampling distribution; logits are divided by it. `chunk_mib`: memory for logits and
+        what is made of them.
 
-        Raises `ModelError` for models whose logits are more than the output layer's result.
+        `lm`'s output layer is replaced by one that scores tokens too, with the same parameters. Raises `ModelError`
+        for models whose logits are more than a linear layer's result.
         """
         super().__init__()
         for name in LOGIT_CHANGES:
@@ -40,9 +40,17 @@ class PolicyModel(nn.Module):
                     f"the model {lm.config.model_type!r} sets {name}={getattr(lm.config, name)}, which the trainer "
                     "would leave out: its log-probabilities would be wrong. Choose another model.path."
                 )
+        layer = lm.get_output_embeddings()
+        if type(layer) not in (nn.Linear, OutputLayer):
+            raise ModelError(
+                f"the model {lm.config.model_type!r} has a {type(layer).__name__} for an output layer; the trainer "
+                "scores tokens with plain linear ones only. Choose another model.path, or leave its output layer as "
+                "it is."
+            )
+        lm.set_output_embeddings(OutputLayer.of(layer))
         self.lm = lm
         self.temperature = temperature
-        self.chunk_tokens = chunk_tokens
+        self.budget_bytes = int(chunk_mib * 2**20)
 
     def forward(
         self, input_ids_BL: Tensor, positions_N: Tensor, targets_N: Tensor, entropy: str = "none"
@@ -59,30 +67,11 @@ class PolicyModel(nn.Module):
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
         hidden_BLH = self.lm.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, positions_N)
-        if len(hidden_NH) <= self.chunk_tokens:
-            return self._score(hidden_NH, targets_N, entropy)
-        parts = []
-        for hidden, targets in zip(hidden_NH.split(self.chunk_tokens), targets_N.split(self.chunk_tokens), strict=True):
-            if torch.is_grad_enabled():
-                part = checkpoint(self._score, hidden, targets, entropy, use_reentrant=False, preserve_rng_state=False)
-            else:
-                part = self._score(hidden, targets, entropy)
-            parts.append(part)
-        logprobs_N = torch.cat([part[0] for part in parts])
-        return logprobs_N, None if entropy == "none" else torch.cat([part[1] for part in parts])
-
-    def _score(self, hidden_NH: Tensor, targets_N: Tensor, entropy: str) -> tuple[Tensor, Tensor | None]:
-        logits_NV = self.lm.get_output_embeddings()(hidden_NH)
-        if self.temperature != 1.0:
-            logits_NV = logits_NV.float() / self.temperature
-        all_logprobs_NV = torch.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
-        # A clone and no view: in-place operations on a view would bypass FSDP's backward hook on what forward returns.
-        logprobs_N = all_logprobs_NV.gather(1, targets_N.unsqueeze(1)).squeeze(1).clone()
-        if entropy == "none":
-            return logprobs_N, None
-        # After the log-probabilities, so that recomputation in backward stops before it where it has no gradient.
-        with torch.set_grad_enabled(torch.is_grad_enabled() and entropy == "gradient"):
-            return logprobs_N, -(all_logprobs_NV.exp() * all_logprobs_NV).sum(dim=-1)
+        output_layer = self.lm.get_output_embeddings()
+        logprobs_N, entropy_N = output_layer(
+            hidden_NH, targets_N, temperature=self.temperature, entropy=entropy, budget_bytes=self.budget_bytes
+        )
+        return logprobs_N, entropy_N
 
 
 def load_causal_lm(

@@ -115,8 +115,8 @@ class PolicyTrainer:
     def _load(self, path: str, dtype: str, attention: str, checkpoint_layers: bool) -> tuple[Any, int | None]:
         """The model, and its longest sequence."""
         lm = load_causal_lm(path, dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
-        chunk_tokens = self.config.logprob_chunk_tokens
-        return PolicyModel(lm, temperature=self._temperature, chunk_tokens=chunk_tokens), max_length(lm)
+        chunk_mib = self.config.logprob_chunk_mib
+        return PolicyModel(lm, temperature=self._temperature, chunk_mib=chunk_mib), max_length(lm)
 
     def set_step(self, step: int) -> None:
         """Updates made before this one's start, when resuming: where the learning-rate schedule goes on."""

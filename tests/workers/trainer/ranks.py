@@ -31,6 +31,8 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "minibatches": {"num_minibatches": 3},
     "checkpointed": {"activation_checkpointing": True},
     "gathered_by_layer": {},
+    "tiled": {"logprob_chunk_mib": 0.002},
+    "tiled_by_layer_checkpointed": {"logprob_chunk_mib": 0.002, "activation_checkpointing": True},
     "bfloat16": {"dtype": "bfloat16"},
 }
 
@@ -81,7 +83,7 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
     trainers: list[PolicyTrainer] = []
     for engine in engines:
         for scenario, options in scenarios_of(engine).items():
-            with gathered_by_layer() if scenario == "gathered_by_layer" else nullcontext():
+            with gathered_by_layer() if "by_layer" in scenario else nullcontext():
                 budget = 8192 if num_ranks == 1 else 60
                 settings = ENGINES[engine] | {"max_tokens_per_microbatch": budget} | options
                 trainer = make(optimizer=OptimizerConfig(**LINEAR), **settings)
@@ -107,7 +109,7 @@ def scenarios_of(engine: str) -> dict[str, dict[str, Any]]:
     offloaded = DeepSpeedConfig(zero_stage=int(engine[-1]), offload_optimizer=True)
     scenarios = SCENARIOS | {"offloaded": {"deepspeed": offloaded}}
     scenarios |= {"offloaded_bfloat16": {"deepspeed": offloaded, "dtype": "bfloat16"}}
-    return {name: options for name, options in scenarios.items() if engine == "zero3" or name != "gathered_by_layer"}
+    return {name: options for name, options in scenarios.items() if engine == "zero3" or "by_layer" not in name}
 
 
 @contextmanager

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from penstock.conf.errors import ModelError
 from penstock.store.rows import Rows
@@ -31,11 +31,11 @@ def gradients(model: PolicyModel, value: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 7, 10_000])
+@pytest.mark.parametrize("chunk_mib", [1e-5, 0.002, 64])
 def test_chunked_logprobs_equal_plain_ones_in_values_and_gradients(
-    model_path: str, batch: batching.MicroBatch, chunk_tokens: int
+    model_path: str, batch: batching.MicroBatch, chunk_mib: float
 ) -> None:
-    model = PolicyModel(load_causal_lm(model_path), temperature=TEMPERATURE, chunk_tokens=chunk_tokens)
+    model = PolicyModel(load_causal_lm(model_path), temperature=TEMPERATURE, chunk_mib=chunk_mib)
     expected, expected_entropy = plain(model, batch)
     weights = torch.linspace(-1, 1, len(expected))
     expected_gradients = gradients(model, (expected * weights + expected_entropy).sum())
@@ -47,7 +47,7 @@ def test_chunked_logprobs_equal_plain_ones_in_values_and_gradients(
 
 
 def test_entropy_as_a_value_has_no_gradient(model_path: str, batch: batching.MicroBatch) -> None:
-    model = PolicyModel(load_causal_lm(model_path), chunk_tokens=7)
+    model = PolicyModel(load_causal_lm(model_path), chunk_mib=0.001)
     logprobs, entropy = model(batch.input_ids_BL, batch.positions_N, batch.targets_N, "value")
     assert logprobs.requires_grad
     assert not entropy.requires_grad
@@ -68,7 +68,7 @@ def test_what_pads_on_the_right_changes_nothing(model_path: str, make_rows: Call
 
 
 def test_no_tensor_of_all_tokens_and_the_vocabulary_is_kept(model_path: str, batch: batching.MicroBatch) -> None:
-    model = PolicyModel(load_causal_lm(model_path), chunk_tokens=5)
+    model = PolicyModel(load_causal_lm(model_path), chunk_mib=0.001)
     kept: list[torch.Size] = []
 
     def record(tensor: Tensor) -> Tensor:
@@ -79,7 +79,22 @@ def test_no_tensor_of_all_tokens_and_the_vocabulary_is_kept(model_path: str, bat
         model(batch.input_ids_BL, batch.positions_N, batch.targets_N, "value")
     vocabulary = model.lm.config.vocab_size
     assert kept
-    assert not [shape for shape in kept if shape[-1:] == (vocabulary,) and len(shape) == 2 and shape[0] > 5]
+    assert not [shape for shape in kept if shape[-1:] == (vocabulary,) and len(shape) == 2]
+
+
+def test_the_models_own_logits_stay_what_they_were(model_path: str, batch: batching.MicroBatch) -> None:
+    lm = load_causal_lm(model_path)
+    names, expected = list(lm.state_dict()), lm(input_ids=batch.input_ids_BL).logits
+    PolicyModel(lm)
+    assert list(lm.state_dict()) == names
+    assert torch.equal(lm(input_ids=batch.input_ids_BL).logits, expected)
+
+
+def test_an_output_layer_that_is_more_than_linear_is_refused(model_path: str) -> None:
+    lm = load_causal_lm(model_path)
+    lm.set_output_embeddings(nn.Sequential(lm.get_output_embeddings()))
+    with pytest.raises(ModelError, match="Sequential for an output layer"):
+        PolicyModel(lm)
 
 
 def test_dropout_is_off(tmp_path, model_path: str) -> None:

@@ -95,7 +95,7 @@ def test_the_token_budget_changes_no_gradient(
 ) -> None:
     rows, weights = make_rows(12), []
     for budget in (8192, 50):
-        trainer = make_trainer(max_tokens_per_microbatch=budget, logprob_chunk_tokens=16, **LINEAR)
+        trainer = make_trainer(max_tokens_per_microbatch=budget, logprob_chunk_mib=0.005, **LINEAR)
         trainer.update(rows, loss)
         weights.append(weights_of(trainer))
     for name, whole in weights[0].items():
