@@ -42,7 +42,9 @@ def ppo_advantages(
     `old_values`, `behavior_logprobs`, `reference_logprobs`: `[T_i]` each. Raises `ShapeError`, `ConfigError`.
     """
     lengths = [len(values) for values in old_values]
-    mask = torch.arange(max(lengths, default=0)) < torch.tensor(lengths).unsqueeze(-1)
+    if not lengths:
+        return [], []
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
     rewards = token_rewards(reward, mask, _padded(behavior_logprobs), _padded(reference_logprobs), kl_coef=kl_coef)
     values = pad_sequence(list(old_values), batch_first=True)
     advantage, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)

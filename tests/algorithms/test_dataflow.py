@@ -198,6 +198,13 @@ def test_preferences_come_as_two_samples_of_a_group():
     assert flow.stage("train").reads == ("prompt_ids", "response_ids", "preferred")
 
 
+def test_only_a_model_with_a_scalar_head_is_scored():
+    flow = Dataflow().preferences().train("reward_model", loss=lambda scores, preferred, group_ids: None).check()
+    assert flow.stage("train").is_scored
+    flow = Dataflow().rollout(samples_per_prompt=1).scores().train(loss=lambda logprobs, reward: None).check()
+    assert [stage.name for stage in flow.stages if stage.is_scored] == ["reward_model"]
+
+
 def test_a_greedy_baseline_is_a_stage_like_others():
     flow = Dataflow().rollout(samples_per_prompt=1).greedy_rollout().reward()
     flow.reward(writes="greedy_reward", text="greedy_text", name="greedy_reward")
