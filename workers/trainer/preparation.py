@@ -18,7 +18,10 @@ from penstock.algorithms.dataflow import Stage
 from penstock.store.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
+from penstock.workers.trainer.tally import with_explained_variance
 
+CRITIC = "critic"
+"""Prefix of the critic's metrics."""
 Gather = Callable[[Any], list[Any]]
 """A picklable value of each rank, in order of rank. Collective."""
 
@@ -59,7 +62,7 @@ class Preparation:
                 rows = rows.with_column(stage.writes[0].name, self._critic.values(rows))
             else:
                 assert stage.function is not None
-                metrics |= self._critic.update(rows, stage.function).metrics
+                metrics |= with_explained_variance(self._critic.update(rows, stage.function).metrics, CRITIC)
         return rows, metrics
 
     def _computed(self, worker: ComputeWorker, rows: Rows) -> Rows:
