@@ -71,8 +71,10 @@ class Dataflow:
     samples_per_prompt: int = 1
 
     def demonstrations(self) -> "Dataflow":
-        """Rows come with their response: supervised training. Replaces the rollout."""
-        return self._add(Stage("source", "source", "group", (), _columns((*PROMPT_COLUMNS, "response_ids"), "source")))
+        """Rows come with their response, `response_ids` and `response_text`: supervised training, or feedback on single
+        responses, which `reward` can score. Replaces the rollout."""
+        writes = _columns((*PROMPT_COLUMNS, "response_ids", "response_text"), "source")
+        return self._add(Stage("source", "source", "group", (), writes))
 
     def preferences(self) -> "Dataflow":
         """Rows come in pairs, a chosen and a rejected response to the same prompt: writes `response_ids` and
