@@ -37,6 +37,19 @@ def test_advantages_and_returns_by_hand():
     assert [len(row) for row in advantage] == [2, 1]
 
 
+def test_a_coefficient_of_the_batch_is_that_of_the_configuration():
+    columns_of = (
+        torch.tensor([1.0, 0.0]),
+        columns([0.5, 0.25], [0.2]),
+        columns([-1.0, -2.0], [-3.0]),
+        columns([-1.5, -2.0], [-2.0]),
+    )
+    by_number, by_column = (ppo_advantages(*columns_of, kl_coef=coef)[1] for coef in (0.2, torch.full((2,), 0.2)))
+    torch.testing.assert_close(by_number, by_column)
+    with pytest.raises(ConfigError, match="in the reward needs logprobs and reference_logprobs"):
+        ppo_advantages(*columns_of[:3], kl_coef=torch.full((2,), 0.2))
+
+
 def test_a_batch_without_rows_is_empty():
     assert ppo_advantages(torch.zeros(0), [], []) == ([], [])
 

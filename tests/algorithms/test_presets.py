@@ -1,5 +1,7 @@
 """Algorithms by name: every preset builds, and every name in a configuration is checked before anything starts."""
 
+import inspect
+
 import pytest
 
 from penstock.algorithms.advantages import advantage
@@ -63,6 +65,19 @@ def test_a_kl_term_and_an_entropy_bonus_bring_what_they_need():
     flow = build_dataflow(PolicyGradientConfig(kl_coef=0.1, entropy_coef=0.01))
     assert [stage.name for stage in flow.of_kind("logprobs")] == ["reference"]
     assert build_dataflow(PpoConfig(kl_coef=0.1, reward_model=True)).of_kind("scores")
+
+
+@pytest.mark.parametrize("config", [PolicyGradientConfig, PpoConfig])
+def test_an_interpolated_proximal_policy_needs_staleness_and_no_forward_pass(config):
+    flow = build_dataflow(config(proximal="interpolated"))
+    assert flow.of_kind("staleness")
+    assert "staleness" in flow.stage("train").reads
+    assert "old_logprobs" not in inspect.signature(flow.stage("train").function).parameters
+    flow = build_dataflow(config())
+    assert not flow.of_kind("staleness")
+    assert "old_logprobs" in inspect.signature(flow.stage("train").function).parameters
+    with pytest.raises(ConfigError, match=r"algorithm.proximal=new: unknown"):
+        config(proximal="new")
 
 
 def test_ones_own_advantage_surrogate_and_correction_are_found_by_name():

@@ -117,7 +117,7 @@ def test_what_a_critic_explains_is_of_the_whole_batch_however_it_is_cut(make_sca
         critic.config.max_tokens_per_microbatch = budget
         preparation = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine], critic)
         for _ in range(3):
-            prepared, metrics = preparation.apply(rows.with_column("returns", returns))
+            prepared, metrics = preparation.apply(rows.with_column("returns", returns), 0)
         explained.append(metrics["critic/explained_variance"])
     errors = np.concatenate(returns) - np.concatenate(prepared.arrays("old_values"))
     assert explained[0] == pytest.approx(1 - errors.var() / np.concatenate(returns).var(), rel=1e-4)
