@@ -47,6 +47,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("reference_logprobs", "float32", "token"),
         Column("advantage", "float32"),
         Column("preferred", "float32"),  # of a pair: +1 chosen, -1 rejected, 0 takes no part
+        Column("desirable", "float32"),  # of a single response: +1 good, -1 bad, 0 takes no part
         Column("greedy_text", "string"),  # what the engine says at temperature 0, once a group
         Column("greedy_reward", "float32"),
     )

@@ -26,7 +26,8 @@ class Stage:
     """One node. `unit` is what becomes ready and is leased as a whole: a sample, a whole group, or the step's batch."""
 
     name: str
-    kind: str  # source, rollout, greedy_rollout, reward, logprobs, scores, values, compute, filter, critic, train
+    kind: str
+    """source, rollout, greedy_rollout, reward, logprobs, scores, values, staleness, compute, filter, critic, train"""
     unit: str
     reads: tuple[str, ...]
     writes: tuple[Column, ...]
@@ -37,11 +38,13 @@ class Stage:
     """Read if some stage writes them: arguments of the loss with a default."""
     reason: str = ""
     """filter: what its dropped rows are counted under."""
+    state: Any = None
+    """compute per batch: what the function is given as `state` at the first step; None for a function without."""
 
     @property
     def is_in_trainer(self) -> bool:
         """Run by the trainers on the step's whole batch, before the update: the store knows nothing of it."""
-        return self.unit == "batch" and self.kind in ("compute", "values", "critic")
+        return self.unit == "batch" and self.kind in ("compute", "values", "staleness", "critic")
 
     @property
     def is_scored(self) -> bool:
@@ -71,8 +74,10 @@ class Dataflow:
     samples_per_prompt: int = 1
 
     def demonstrations(self) -> "Dataflow":
-        """Rows come with their response: supervised training. Replaces the rollout."""
-        return self._add(Stage("source", "source", "group", (), _columns((*PROMPT_COLUMNS, "response_ids"), "source")))
+        """Rows come with their response, `response_ids` and `response_text`: supervised training, or feedback on single
+        responses, which `reward` can score. Replaces the rollout."""
+        writes = _columns((*PROMPT_COLUMNS, "response_ids", "response_text"), "source")
+        return self._add(Stage("source", "source", "group", (), writes))
 
     def preferences(self) -> "Dataflow":
         """Rows come in pairs, a chosen and a rejected response to the same prompt: writes `response_ids` and
@@ -132,6 +137,12 @@ class Dataflow:
         writes = _columns((Column("old_values", "float32", "token"),), model)
         return self._add(Stage(f"{model}_values", "values", "batch", reads, writes, model=model))
 
+    def staleness(self) -> "Dataflow":
+        """How many updates ago each token of the step's batch was sampled: writes `staleness`, in the trainers, which
+        know the version that they update."""
+        writes = _columns((Column("staleness", "float32", "token"),), "staleness")
+        return self._add(Stage("staleness", "staleness", "batch", ("token_versions",), writes))
+
     def train_critic(self, model: str = "critic", *, loss: Callable[..., Any]) -> "Dataflow":
         """Update the critic on the step's batch, before the policy. The loss takes `values` `[B, T]`, with gradient."""
         required, optional = _loss_columns(loss)
@@ -147,6 +158,7 @@ class Dataflow:
         writes: Sequence[str | Column],
         per: str = "group",
         name: str | None = None,
+        state: Any = None,
     ) -> "Dataflow":
         """A pure function of columns, called with a keyword a column read.
 
@@ -155,10 +167,14 @@ class Dataflow:
 
         `per`: "sample", "group", or "batch": then the trainers call it on the rows of the whole step, before the
         update, and only a loss or another "batch" stage can read what it writes.
+
+        `state`, with per="batch": a value that is carried from step to step. The function gets it by the keyword
+        `state`, and returns `(result, state of the next step)`. It must pickle, and be a function of nothing but the
+        batches: every rank computes its own, and checkpoints hold it. Its `metrics`, if it has any, are reported.
         """
         stage_name = name or _name_of(function)
         columns = _columns(tuple(writes), stage_name)
-        return self._add(Stage(stage_name, "compute", per, tuple(reads), columns, function=function))
+        return self._add(Stage(stage_name, "compute", per, tuple(reads), columns, function=function, state=state))
 
     def filter(
         self,
@@ -305,6 +321,8 @@ def _check_units(flow: Dataflow) -> None:
             raise DataflowError(f"stage {stage.name!r}: a filter is per='group' or per='sample'; a batch is trained.")
         if stage.kind in ("compute", "filter") and not (stage.reads and stage.writes):
             raise DataflowError(f"stage {stage.name!r}: a compute stage reads and writes at least one column each.")
+        if stage.state is not None and stage.unit != "batch":
+            raise DataflowError(f"stage {stage.name!r}: a state is carried from batch to batch; set per='batch'.")
         if stage.kind == "compute" and any(column.per_group for column in stage.writes):
             raise DataflowError(f"stage {stage.name!r}: only the source writes columns that a group shares.")
 

@@ -84,6 +84,7 @@ def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
         "compute": "" if name == stage.name else name,
         "scores": f"scores of {stage.model}",
         "values": f"what {stage.model} expects",
+        "staleness": "updates since each token",
         "critic": f"{stage.model}, {name}",
         "train": f"{stage.model}, {name}",
     }

@@ -14,7 +14,8 @@ itself the gradient of the divergence is `E[r ∇log π]` (the term `E[∇r] = E
 variants `k1_st` and `k3_st` have the value of k1 or k3, for the metrics, and the gradient of k2.
 
 In the loss: `kl_estimate`, called by `losses/policy.py` with log-probabilities that carry gradients. In the reward:
-`kl_penalty`, where only values count. `FixedKl` and `AdaptiveKl` hold the coefficient between steps.
+`kl_penalty` of tokens and `reward_kl.py` of responses, where only values count. The coefficient is a number, or
+follows a target between steps: `AdaptiveKl`.
 """
 
 import math
@@ -56,37 +57,23 @@ def _value(r: Tensor, estimator: str) -> Tensor:
 
 
 def kl_penalty(
-    logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, coef: float, estimator: str = "k1"
+    logprobs: Tensor, reference_logprobs: Tensor, mask: Tensor, *, coef: float | Tensor, estimator: str = "k1"
 ) -> Tensor:
     """What to subtract from the reward of each token, `coef · k(π || π_reference)`: 1909.08593 eq. 2, a token.
 
     All `[B, T]`; what is under `mask == 0` is ignored, NaN included. Returns `[B, T]` float32 without gradient, 0 in
-    padding. k1 by default: summed over a response it is exactly the log-ratio of the paper. Raises `ShapeError`,
-    `ConfigError`.
+    padding. `coef`: a number, or one a row `[B]`. k1 by default: summed over a response it is exactly the log-ratio of
+    the paper. Raises `ShapeError`, `ConfigError`.
     """
-    non_negative("kl_coef", coef)
     has_axes("logprobs", logprobs, "BT")
+    if isinstance(coef, Tensor):
+        same_shape(logprobs[:, 0], "logprobs' rows", kl_coef=coef)
+        coef = coef.unsqueeze(-1)
+    else:
+        non_negative("kl_coef", coef)
     same_shape(logprobs, "logprobs", reference_logprobs=reference_logprobs, mask=mask)
     valid = as_mask(mask)
     return coef * kl_estimate(masked(logprobs, valid).detach(), masked(reference_logprobs, valid).detach(), estimator)
-
-
-@dataclass(frozen=True)
-class FixedKl:
-    """A coefficient that stays.
-
-    >>> FixedKl(0.1).after(kl=3.0)
-    FixedKl(coef=0.1)
-    """
-
-    coef: float
-
-    def __post_init__(self) -> None:
-        non_negative("kl_coef", self.coef)
-
-    def after(self, kl: float) -> "FixedKl":
-        """The state for the next step, whatever this step's divergence was."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -96,7 +83,8 @@ class AdaptiveKl:
         e = clip(KL / target - 1, -0.2, 0.2),   coef ← coef · (1 + gain · e)
 
     The paper's gain is 0.1 a step. (Elsewhere it is written as samples of a step / horizon.) A value, not a holder of
-    one: each step's state is made from the last, so that it can be checkpointed and replayed.
+    one: each step's state is made from the last, so that it can be checkpointed and replayed. A state of
+    `Dataflow.compute`.
 
     >>> AdaptiveKl(coef=0.1, target=6.0).after(kl=12.0).coef  # e = 0.2: 0.1 · 1.02
     0.10200000000000001
@@ -105,6 +93,8 @@ class AdaptiveKl:
     coef: float
     target: float
     gain: float = 0.1
+    kl: float = 0.0
+    """What was seen last, in nats a response."""
 
     def __post_init__(self) -> None:
         non_negative("kl_coef", self.coef)
@@ -115,4 +105,9 @@ class AdaptiveKl:
         """The state for the next step. `kl`: the mean divergence of this step's responses, in nats; finite or not, the
         coefficient moves by at most `0.2 · gain`, and a NaN moves nothing."""
         error = min(max(kl / self.target - 1, -0.2), 0.2)
-        return self if math.isnan(kl) else replace(self, coef=self.coef * (1 + self.gain * error))
+        return self if math.isnan(kl) else replace(self, coef=self.coef * (1 + self.gain * error), kl=kl)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """`kl_coef`, of the next step; `response_kl`, of the last one."""
+        return {"kl_coef": self.coef, "response_kl": self.kl}

@@ -1,8 +1,10 @@
 """Critic-free policy gradients: sample, reward, compare, push. One dataflow; the methods are its presets.
 
-    source ─▶ rollout ─▶ reward ─▶ (overlong_reward) ─▶ advantage ─▶ train
-                 │          └────▶ (has_signal, drops groups without) ─┤
-                 └─▶ (reference, with kl_coef) ────────────────────────┘
+    source ─▶ rollout ─▶ reward ─▶ (overlong_reward) ─▶ (penalized_reward) ─▶ advantage ─▶ train
+                 │          └────▶ (has_signal, drops groups without) ───────────────────────┤
+                 ├─▶ (reference, with kl_coef) ─▶ the loss, or penalized_reward (kl_in) ─────┤
+                 │                └─▶ (next_coefficient, with kl_target) ─▶ penalized_reward │
+                 └─▶ (staleness, with proximal=interpolated) ────────────────────────────────┘
     remax:       greedy_rollout ─▶ greedy_reward ─▶ advantage
 
 What they differ in is in `conf/policy_gradient.py`: names and settings, all of them open to `algorithm.KEY=…`.
@@ -16,9 +18,10 @@ from penstock.algorithms.arguments import Renamed, columns_read
 from penstock.algorithms.columns import Column
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.dataflow import Dataflow
-from penstock.algorithms.losses import SURROGATES, policy_loss, with_entropy_bonus
+from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, policy_loss, with_entropy_bonus
 from penstock.algorithms.options import checked_options
 from penstock.algorithms.registry import algorithm
+from penstock.algorithms.reward_kl import follow_target, penalized_reward
 from penstock.algorithms.shaping import has_signal, overlong_reward
 from penstock.conf.policy_gradient import (
     CispoConfig,
@@ -31,7 +34,7 @@ from penstock.conf.policy_gradient import (
     RlooConfig,
 )
 
-SHAPED = Column("shaped_reward", "float32")
+SHAPED, PENALIZED = Column("shaped_reward", "float32"), Column("penalized_reward", "float32")
 
 
 @algorithm("policy_gradient")
@@ -44,21 +47,40 @@ def policy_gradient(cfg: PolicyGradientConfig) -> Dataflow:
         flow.filter(has_signal, reads=["reward"], reason="no_signal")
     if cfg.kl_coef:
         flow.logprobs("reference")
-    _add_advantage(flow, cfg)
+    _add_advantage(flow, cfg, _add_shaping(flow, cfg))
+    if cfg.proximal == "interpolated":
+        flow.staleness()
     flow.train("policy", loss=_loss(cfg))
     return flow
 
 
-def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig) -> None:
-    function = ADVANTAGES.find(cfg.advantage)
-    options = checked_options(function, cfg.advantage_options, "algorithm.advantage_options")
-    advantage: Any = partial(function, **options)
+def _add_shaping(flow: Dataflow, cfg: PolicyGradientConfig) -> str:
+    """What is done to the reward; returns the column that the advantage is made from."""
+    reward = "reward"
     if cfg.overlong_tokens:
         shape = partial(
             overlong_reward, limit=cfg.overlong_limit, buffer=cfg.overlong_tokens, penalty=cfg.overlong_penalty
         )
-        flow.compute(shape, per="sample", reads=["reward", "response_ids"], writes=[SHAPED])
-        advantage = Renamed(advantage, "reward", SHAPED.name)
+        flow.compute(shape, per="sample", reads=[reward, "response_ids"], writes=[SHAPED])
+        reward = SHAPED.name
+    if not (cfg.kl_coef and cfg.kl_in == "reward"):
+        return reward
+    penalize: Any = Renamed(penalized_reward, "reward", reward)
+    if cfg.kl_target:
+        follow_target(flow, coef=cfg.kl_coef, target=cfg.kl_target, gain=cfg.kl_gain)
+    else:
+        penalize = partial(penalize, kl_coef=cfg.kl_coef)
+    per = "batch" if cfg.kl_target else "sample"
+    flow.compute(penalize, per=per, reads=columns_read(penalize), writes=[PENALIZED])
+    return PENALIZED.name
+
+
+def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig, reward: str) -> None:
+    function = ADVANTAGES.find(cfg.advantage)
+    options = checked_options(function, cfg.advantage_options, "algorithm.advantage_options")
+    advantage: Any = partial(function, **options)
+    if reward != "reward":
+        advantage = Renamed(advantage, "reward", reward)
     reads = columns_read(advantage)
     if "greedy_reward" in reads:
         flow.greedy_rollout("policy")
@@ -69,12 +91,12 @@ def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig) -> None:
 def _loss(cfg: PolicyGradientConfig) -> Any:
     surrogate, correction = SURROGATES.find(cfg.surrogate), CORRECTIONS.find(cfg.correction)
     loss = partial(
-        policy_loss,
+        interpolated_policy_loss if cfg.proximal == "interpolated" else policy_loss,
         surrogate=surrogate,
         surrogate_options=checked_options(surrogate, cfg.surrogate_options, "algorithm.surrogate_options"),
         correction=correction,
         correction_options=checked_options(correction, cfg.correction_options, "algorithm.correction_options"),
-        kl_coef=cfg.kl_coef,
+        kl_coef=cfg.kl_coef if cfg.kl_in == "loss" else 0.0,
         kl_estimator=cfg.kl_estimator,
         aggregation=cfg.aggregation,
         constant=cfg.constant_tokens,

@@ -2,6 +2,7 @@
 
     source ─▶ rollout ─▶ reward model, or reward ─▶ ppo_advantages ─ token_advantage ─▶ train (policy)
                  ├─▶ reference (with kl_coef) ──────▶ ▲    └─ returns ─▶ train_critic
+                 │       └─▶ next_coefficient ─ kl_coef (with kl_target) ┤
                  └─▶ critic_values ─ old_values ──────┘
 
 What stands per batch runs in the trainers: the critic lives with the policy's ranks, and advantages are whitened over
@@ -19,8 +20,9 @@ from penstock.algorithms.advantages import gae, token_rewards, unpadded, whitene
 from penstock.algorithms.arguments import Renamed
 from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Dataflow
-from penstock.algorithms.losses import policy_loss, value_loss
+from penstock.algorithms.losses import interpolated_policy_loss, policy_loss, value_loss
 from penstock.algorithms.registry import algorithm
+from penstock.algorithms.reward_kl import KL_COEF, follow_target
 from penstock.conf.ppo import PpoConfig
 
 TOKEN_ADVANTAGE, RETURNS = Column("token_advantage", "float32", "token"), Column("returns", "float32", "token")
@@ -31,18 +33,21 @@ def ppo_advantages(
     old_values: list[Tensor],
     behavior_logprobs: list[Tensor],
     reference_logprobs: list[Tensor] | None = None,
+    kl_coef: float | Tensor = 0.0,
     *,
     gamma: float = 1.0,
     lam: float = 0.95,
-    kl_coef: float = 0.0,
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Whitened advantages and returns of every token of a batch, two lists of `[T_i]` float32.
 
     The reward `[N]` falls on the last token, a KL penalty on each (1909.08593 eq. 2), then GAE (1506.02438 eq. 16).
-    `old_values`, `behavior_logprobs`, `reference_logprobs`: `[T_i]` each. Raises `ShapeError`, `ConfigError`.
+    `old_values`, `behavior_logprobs`, `reference_logprobs`: `[T_i]` each. `kl_coef`: a number, or one a sample `[N]`.
+    Raises `ShapeError`, `ConfigError`.
     """
     lengths = [len(values) for values in old_values]
-    mask = torch.arange(max(lengths, default=0)) < torch.tensor(lengths).unsqueeze(-1)
+    if not lengths:
+        return [], []
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths).unsqueeze(-1)
     rewards = token_rewards(reward, mask, _padded(behavior_logprobs), _padded(reference_logprobs), kl_coef=kl_coef)
     values = pad_sequence(list(old_values), batch_first=True)
     advantage, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
@@ -60,12 +65,21 @@ def ppo(cfg: PpoConfig) -> Dataflow:
     flow.rollout("policy", samples_per_prompt=cfg.group_size)
     flow.scores("reward_model") if cfg.reward_model else flow.reward()
     reads = ["reward", "old_values", "behavior_logprobs"]
+    advantages = partial(ppo_advantages, gamma=cfg.gamma, lam=cfg.lam)
     if cfg.kl_coef:
         flow.logprobs("reference")
         reads.append("reference_logprobs")
+    if cfg.kl_target:
+        follow_target(flow, coef=cfg.kl_coef, target=cfg.kl_target, gain=cfg.kl_gain)
+        reads.append(KL_COEF.name)
+    else:
+        advantages = partial(advantages, kl_coef=cfg.kl_coef)
     flow.values("critic")
-    advantages = partial(ppo_advantages, gamma=cfg.gamma, lam=cfg.lam, kl_coef=cfg.kl_coef)
     flow.compute(advantages, per="batch", reads=reads, writes=[TOKEN_ADVANTAGE, RETURNS])
     flow.train_critic("critic", loss=partial(value_loss, clip=cfg.value_clip))
-    loss: Any = partial(policy_loss, surrogate_options={"clip_low": cfg.clip_low, "clip_high": cfg.clip_high})
+    decoupled = cfg.proximal == "interpolated"
+    if decoupled:
+        flow.staleness()
+    options = {"clip_low": cfg.clip_low, "clip_high": cfg.clip_high}
+    loss: Any = partial(interpolated_policy_loss if decoupled else policy_loss, surrogate_options=options)
     return flow.train("policy", loss=Renamed(loss, "advantage", TOKEN_ADVANTAGE.name))

@@ -1,11 +1,14 @@
-"""Learning from pairs: a dataset's, or the policy's own samples.
+"""Learning from preferences, of a dataset or on the policy's own samples: pairs, or single responses, good or bad.
 
     dpo         source ─▶ pair_responses ─ response_ids, preferred ─▶ train
                                 └─▶ reference ────────────────────────┘
     online_dpo  source ─▶ rollout ─▶ reward ─▶ best_and_worst ─ preferred ─▶ train
                              └─▶ reference ──────────────────────────────────┘
+    kto         source ─ response_ids ─▶ reward ─▶ good_or_bad ─ desirable ─▶ train
+                             └─▶ reference ──────────────────────────────────┘
+    online_kto  the same with a rollout before the reward
 
-The losses get `group_ids`, so the trainer keeps each pair in one micro-batch, and the store keeps it on one rank.
+The losses get `group_ids`, so the trainer keeps each group in one micro-batch, and the store keeps it on one rank.
 """
 
 from functools import partial
@@ -13,11 +16,12 @@ from typing import Any
 
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
+from penstock.algorithms.preference.kto import kto_loss
 from penstock.algorithms.preference.orpo import orpo_loss
-from penstock.algorithms.preference.selection import best_and_worst
+from penstock.algorithms.preference.selection import best_and_worst, good_or_bad
 from penstock.algorithms.preference.simpo import simpo_loss
 from penstock.algorithms.registry import algorithm
-from penstock.conf.preference import DpoConfig, OnlineDpoConfig
+from penstock.conf.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
 
 
 @algorithm("dpo")
@@ -47,3 +51,28 @@ def _trained(flow: Dataflow, cfg: DpoConfig) -> Dataflow:
     if cfg.loss in ("dpo", "ipo"):
         flow.logprobs("reference")
     return flow.train("policy", loss=losses[cfg.loss])
+
+
+@algorithm("kto")
+def kto(cfg: KtoConfig) -> Dataflow:
+    """Single responses of a dataset, of which a reward says whether they are good: 2402.01306."""
+    return _judged(Dataflow().demonstrations(), cfg)
+
+
+@algorithm("online_kto")
+def online_kto(cfg: OnlineKtoConfig) -> Dataflow:
+    """The same on the policy's own samples."""
+    return _judged(Dataflow().rollout("policy", samples_per_prompt=cfg.group_size), cfg)
+
+
+def _judged(flow: Dataflow, cfg: KtoConfig) -> Dataflow:
+    flow.reward()
+    flow.compute(partial(good_or_bad, threshold=cfg.threshold), per="sample", reads=["reward"], writes=["desirable"])
+    flow.logprobs("reference")
+    loss = partial(
+        kto_loss,
+        beta=cfg.beta,
+        desirable_weight=cfg.desirable_weight,
+        undesirable_weight=cfg.undesirable_weight,
+    )
+    return flow.train("policy", loss=loss)

@@ -9,8 +9,11 @@ from typing import Any
 
 from penstock.conf.algorithm import AGGREGATIONS, AlgorithmConfig
 from penstock.conf.checks import above, at_least, one_of
+from penstock.conf.errors import ConfigError
 
 UNITS = ("group", "batch")
+KL_PLACES = ("loss", "reward")
+PROXIMALS = ("old", "interpolated")
 
 
 @dataclass
@@ -37,10 +40,21 @@ class PolicyGradientConfig(AlgorithmConfig):
     (`@correction`)."""
     correction_options: dict[str, Any] = field(default_factory=dict)
     """Keyword settings of the correction, e.g. {cap: 2.0}."""
+    proximal: str = "old"
+    """What the ratio is taken against, and the correction weighs (2505.24298). old: the trainer's log-probabilities,
+    recomputed at the start of the batch. interpolated: between the engine's and the current ones, by the token's
+    staleness, without a forward pass (2512.06547)."""
     kl_coef: float = 0.0
-    """Weight of the KL estimate in the loss. 0: no reference model is started."""
+    """Weight of the KL estimate in the loss or in the reward. 0: no reference model is started."""
+    kl_in: str = "loss"
+    """loss: a term a token, with a gradient. reward: the response's log-ratio is taken off its reward (1909.08593)."""
     kl_estimator: str = "k3"
-    """k1, k2, k3, and their straight-through variants."""
+    """kl_in=loss: k1, k2, k3, and their straight-through variants. In the reward it is k1, which is exact."""
+    kl_target: float = 0.0
+    """kl_in=reward: kl_coef is where an adaptive coefficient starts that steers towards this divergence (1909.08593).
+    Wants advantage_per=batch. Nats a response; 0: kl_coef stays."""
+    kl_gain: float = 0.1
+    """How fast it steers: the coefficient moves by at most a fifth of this share a step."""
     entropy_coef: float = 0.0
     """Weight of the entropy bonus. 0: no gradient of the entropy is computed."""
     aggregation: str = "token_mean"
@@ -60,12 +74,33 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
-        for key in ("kl_coef", "entropy_coef", "overlong_tokens", "overlong_limit", "overlong_penalty"):
+        for key in (
+            "kl_coef",
+            "kl_target",
+            "kl_gain",
+            "entropy_coef",
+            "overlong_tokens",
+            "overlong_limit",
+            "overlong_penalty",
+        ):
             at_least(f"algorithm.{key}", getattr(self, key), 0)
         above("algorithm.constant_tokens", self.constant_tokens, 0)
         one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
         one_of("algorithm.advantage_per", self.advantage_per, UNITS)
+        one_of("algorithm.kl_in", self.kl_in, KL_PLACES)
+        one_of("algorithm.proximal", self.proximal, PROXIMALS)
         at_least("algorithm.overlong_limit", self.overlong_limit, self.overlong_tokens)
+        if self.kl_target:
+            self._check_adaptive()
+
+    def _check_adaptive(self) -> None:
+        above("algorithm.kl_coef", self.kl_coef, 0)  # what a factor moves must not start at 0
+        for key, needed in (("kl_in", "reward"), ("advantage_per", "batch")):
+            if getattr(self, key) != needed:
+                raise ConfigError(
+                    f"algorithm.kl_target={self.kl_target} with algorithm.{key}={getattr(self, key)}: the coefficient "
+                    f"follows the step's batch, in the reward. Set algorithm.{key}={needed}, or algorithm.kl_target=0."
+                )
 
 
 @dataclass

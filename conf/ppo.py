@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from penstock.conf.algorithm import AlgorithmConfig
-from penstock.conf.checks import at_least, within
+from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.policy_gradient import PROXIMALS
 
 
 @dataclass
@@ -26,11 +27,21 @@ class PpoConfig(AlgorithmConfig):
     """How far a value may move in one update, in units of reward."""
     kl_coef: float = 0.0
     """Weight of the KL penalty in the rewards of tokens. 0: no reference model is started."""
+    kl_target: float = 0.0
+    """kl_coef is where an adaptive coefficient starts that steers towards this divergence (1909.08593). Nats a
+    response; 0: kl_coef stays."""
+    kl_gain: float = 0.1
+    """How fast it steers: the coefficient moves by at most a fifth of this share a step."""
+    proximal: str = "old"
+    """What the ratio is taken against: see `PolicyGradientConfig`."""
 
     def __post_init__(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
-        for key in ("clip_low", "clip_high", "value_clip", "kl_coef"):
+        for key in ("clip_low", "clip_high", "value_clip", "kl_coef", "kl_target", "kl_gain"):
             at_least(f"algorithm.{key}", getattr(self, key), 0)
+        one_of("algorithm.proximal", self.proximal, PROXIMALS)
+        if self.kl_target:
+            above("algorithm.kl_coef", self.kl_coef, 0)  # what a factor moves must not start at 0
         within("algorithm.gamma", self.gamma, 0, 1)
         within("algorithm.lam", self.lam, 0, 1)
 

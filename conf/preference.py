@@ -49,6 +49,41 @@ class OnlineDpoConfig(DpoConfig):
 
 
 @dataclass
+class KtoConfig(AlgorithmConfig):
+    """Kahneman-Tversky optimisation on single responses of a dataset, each good or bad (2402.01306)."""
+
+    name: str = "kto"
+    beta: float = 0.1
+    """How far from the reference: larger stays closer."""
+    threshold: float = 0.5
+    """Responses with a reward above this are desirable, all others undesirable. In units of reward; 0.5 parts right
+    from wrong."""
+    desirable_weight: float = 1.0
+    undesirable_weight: float = 1.0
+    """Weights of the two kinds. Where one is rarer, the paper raises its weight until the sums of both are alike."""
+
+    def __post_init__(self) -> None:
+        within("algorithm.group_size", self.group_size, 1, 1)
+        above("algorithm.beta", self.beta, 0)
+        at_least("algorithm.desirable_weight", self.desirable_weight, 0)
+        at_least("algorithm.undesirable_weight", self.undesirable_weight, 0)
+
+
+@dataclass
+class OnlineKtoConfig(KtoConfig):
+    """KTO on the policy's own samples: what a group's other samples say of the divergence is the reference point."""
+
+    name: str = "online_kto"
+    group_size: int = 4
+
+    def __post_init__(self) -> None:
+        at_least("algorithm.group_size", self.group_size, 1)
+        size, self.group_size = self.group_size, 1
+        super().__post_init__()
+        self.group_size = size
+
+
+@dataclass
 class DistillConfig(AlgorithmConfig):
     """On-policy distillation: the student samples, a teacher (model.paths.teacher) judges every token (2306.13649)."""
 

@@ -9,7 +9,8 @@ from penstock.conf.checks import above, at_least, within
 @dataclass
 class RewardConfig:
     function: str = "math_verify"
-    """A registered name (math_verify, reasoning_gym, digits), `file.py:function`, or `package.module:function`."""
+    """A registered name (math_verify, reasoning_gym, label, digits), `file.py:function`, or
+    `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     num_processes: int = 1

@@ -30,12 +30,13 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     trainer = config.trainer
     actors = [ActorPlan(name, "store") for name in store_names(config.store.num_partitions)]
     actors += [ActorPlan("Prompts", "prompts", stage="source")]
-    if flow.of_kind("rollout") or config.evaluation.every_steps:
+    samples = bool(flow.of_kind("rollout") or config.evaluation.every_steps)
+    if samples:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
         for index in range(config.rollout.num_workers):
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
-        names = [stage.name for stage in flow.of_kind("reward")] or ["reward"]
-        actors.extend(ActorPlan(f"Reward-{index}", "reward", stage=name) for index, name in enumerate(names))
+    judges = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * samples
+    actors.extend(ActorPlan(f"Reward-{index}", "reward", stage=name) for index, name in enumerate(judges))
     for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores")):
         for rank in range(trainer.num_ranks):
             name = f"Trainer-{stage.name}-{rank}"

@@ -52,6 +52,7 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = Non
     mismatch = lines({"mismatch/logprob_abs_max": "max", "mismatch/logprob_abs_mean": "mean"})
     accuracy = lines({"accuracy/heldout": "held-out"}, dots=True)
     lengths = lines({"response_length/mean": "mean", "response_length/max": "max"})
+    critic = lines({"critic/explained_variance": "explained variance", "critic/value_clip_fraction": "clipped values"})
     found = [
         _reward(metrics),
         Chart("accuracy", "Held-out accuracy, greedy", "", accuracy, bottom=0, top=1, percent=True),
@@ -63,6 +64,8 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = Non
         Chart(
             "entropy", "Entropy and KL", "nats", lines({"actor/entropy": "entropy", "actor/kl": "KL to the reference"})
         ),
+        Chart("value_loss", "Critic: loss", "", lines({"critic/value_loss": "value loss"}), bottom=0),
+        Chart("critic", "Critic: what it explains of the returns", "", critic, top=1, percent=True),
         Chart("throughput", "Throughput", "samples/s", lines({"perf/samples_per_s": "samples/s"}), bottom=0),
         Chart("idle", "Idle share of the step", "", lines(_named(metrics, "idle/")), bottom=0, top=1, percent=True),
     ]

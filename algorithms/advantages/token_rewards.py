@@ -21,14 +21,14 @@ def token_rewards(
     logprobs: Tensor | None = None,
     reference_logprobs: Tensor | None = None,
     *,
-    kl_coef: float = 0.0,
+    kl_coef: float | Tensor = 0.0,
     estimator: str = "k1",
 ) -> Tensor:
     """`r_t = -kl_coef · k(π || π_ref)_t`, plus the response's reward at the last token of the mask; `[B, T]` float32.
 
     `reward`: `[B]`, finite. `mask`, `logprobs` (of the policy that sampled), `reference_logprobs`: `[B, T]`; the latter
-    two may be missing while `kl_coef` is 0. Zero in padding; a row without a token is all zero, and its reward is lost,
-    there being nothing to give it to. Raises `ShapeError`, `ConfigError`.
+    two may be missing while `kl_coef` is 0. `kl_coef`: a number, or one a row `[B]`. Zero in padding; a row without a
+    token is all zero, and its reward is lost, there being nothing to give it to. Raises `ShapeError`, `ConfigError`.
     """
     has_axes("mask", mask, "BT")
     valid = as_mask(mask)
@@ -42,6 +42,6 @@ def token_rewards(
         rewards = torch.where(valid & (position_T == last_B1), reward_B.unsqueeze(-1), rewards)
     if logprobs is not None and reference_logprobs is not None:
         return rewards - kl_penalty(logprobs, reference_logprobs, valid, coef=kl_coef, estimator=estimator)
-    if kl_coef:
+    if isinstance(kl_coef, Tensor) or kl_coef:
         raise ConfigError(f"algorithm.kl_coef={kl_coef} in the reward needs logprobs and reference_logprobs.")
     return rewards

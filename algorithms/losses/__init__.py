@@ -26,6 +26,7 @@ Legend: B rows of the micro-batch, T response tokens, padded: what lies under `m
 from penstock.algorithms.losses import clipped, covariance, sequence, weighted  # noqa: F401 - they register themselves
 from penstock.algorithms.losses.entropy import with_entropy_bonus as with_entropy_bonus
 from penstock.algorithms.losses.policy import LossAndMetrics as LossAndMetrics
+from penstock.algorithms.losses.policy import interpolated_policy_loss as interpolated_policy_loss
 from penstock.algorithms.losses.policy import per_token as per_token
 from penstock.algorithms.losses.policy import policy_loss as policy_loss
 from penstock.algorithms.losses.policy import ppo_clip_loss as ppo_clip_loss

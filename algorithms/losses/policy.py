@@ -10,6 +10,7 @@ Legend: B rows of the micro-batch, T response tokens, padded: what lies under `m
 """
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,6 +88,32 @@ def policy_loss(
     kl_BT = kl_estimate(new, masked(reference_logprobs, valid).detach(), kl_estimator)
     metrics["kl"] = token_mean(kl_BT).detach()
     return pg_loss + kl_coef * mean(kl_BT) if kl_coef else pg_loss, metrics
+
+
+def interpolated_policy_loss(
+    logprobs: Tensor,
+    mask: Tensor,
+    totals: BatchTotals,
+    advantage: Tensor,
+    behavior_logprobs: Tensor,
+    staleness: Tensor,
+    reference_logprobs: Tensor | None = None,
+    **settings: Any,
+) -> LossAndMetrics:
+    """`policy_loss` with `proximal="interpolated"`. It does not ask for `old_logprobs`, so that the trainer is spared
+    the forward pass for them when a batch has several optimizer steps. `settings`, shapes, metrics: as there."""
+    return policy_loss(
+        logprobs,
+        mask,
+        totals,
+        advantage,
+        behavior_logprobs,
+        logprobs,
+        reference_logprobs,
+        staleness=staleness,
+        proximal="interpolated",
+        **settings,
+    )
 
 
 def ppo_clip_loss(

@@ -15,6 +15,9 @@ from penstock.algorithms.checks import as_mask, has_axes, same_shape
 from penstock.algorithms.losses.policy import LossAndMetrics
 from penstock.conf.errors import ConfigError
 
+ROUNDING = 1e-12
+"""A variance is nothing, compared with the mean square, below this: sums of float64 have about 16 digits."""
+
 
 def value_loss(
     values: Tensor,
@@ -34,7 +37,7 @@ def value_loss(
     `values` (with gradient), `returns`, `old_values` (of the critic when the returns were computed), `mask`: `[B, T]`.
     `clip`: at least 0; infinity clips nothing. The gradient is zero where the clipped error is the larger one.
     Metrics: `value_loss`, `value_clip_fraction`, and what `explained_variance` needs: the token means `return_mean`,
-    `return_square_mean`, `value_error_mean`, `value_error_square_mean`. Raises `ShapeError`, `ConfigError`.
+    `return_square_mean`, `value_error_mean`, `value_error_square_mean`, in float64. Raises `ShapeError`, `ConfigError`.
     """
     if math.isnan(clip) or clip < 0:
         raise ConfigError(f"algorithm.value_clip={clip}: must be at least 0; infinity clips nothing.")
@@ -47,7 +50,7 @@ def value_loss(
     clipped = (new.clamp(old - clip, old + clip) - target).square()
     loss = aggregate(torch.maximum(plain, clipped) / 2, valid, totals, aggregation, constant=constant)
     token_mean = partial(aggregate, mask_BT=valid, totals=totals, how="token_mean")
-    error = (target - new).detach()
+    target, error = target.double(), (target - new).detach().double()  # differences of squares leave few digits
     metrics = {
         "value_loss": loss.detach(),
         "value_clip_fraction": token_mean((clipped > plain).float()),
@@ -61,7 +64,9 @@ def value_loss(
 
 def explained_variance(metrics: Mapping[str, float]) -> float:
     """`1 - Var(R - V) / Var(R)` from the metrics of `value_loss`, summed over the batch: 1 is a perfect critic, 0 one
-    that might as well be constant. NaN where all returns are equal, since there is nothing to explain."""
+    that might as well be constant. NaN where all returns are equal but for rounding: there is nothing to explain.
+
+    Moments add up over micro-batches and ranks, which a ratio of variances does not: so it is made of their sums."""
     variance = metrics["return_square_mean"] - metrics["return_mean"] ** 2
     unexplained = metrics["value_error_square_mean"] - metrics["value_error_mean"] ** 2
-    return 1 - unexplained / variance if variance > 0 else math.nan
+    return 1 - unexplained / variance if variance > ROUNDING * metrics["return_square_mean"] else math.nan

@@ -34,7 +34,7 @@ def cispo(
     clip_low: NonNegative = 1.0,
     clip_high: NonNegative = 4.0,
 ) -> TokenLosses:
-    """CISPO, 2506.13585 eq. 4-5: `L = -sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π`.
+    """CISPO, 2506.13585: `L = -sg(clip(ρ, 1 - clip_low, 1 + clip_high)) A log π`.
 
     The weight is clipped, not the update: every token keeps a gradient, also the rare ones that PPO's clip would cut
     first. The paper sets no lower bound (clip_low=1: the ratio is at least 0 anyway) and tunes the upper one without
@@ -63,7 +63,7 @@ def dppo_tv(
 
     A ratio says little of a rare token: 1e-5 becoming 1e-4 is a ratio of 10 and moves nothing. |π - π_old| is the total
     variation of "this token or another", a lower bound of that of the whole distributions. The paper anchors the region
-    at the policy that sampled: that is `correction="none"` of the driver. `cap` truncates the weight (section 5.4).
+    at the policy that sampled: that is `correction="none"` of the driver. `cap` truncates the weight (its section 5.4).
     Metric: `clip_fraction`, of tokens whose gradient the bound cut.
     """
     weight = log_ratio(new, old).detach().exp().clamp(max=cap)

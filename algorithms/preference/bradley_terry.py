@@ -32,7 +32,7 @@ def bradley_terry_loss(
         -log σ(s_chosen - s_rejected - m) + η (s_chosen + s_rejected)²
 
     `m`: column `margin` of the chosen row, how much better it is at least (2307.09288 eq. 2); 0 without the column.
-    `η = centering_coef` keeps scores around 0, which the likelihood leaves free (2312.09244, section 2).
+    `η = centering_coef` keeps scores around 0, which the likelihood leaves free (2312.09244 eq. 2).
 
     `scores`: `[B]`, with gradient. `preferred`: `[B]`, +1, -1 or 0; what scores and margins rows with 0 have does not
     matter. `group_ids`: int64 `[B]`. `margin`: `[B]`.

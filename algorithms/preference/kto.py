@@ -38,7 +38,7 @@ def kto_loss(
     desirable_weight: float = 1.0,
     undesirable_weight: float = 1.0,
 ) -> LossAndMetrics:
-    """KTO, 2402.01306 eq. 8, a sample, with λ the weight of its kind:
+    """KTO, 2402.01306, a sample, with λ the weight of its kind:
 
         λ (1 - σ(β (r - z_0)))  desirable,        λ (1 - σ(β (z_0 - r)))  undesirable
 

@@ -1,8 +1,9 @@
-"""From the rewards of a group to a pair: what makes DPO and its like work on the policy's own samples.
+"""From rewards to what the losses of this folder compare: a pair of a group, or single samples, good or bad.
 
     rollout ─▶ reward ─ reward ─▶ best_and_worst ─ preferred ─▶ train (dpo_loss, …)
+    rollout, or dataset ─▶ reward ─ reward ─▶ good_or_bad ─ desirable ─▶ train (kto_loss)
 
-A pure function, called by a `compute` stage with `per="group"` that writes `Column("preferred", "float32")`.
+Pure functions, called by `compute` stages.
 
 Legend: G samples of one group (the same prompt).
 """
@@ -37,6 +38,17 @@ def best_and_worst(reward: Tensor, *, min_gap: float = 0.0) -> Tensor:
     preferred_G[_first(reward_G == highest)] = 1.0
     preferred_G[_first(reward_G == lowest)] = -1.0
     return preferred_G
+
+
+def good_or_bad(reward: Tensor, *, threshold: float = 0.5) -> Tensor:
+    """+1 where the reward is above `threshold`, -1 where it is not: the two kinds of KTO, 2402.01306.
+
+    `reward`: `[G]`, any real dtype, finite. Returns `[G]` float32. Raises `ShapeError`.
+
+    >>> good_or_bad(torch.tensor([1.0, 0.5, 0.0]))
+    tensor([ 1., -1., -1.])
+    """
+    return torch.where(finite_rewards(reward) > threshold, 1.0, -1.0).float()
 
 
 def _first(flags_G: Tensor) -> int:

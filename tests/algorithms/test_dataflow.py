@@ -191,11 +191,36 @@ def test_what_is_per_batch_stays_in_the_trainers():
     assert flow.batch_reads() == ("prompt_ids", "response_ids", "reward")
 
 
+def test_a_state_is_carried_between_batches_alone():
+    flow = Dataflow().rollout(samples_per_prompt=1).reward()
+    flow.compute(advantage, reads=["reward"], writes=["advantage"], state=0).train(
+        loss=lambda logprobs, advantage: None
+    )
+    with pytest.raises(
+        DataflowError, match="stage 'advantage': a state is carried from batch to batch; set per='batch'"
+    ):
+        flow.check()
+
+
+def test_staleness_is_known_to_the_trainers():
+    flow = Dataflow().rollout(samples_per_prompt=1).staleness()
+    flow.train(loss=lambda logprobs, staleness: None).check()
+    assert [stage.name for stage in flow.in_trainer] == ["staleness"]
+    assert flow.batch_reads() == ("prompt_ids", "response_ids", "token_versions")
+
+
 def test_preferences_come_as_two_samples_of_a_group():
     flow = Dataflow().preferences().train(loss=lambda logprobs, preferred, group_ids: None).check()
     assert (flow.samples_per_prompt, flow.rows_are) == (2, "preferences")
     assert flow.stage("train").takes_groups
     assert flow.stage("train").reads == ("prompt_ids", "response_ids", "preferred")
+
+
+def test_only_a_model_with_a_scalar_head_is_scored():
+    flow = Dataflow().preferences().train("reward_model", loss=lambda scores, preferred, group_ids: None).check()
+    assert flow.stage("train").is_scored
+    flow = Dataflow().rollout(samples_per_prompt=1).scores().train(loss=lambda logprobs, reward: None).check()
+    assert [stage.name for stage in flow.stages if stage.is_scored] == ["reward_model"]
 
 
 def test_a_greedy_baseline_is_a_stage_like_others():

@@ -12,7 +12,7 @@ SFT = """\
 ╰── prompt_ids, response_ids ──▶│ train  per batch  │
                                 │ policy, sft_loss  │
                                 └───────────────────┘
-read by no stage: task"""
+read by no stage: task, response_text"""
 
 GRPO = """\
                                                ┌────────────────────────────────┐

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.algorithms.kl import ESTIMATORS, AdaptiveKl, FixedKl, kl_estimate, kl_penalty
+from penstock.algorithms.kl import ESTIMATORS, AdaptiveKl, kl_estimate, kl_penalty
 from penstock.conf.errors import ConfigError, ShapeError
 
 LOGPROBS = st.floats(-60, 0, width=32)
@@ -76,8 +76,10 @@ def test_bad_input_is_named():
         kl_penalty(torch.zeros(2), torch.zeros(2), torch.ones(2), coef=1)
     with pytest.raises(ShapeError, match=r"mask is float32 \[1, 3\]; expected \[1, 2\]"):
         kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 3), coef=1)
+    with pytest.raises(ShapeError, match=r"kl_coef is float32 \[3\]; expected \[1\], the shape of logprobs' rows"):
+        kl_penalty(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1, 2), coef=torch.ones(3))
     with pytest.raises(ConfigError, match="kl_coef=-1"):
-        FixedKl(-1)
+        AdaptiveKl(-1, target=1)
     with pytest.raises(ConfigError, match="kl_target=0"):
         AdaptiveKl(0.1, target=0)
     with pytest.raises(ConfigError, match="kl_gain=-1"):
@@ -119,14 +121,16 @@ def test_the_penalty_is_the_scaled_log_ratio_without_gradient_and_zero_in_paddin
     assert not penalty.requires_grad
 
 
+def test_a_coefficient_may_be_of_the_row():
+    logprobs, reference = torch.zeros(2, 2), -torch.ones(2, 2)
+    penalty = kl_penalty(logprobs, reference, torch.tensor([[1, 1], [1, 0]]), coef=torch.tensor([0.5, 2.0]))
+    assert penalty.tolist() == [[0.5, 0.5], [2.0, 0.0]]
+
+
 def test_the_sum_of_k1_penalties_is_the_log_ratio_of_the_responses():
     logprobs, reference = torch.tensor([[-1.0, -2.0, -0.5]]), torch.tensor([[-1.5, -1.0, -2.0]])
     penalty = kl_penalty(logprobs, reference, torch.ones(1, 3), coef=1.0)
     assert penalty.sum().item() == pytest.approx((logprobs - reference).sum().item())
-
-
-def test_a_fixed_coefficient_stays():
-    assert FixedKl(0.1).after(100.0) == FixedKl(0.1)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +146,11 @@ def test_a_fixed_coefficient_stays():
 )
 def test_an_adaptive_coefficient_follows_its_target_by_at_most_a_fiftieth(kl, coef):
     assert AdaptiveKl(coef=0.1, target=6.0).after(kl).coef == pytest.approx(coef)
+
+
+def test_a_controller_says_what_it_saw_and_where_it_goes():
+    state = AdaptiveKl(coef=0.1, target=6.0).after(12.0)
+    assert state.metrics == {"kl_coef": pytest.approx(0.102), "response_kl": 12.0}
 
 
 @given(st.lists(st.floats(0, 1e6), max_size=30))

@@ -1,16 +1,21 @@
 """Algorithms by name: every preset builds, and every name in a configuration is checked before anything starts."""
 
+import inspect
+
 import pytest
 
 from penstock.algorithms.advantages import advantage
 from penstock.algorithms.corrections import correction
 from penstock.algorithms.losses import surrogate
+from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
+from penstock.algorithms.preference.orpo import orpo_loss
+from penstock.algorithms.preference.simpo import simpo_loss
 from penstock.algorithms.registry import ALGORITHMS, build_dataflow
 from penstock.conf.algorithm import SftConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.policy_gradient import DapoConfig, PolicyGradientConfig, RemaxConfig
 from penstock.conf.ppo import PpoConfig, RewardModelConfig
-from penstock.conf.preference import DpoConfig, OnlineDpoConfig
+from penstock.conf.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -38,10 +43,41 @@ def test_only_losses_that_need_it_start_a_reference(loss, stages):
     assert bool(build_dataflow(OnlineDpoConfig(loss=loss)).of_kind("logprobs")) is stages
 
 
+@pytest.mark.parametrize(("config", "rows"), [(KtoConfig(), "demonstrations"), (OnlineKtoConfig(), "prompts")])
+def test_kto_judges_single_responses_of_a_dataset_or_of_the_policy(config, rows):
+    flow = build_dataflow(config)
+    assert flow.rows_are == rows
+    assert flow.samples_per_prompt == config.group_size
+    assert [stage.name for stage in flow.stages][-4:] == ["reward", "good_or_bad", "reference", "train"]
+    assert flow.stage("train").takes_groups
+
+
+@pytest.mark.parametrize(
+    ("loss", "function"), [("dpo", dpo_loss), ("ipo", ipo_loss), ("simpo", simpo_loss), ("orpo", orpo_loss)]
+)
+def test_every_pair_loss_is_a_setting_of_dpo(loss, function):
+    trained = build_dataflow(DpoConfig(loss=loss, beta=0.7)).stage("train").function
+    assert trained.func is function
+    assert 0.7 in trained.keywords.values()
+
+
 def test_a_kl_term_and_an_entropy_bonus_bring_what_they_need():
     flow = build_dataflow(PolicyGradientConfig(kl_coef=0.1, entropy_coef=0.01))
     assert [stage.name for stage in flow.of_kind("logprobs")] == ["reference"]
     assert build_dataflow(PpoConfig(kl_coef=0.1, reward_model=True)).of_kind("scores")
+
+
+@pytest.mark.parametrize("config", [PolicyGradientConfig, PpoConfig])
+def test_an_interpolated_proximal_policy_needs_staleness_and_no_forward_pass(config):
+    flow = build_dataflow(config(proximal="interpolated"))
+    assert flow.of_kind("staleness")
+    assert "staleness" in flow.stage("train").reads
+    assert "old_logprobs" not in inspect.signature(flow.stage("train").function).parameters
+    flow = build_dataflow(config())
+    assert not flow.of_kind("staleness")
+    assert "old_logprobs" in inspect.signature(flow.stage("train").function).parameters
+    with pytest.raises(ConfigError, match=r"algorithm.proximal=new: unknown"):
+        config(proximal="new")
 
 
 def test_ones_own_advantage_surrogate_and_correction_are_found_by_name():
@@ -82,6 +118,8 @@ def test_ones_own_advantage_surrogate_and_correction_are_found_by_name():
         (lambda: PolicyGradientConfig(overlong_tokens=5), "algorithm.overlong_limit"),
         (lambda: DpoConfig(group_size=3), "algorithm.group_size=3"),
         (lambda: DpoConfig(loss="dppo"), "did you mean 'dpo'"),
+        (lambda: KtoConfig(beta=0), "algorithm.beta=0"),
+        (lambda: KtoConfig(undesirable_weight=-1), "algorithm.undesirable_weight=-1"),
         (lambda: OnlineDpoConfig(group_size=1), "algorithm.group_size=1"),
         (lambda: RewardModelConfig(group_size=1), "algorithm.group_size=1"),
         (lambda: PpoConfig(lam=1.5), "algorithm.lam=1.5"),

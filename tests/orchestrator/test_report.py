@@ -100,6 +100,12 @@ def test_a_run_that_hardly_began_still_has_a_page(
     assert state in checked(write_report(directory.path, pngs=num_steps > 0))
 
 
+def test_a_critic_has_charts_of_its_own() -> None:
+    steps = [{"step": step, "critic/value_loss": 0.5, "critic/explained_variance": -0.25} for step in (1, 2)]
+    found = {chart.name: [series.label for series in chart.series] for chart in charts(steps)}
+    assert found == {"value_loss": ["value loss"], "critic": ["explained variance"]}
+
+
 def test_a_broken_bound_is_marked(tmp_path: Path) -> None:
     (card,) = [card for card in cards(make_run(tmp_path, 3, "max_staleness=0")) if card.label == "Staleness"]
     assert card.good is False

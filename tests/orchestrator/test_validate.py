@@ -44,6 +44,17 @@ def check(*words: str) -> None:
     check_run(config, flow, plan_actors(flow, config))
 
 
+def test_responses_of_a_dataset_are_judged_without_an_engine() -> None:
+    def roles(*words: str) -> list[str]:
+        config = load_config(["recipe=kto", *words])
+        return [actor.role for actor in plan_actors(build_dataflow(config.algorithm), config)]
+
+    assert {"reward", "rollout"} <= set(roles())
+    without = roles("evaluation.every_steps=0")
+    assert "reward" in without
+    assert "rollout" not in without
+
+
 def refused(kind: type[PenstockError], *words: str) -> str:
     with pytest.raises(kind) as caught:
         check(*words)

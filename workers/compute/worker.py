@@ -53,6 +53,8 @@ class ComputeWorker:
         self.store = store
         self.name = name
         self.max_units = max_units
+        self.state = stage.state
+        """Of a function that carries one from batch to batch."""
         self.num_units = 0
         self.busy_s = 0.0
         self._takes_group_ids = "group_ids" in inspect.signature(stage.function).parameters if stage.function else False
@@ -120,7 +122,10 @@ class ComputeWorker:
     def _call(self, keywords: dict[str, Any], num_rows: int) -> list[list[Any]]:
         assert self.stage.function is not None
         with torch.no_grad():
-            returned = self.stage.function(**keywords)
+            if self.state is None:
+                returned = self.stage.function(**keywords)
+            else:
+                returned, self.state = self._carried(self.stage.function(**keywords, state=self.state))
         writes = self.stage.writes
         if self.stage.kind == "filter" and isinstance(returned, bool):
             returned = torch.full((num_rows,), returned)
@@ -130,6 +135,11 @@ class ComputeWorker:
             due = f"{len(writes)} value(s) in a tuple ({names})"
             raise self._error(f"returned {_described(returned)}; {due} are due.")
         return [self._checked(column, value, num_rows, keywords) for column, value in zip(writes, values, strict=True)]
+
+    def _carried(self, returned: Any) -> tuple[Any, Any]:
+        if not isinstance(returned, tuple) or len(returned) != 2:
+            raise self._error(f"returned {_described(returned)}; (result, state of the next batch) is due.")
+        return returned
 
     def _checked(self, column: Column, value: Any, num_rows: int, keywords: dict[str, Any]) -> list[Any]:
         if column.shape != "sample":

@@ -99,8 +99,9 @@ class PromptSource:
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
         """The source columns of the next `count` groups: `prompt_ids` (list of int), `task` (JSON string), and
-        `response_ids` with demonstrations, `chosen_ids` and `rejected_ids` with preferences. Fewer than `count` only
-        from a source that goes through its dataset once. Raises `DataError` for a row that cannot be used."""
+        `response_ids` and `response_text` with demonstrations, `chosen_ids` and `rejected_ids` with preferences. Fewer
+        than `count` only from a source that goes through its dataset once. Raises `DataError` for a row that cannot be
+        used."""
         groups = (self._next_group() for _ in range(count))
         return [group for group in groups if group is not None]
 
@@ -153,5 +154,6 @@ class PromptSource:
             return {"prompt_ids": prompt_ids, "task": task.to_json(), **pair}
         if self.rows_are == "demonstrations":
             prompt_ids, response_ids = self.encoder.demonstration_ids(task)
-            return {"prompt_ids": prompt_ids, "task": task.to_json(), "response_ids": response_ids}
+            response = {"response_ids": response_ids, "response_text": task.response}
+            return {"prompt_ids": prompt_ids, "task": task.to_json(), **response}
         return {"prompt_ids": self.encoder.prompt_ids(task), "task": task.to_json()}

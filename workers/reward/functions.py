@@ -1,4 +1,4 @@
-"""The rewards that Penstock brings: `reward.function=math_verify`, `reasoning_gym` or `digits`.
+"""The rewards that Penstock brings: `reward.function=math_verify`, `reasoning_gym`, `label` or `digits`.
 
 Each runs in the pool's child processes. Heavy imports are made by `warm`, before the first sample's deadline starts.
 """
@@ -67,6 +67,16 @@ def reasoning_gym(response: str, task: dict[str, Any], strict: bool = False) -> 
     environment = importlib.import_module("penstock.workers.environments.reasoning_gym")
     score: float = environment.verify(response.strip(), task)
     return float(score >= 1.0) if strict else score
+
+
+@reward("label")
+def label(response: str, task: dict[str, Any], column: str = "label") -> float:
+    """What the dataset says of its own response: a column of numbers, or of true and false. Raises `ValueError` for a
+    row without one."""
+    value = task.get(column)
+    if not isinstance(value, int | float):
+        raise ValueError(f"column {column!r} holds {type(value).__name__} {value!r:.40}, where a number or bool is due")
+    return float(value)
 
 
 @reward("digits")

@@ -1,6 +1,8 @@
 """What the trainers do with the step's whole batch before the policy's update: stages per batch, in order.
 
     compute   this rank's rows ─▶ gather over ranks ─▶ function on all rows ─▶ columns of this rank's rows
+              (what such a function carries from step to step is `state`, the same on every rank)
+    staleness version of the update - token_versions
     values    this rank's rows ─▶ critic ─▶ old_values
     critic    this rank's rows ─▶ critic.update
 
@@ -8,7 +10,7 @@ Statistics over the batch (REINFORCE++'s deviation, whitening) are thus over all
 every rank computes the same, in order of row id. Called by `worker.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,7 +20,10 @@ from penstock.algorithms.dataflow import Stage
 from penstock.store.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
+from penstock.workers.trainer.tally import with_explained_variance
 
+CRITIC = "critic"
+"""Prefix of the critic's metrics."""
 Gather = Callable[[Any], list[Any]]
 """A picklable value of each rank, in order of rank. Collective."""
 
@@ -34,7 +39,7 @@ class Critic(Protocol):
 class Preparation:
     """The stages of a dataflow that run in its trainers.
 
-    rows, metrics = Preparation(flow.in_trainer, flow.columns, group.gather).apply(rows)
+    rows, metrics = Preparation(flow.in_trainer, flow.columns, group.gather).apply(rows, version)
     """
 
     def __init__(
@@ -46,20 +51,38 @@ class Preparation:
         self._gather = gather
         self._critic = critic
 
-    def apply(self, rows: Rows) -> tuple[Rows, dict[str, float]]:
-        """These rows with the columns that the stages write, and the critic's metrics. Collective, also for a rank
-        without rows. Raises `DataflowError` if a function returns what its stage does not declare."""
+    @property
+    def state(self) -> dict[str, Any]:
+        """What functions carry from step to step, by the names of their stages: for checkpoints. Assign it to go on
+        from there."""
+        return {name: worker.state for name, worker in self._workers.items() if worker.state is not None}
+
+    @state.setter
+    def state(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            self._workers[name].state = value
+
+    def apply(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
+        """These rows with the columns that the stages write, and the metrics of critic and states. `version`: of the
+        policy that is about to be updated. Collective, also for a rank without rows. Raises `DataflowError` if a
+        function returns what its stage does not declare."""
         metrics: dict[str, float] = {}
         for stage in self._stages:
             if stage.kind == "compute":
-                rows = self._computed(self._workers[stage.name], rows)
+                worker = self._workers[stage.name]
+                rows = self._computed(worker, rows)
+                metrics |= {f"actor/{name}": value for name, value in getattr(worker.state, "metrics", {}).items()}
+                continue
+            if stage.kind == "staleness":
+                ages = [version - versions.astype(np.float32) for versions in rows.arrays(stage.reads[0])]
+                rows = rows.with_column(stage.writes[0].name, ages)
                 continue
             assert self._critic is not None
             if stage.kind == "values":
                 rows = rows.with_column(stage.writes[0].name, self._critic.values(rows))
             else:
                 assert stage.function is not None
-                metrics |= self._critic.update(rows, stage.function).metrics
+                metrics |= with_explained_variance(self._critic.update(rows, stage.function).metrics, CRITIC)
         return rows, metrics
 
     def _computed(self, worker: ComputeWorker, rows: Rows) -> Rows:

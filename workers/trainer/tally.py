@@ -1,9 +1,18 @@
-"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima."""
+"""Metrics of one update: contributions that add up over micro-batches, minibatches and ranks, and maxima. Used by
+`trainer.py`; what is no sum is made of sums when they are complete, `with_explained_variance` by `preparation.py`.
+"""
+
+import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from penstock.algorithms.losses import explained_variance
 from penstock.workers.trainer.process_group import ProcessGroup
+
+SQUARES = ("return_square_mean", "value_error_square_mean")
+"""Metrics of `value_loss` that are there for the explained variance alone."""
 
 
 class Tally:
@@ -58,6 +67,22 @@ def add_mismatch(tally: Tally, trainer_BT: Tensor, behavior_BT: Tensor, mask_BT:
     tally.add_once("mismatch/logprob_abs_mean", absolute_N.sum() / num_tokens)
     tally.add_once("mismatch/kl", (torch.expm1(difference_N) - difference_N).sum() / num_tokens)
     tally.add_maximum("mismatch/logprob_abs_max", absolute_N.max())
+
+
+def with_explained_variance(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """A critic's metrics with `<prefix>/explained_variance` in the place of the squares that it is made of.
+
+    Over all tokens of the update, as each optimizer step saw them. Left out where every return is the same, and for a
+    loss of one's own that does not report what `value_loss` does.
+    """
+    result = dict(metrics)
+    own = {name.removeprefix(f"{prefix}/"): value for name, value in metrics.items() if name.startswith(f"{prefix}/")}
+    if not own.keys() >= {"return_mean", "value_error_mean", *SQUARES}:
+        return result
+    for name in SQUARES:
+        del result[f"{prefix}/{name}"]
+    explained = explained_variance(own)
+    return result if math.isnan(explained) else result | {f"{prefix}/explained_variance": explained}
 
 
 def _floats(values: dict[str, Tensor]) -> dict[str, float]:

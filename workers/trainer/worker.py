@@ -120,7 +120,7 @@ class TrainerWorker:
             return None
         leased = time.perf_counter()
         rows, critic_metrics = (
-            self._preparation.apply(lease.rows) if self._preparation is not None else (lease.rows, {})
+            self._preparation.apply(lease.rows, lease.version) if self._preparation is not None else (lease.rows, {})
         )
         report = self._trainer.update(rows, self._loss)
         if self._speaks_for_rows:

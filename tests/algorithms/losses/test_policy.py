@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.losses import SURROGATES, per_token, policy_loss, ppo_clip_loss
+from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, per_token, policy_loss, ppo_clip_loss
 from penstock.algorithms.options import Positive
 from penstock.conf.algorithm import AGGREGATIONS, CORRECTIONS
 from penstock.conf.errors import ConfigError, ShapeError
@@ -322,6 +322,23 @@ def test_a_proximal_policy_stands_between_the_two_ratios():
     assert anchor_seen(proximal="column", proximal_logprobs=proximal)["weighed"][0] == proximal.tolist()
     # two updates old: half way between -1, -2 and -1.5, -2.5
     assert anchor_seen(proximal="interpolated", staleness=torch.tensor([2]))["anchor"] == [[-1.25, -2.25]]
+
+
+def test_the_interpolated_loss_is_the_driver_without_old_logprobs():
+    columns = {
+        "logprobs": torch.tensor([[-1.0, -2.0]], requires_grad=True),
+        "mask": torch.ones(1, 2),
+        "totals": BatchTotals(2, 1),
+        "advantage": torch.tensor([0.5]),
+        "behavior_logprobs": torch.tensor([[-1.5, -2.5]]),
+        "staleness": torch.tensor([[1.0, 2.0]]),
+    }
+    settings = {"surrogate": "gspo", "correction": "masked"}
+    loss, metrics = interpolated_policy_loss(**columns, **settings)
+    whole, others = policy_loss(**columns, old_logprobs=torch.zeros(1, 2), proximal="interpolated", **settings)
+    assert loss.item() == whole.item()
+    assert metrics == others
+    assert loss.requires_grad
 
 
 def test_any_surrogate_goes_with_any_correction():

@@ -89,6 +89,28 @@ def test_a_perfect_critic_explains_all_and_equal_returns_need_no_explanation():
     assert math.isnan(explained_variance({name: value.item() for name, value in metrics.items()}))
 
 
+@given(st.integers(0, 2**16), st.integers(1, 5), st.floats(-100, 100))
+def test_explained_variance_does_not_depend_on_the_cut_into_micro_batches(seed, rows, offset):
+    generator = torch.Generator().manual_seed(seed)
+    values, returns = (torch.randn(rows, 6, generator=generator, dtype=torch.float64) + offset for _ in range(2))
+    mask = torch.rand(rows, 6, generator=generator) < 0.7
+    mask[0, :2] = True
+    totals, sums = BatchTotals.of(mask), {}
+    for row in torch.arange(rows).split(2):
+        _, metrics = value_loss(values[row], mask[row], totals, returns[row], values[row])
+        for name, value in metrics.items():
+            sums[name] = sums.get(name, 0.0) + value.item()
+    expected = 1 - (returns - values)[mask].var(correction=0) / returns[mask].var(correction=0)
+    assert explained_variance(sums) == pytest.approx(expected.item(), rel=1e-6, abs=1e-6)
+
+
+@given(st.floats(-1e3, 1e3, width=32), st.integers(1, 50))
+def test_equal_returns_are_seen_as_equal_whatever_their_size(value, tokens):
+    returns = torch.full((1, tokens), value)
+    _, metrics = value_loss(torch.zeros(1, tokens), torch.ones(1, tokens), BatchTotals(tokens, 1), returns, returns)
+    assert math.isnan(explained_variance({name: value.item() for name, value in metrics.items()}))
+
+
 def test_bad_input_is_named():
     x = torch.zeros(2, 3)
     with pytest.raises(ConfigError, match=r"algorithm.value_clip=-1: must be at least 0"):

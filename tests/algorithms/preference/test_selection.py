@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.preference.pairs import Pairs
-from penstock.algorithms.preference.selection import best_and_worst
+from penstock.algorithms.preference.selection import best_and_worst, good_or_bad
 from penstock.conf.errors import ConfigError, ShapeError
 
 REWARDS = st.lists(st.integers(-3, 3), min_size=0, max_size=8)
@@ -77,3 +77,12 @@ def test_bad_input_is_named():
         best_and_worst(torch.tensor([0.0, float("nan")]))
     with pytest.raises(ConfigError, match=r"algorithm.min_gap=-1: must be a finite number, at least 0"):
         best_and_worst(torch.zeros(2), min_gap=-1)
+
+
+def test_good_is_what_lies_above_the_threshold():
+    assert good_or_bad(torch.tensor([1.0, 0.5, 0.0])).tolist() == [1.0, -1.0, -1.0]
+    signs = good_or_bad(torch.tensor([1, 0, -2]), threshold=-1.0)
+    assert signs.tolist() == [1.0, 1.0, -1.0]
+    assert signs.dtype == torch.float32
+    with pytest.raises(ShapeError, match=r"reward is float32 \[1\] with nan at position 0; expected finite rewards"):
+        good_or_bad(torch.tensor([torch.nan]))

@@ -99,6 +99,7 @@ def test_without_a_chat_template_the_text_is_bare(rows):
 def test_demonstrations_end_with_the_end_of_sequence_token(rows):
     (group,) = make_source(rows, rows_are="demonstrations", shuffle=False).next_groups(1)
     assert group["response_ids"] == [ord("0"), EOS]
+    assert group["response_text"] == "0"
 
 
 def test_demonstrations_need_an_end_of_sequence_token(rows):

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.conf.errors import DataError
 from penstock.workers.environments.reasoning_gym import Problems
-from penstock.workers.reward.functions import digits, math_verify, reasoning_gym
+from penstock.workers.reward.functions import digits, label, math_verify, reasoning_gym
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -73,6 +73,13 @@ def test_strict_gives_no_partial_credit():
 def test_reasoning_gym_refuses_rows_of_other_sources():
     with pytest.raises(DataError, match=r"data\.source=reasoning_gym"):
         reasoning_gym("4", {"prompt": "2+2", "answer": "4"})
+
+
+def test_a_label_is_the_number_that_the_dataset_has():
+    assert label("any", {"label": True}) == 1.0
+    assert label("any", {"thumbs": -1}, column="thumbs") == -1.0
+    with pytest.raises(ValueError, match=r"column 'label' holds NoneType None, where a number or bool is due"):
+        label("any", {"thumbs": 1})
 
 
 def test_digits_is_the_share_of_digits():

@@ -1,5 +1,6 @@
 """What trainers compute on the step's batch: the same values over any number of ranks."""
 
+import pickle
 from functools import partial
 
 import numpy as np
@@ -11,7 +12,8 @@ from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss, value_loss
 from penstock.algorithms.registry import build_dataflow
-from penstock.conf.policy_gradient import ReinforcePpConfig
+from penstock.conf.errors import DataflowError
+from penstock.conf.policy_gradient import PolicyGradientConfig, ReinforcePpConfig
 from penstock.conf.ppo import PpoConfig
 from penstock.store.rows import Rows
 from penstock.store.spec import StoreSpec
@@ -34,7 +36,7 @@ def prepare(positions, others=()):
         names = list(mine.names)
         return [Rows(part.row_ids, part.group_ids, part.table().select(names)) for part in parts]
 
-    rows, metrics = Preparation(flow.in_trainer, flow.columns, gather).apply(parts[0])
+    rows, metrics = Preparation(flow.in_trainer, flow.columns, gather).apply(parts[0], 0)
     assert metrics == {}
     return rows
 
@@ -82,7 +84,7 @@ def test_the_critic_speaks_before_advantages_and_learns_before_the_policy():
     columns = {"reward": [1.0, 0.0], "response_ids": [[1, 2], [3]], "prompt_ids": [[4], [5]]}
     rows = Rows.from_lists(columns | {"behavior_logprobs": [[-1.0, -1.0], [-1.0]]})
     critic = Critic()
-    prepared, metrics = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine], critic).apply(rows)
+    prepared, metrics = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine], critic).apply(rows, 0)
     assert metrics == {"critic/value_loss": 1.0}
     assert critic.seen[0].names == prepared.names
     # gamma = 1, lam = 0.95, V = 0.5: row 1 has A = 0 - 0.5 = -0.5; row 0 ends with 1 - 0.5 = 0.5, and before that
@@ -104,3 +106,53 @@ def test_a_graph_with_a_critic_reads_as_it_runs():
     flow.train(loss=policy_loss).check()
     assert [stage.name for stage in flow.in_trainer] == ["critic_values", "returns", "train_critic"]
     assert flow.stage("train_critic").reads == ("prompt_ids", "response_ids", "returns", "old_values")
+
+
+def with_logprobs(behavior, reference):
+    columns = {"reward": [1.0, 0.0], "response_ids": [[1, 2], [3]], "prompt_ids": [[4], [5]]}
+    return Rows.from_lists(columns | {"behavior_logprobs": behavior, "reference_logprobs": reference}, group_ids=[0, 0])
+
+
+def adaptive():
+    config = PolicyGradientConfig(
+        group_size=2, advantage="dr_grpo", advantage_per="batch", kl_coef=0.1, kl_in="reward", kl_target=1.0
+    )
+    flow = build_dataflow(config)
+    return Preparation(flow.in_trainer, flow.columns, lambda mine: [mine])
+
+
+def test_an_adaptive_coefficient_is_carried_from_step_to_step_and_resumes():
+    # log-ratios of the responses: 3 and 1, mean 2: over the target, so the next coefficient is 0.1 · 1.02
+    rows = with_logprobs([[-1.0, -1.0], [-1.0]], [[-2.0, -3.0], [-2.0]])
+    preparation = adaptive()
+    first, metrics = preparation.apply(rows, 0)
+    # rewards 1 - 0.3 and 0 - 0.1, mean 0.3
+    np.testing.assert_allclose(first.values("advantage"), [0.4, -0.4], rtol=1e-6)
+    assert metrics == {"actor/kl_coef": pytest.approx(0.102), "actor/response_kl": pytest.approx(2.0)}
+    state = pickle.loads(pickle.dumps(preparation.state))
+    second, _ = preparation.apply(rows, 1)
+    # 1 - 3 · 0.102 and 0 - 0.102: half their difference
+    np.testing.assert_allclose(second.values("advantage"), [0.398, -0.398], rtol=1e-6)
+    resumed = adaptive()
+    resumed.state = state
+    again, _ = resumed.apply(rows, 1)
+    assert again.values("advantage").tolist() == second.values("advantage").tolist()
+    assert resumed.state == preparation.state
+
+
+def test_a_function_that_forgets_its_state_is_named():
+    flow = Dataflow().rollout(samples_per_prompt=1).reward()
+    flow.compute(
+        lambda reward, state: reward, per="batch", reads=["reward"], writes=["advantage"], name="mine", state=1.0
+    )
+    preparation = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine])
+    with pytest.raises(DataflowError, match=r"stage 'mine': .* \(result, state of the next batch\) is due"):
+        preparation.apply(rows_of(range(8)), 0)
+
+
+def test_staleness_counts_from_the_version_that_is_updated():
+    flow = Dataflow().rollout(samples_per_prompt=1).staleness()
+    rows = Rows.from_lists({"token_versions": [[3, 4, 5], [5]]})
+    prepared, metrics = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine]).apply(rows, 5)
+    assert [ages.tolist() for ages in prepared.arrays("staleness")] == [[2.0, 1.0, 0.0], [0.0]]
+    assert metrics == {}

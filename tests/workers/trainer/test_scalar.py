@@ -5,12 +5,14 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.losses import value_loss
 from penstock.algorithms.losses.sft import sft_loss
 from penstock.algorithms.preference.bradley_terry import bradley_terry_loss
 from penstock.conf.errors import DataflowError, ModelError
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
+from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.scalar_model import load_scalar_lm
 from tests.workers.trainer.conftest import ENGINES, random_rows
@@ -103,6 +105,29 @@ def test_micro_batches_change_nothing(make_scalar):
             report = trainer.update(rows, bradley_terry_loss)
         losses.append(report.metrics["actor/loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_what_a_critic_explains_is_of_the_whole_batch_however_it_is_cut(make_scalar):
+    rows = random_rows(8)
+    returns = [
+        np.linspace(0, index, length, dtype=np.float32) for index, length in enumerate(rows.lengths("response_ids"))
+    ]
+    flow = Dataflow().rollout(samples_per_prompt=1).values()
+    flow.train_critic(
+        loss=lambda values, mask, totals, old_values, returns: value_loss(values, mask, totals, returns, old_values)
+    )
+    explained = []
+    for budget in (30, 10_000):
+        critic = make_scalar(metrics_prefix="critic")
+        critic.config.max_tokens_per_microbatch = budget
+        preparation = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine], critic)
+        for _ in range(3):
+            prepared, metrics = preparation.apply(rows.with_column("returns", returns), 0)
+        explained.append(metrics["critic/explained_variance"])
+    errors = np.concatenate(returns) - np.concatenate(prepared.arrays("old_values"))
+    assert explained[0] == pytest.approx(1 - errors.var() / np.concatenate(returns).var(), rel=1e-4)
+    assert explained[0] == pytest.approx(explained[1], rel=1e-4)
+    assert "critic/return_square_mean" not in metrics
 
 
 def test_a_loss_of_another_kind_of_model_is_refused(make_scalar):

@@ -1,0 +1,97 @@
+"""What docs/algorithms.md shows of algorithms of one's own works as written, from a file to `penstock validate`."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.algorithms.aggregation import BatchTotals
+from penstock.algorithms.registry import build_dataflow
+from penstock.orchestrator.cli import main
+from penstock.orchestrator.compose import load_config
+
+PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+FORMULAS = [
+    "algorithm=policy_gradient",
+    "algorithm.advantage=above_median",
+    "algorithm.surrogate=my_spo",
+    "algorithm.surrogate_options.clip=0.3",
+    "algorithm.correction=root",
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """The page's two files, under the names that it gives them."""
+    directory = tmp_path_factory.mktemp("own")
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+    for name, block in zip(("mine.py", "formulas.py"), blocks, strict=True):
+        assert f"`{name}`" in PAGE
+        assert len([line for line in block.splitlines() if line.strip()]) <= 20
+        (directory / name).write_text(block)
+    return directory
+
+
+@pytest.fixture
+def validated(files, monkeypatch, capsys):
+    monkeypatch.chdir(files)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+    def validate(*words):
+        code = main(["validate", "recipe=arithmetic", *words])
+        captured = capsys.readouterr()
+        return code, captured.out + captured.err
+
+    return validate
+
+
+def test_a_dataflow_from_a_file_passes_validation_and_is_drawn(validated):
+    code, text = validated("algorithm=mine.py:mine", "algorithm.group_size=8")
+    assert code == 0, text
+    assert "8 samples a prompt" in text
+    assert "best_of_group" in text
+    assert "imitate" in text
+
+
+def test_formulas_from_a_file_pass_validation_by_their_names(validated):
+    code, text = validated("imports=[formulas.py]", *FORMULAS)
+    assert code == 0, text
+    assert "advantage" in text
+
+
+def test_what_the_page_shows_computes(files, monkeypatch):
+    monkeypatch.chdir(files)
+    flow = build_dataflow(load_config(["recipe=arithmetic", "algorithm=mine.py:mine"]).algorithm)
+    assert flow.stage("best_of_group").function(torch.tensor([0.0, 2.0, 1.0])).tolist() == [0.0, 1.0, 0.0]
+    logprobs, ones = torch.tensor([[-1.0, -3.0]]), torch.ones(1, 2)
+    loss, _ = flow.stage("train").function(logprobs, ones, BatchTotals(2, 1), torch.tensor([1.0]))
+    assert loss.item() == 2.0  # the mean of 1 and 3
+
+    flow = build_dataflow(load_config(["recipe=arithmetic", "imports=[formulas.py]", *FORMULAS]).algorithm)
+    assert flow.stage("advantage").function(torch.tensor([0.0, 1.0, 4.0])).tolist() == [-1.0, 0.0, 3.0]
+    loss, metrics = flow.stage("train").function(
+        logprobs, ones, BatchTotals(2, 1), torch.tensor([1.0]), logprobs, logprobs
+    )
+    assert loss.item() == -1.0  # on policy: ratio 1, no penalty, weight 1
+    assert metrics["ratio"].item() == metrics["correction_weight_mean"].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["algorithm=mine.py:mine", "algorithm.group_size=four"], "algorithm.group_size=four"),
+        (["algorithm=mine.py:mine", "algorithm.group_sizes=4"], "did you mean algorithm.group_size?"),
+        (["algorithm=mine.py:mime"], "did you mean 'mine'"),
+        (
+            ["imports=[formulas.py]", *FORMULAS, "algorithm.surrogate_options.clip=-1"],
+            "must be a finite number, at least",
+        ),
+        (["imports=[formulas.py]", *FORMULAS, "algorithm.surrogate_options.clp=1"], "did you mean 'clip'"),
+        (["imports=[formulas.py]", *FORMULAS, "algorithm.correction=roots"], "did you mean 'root'"),
+    ],
+)
+def test_what_does_not_fit_a_file_of_ones_own_is_named(validated, words, message):
+    code, text = validated(*words)
+    assert code == 2
+    assert message in " ".join(text.split())
