@@ -14,7 +14,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.store import StoreConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.conf.weights import WeightsConfig, choose_transport
+from penstock.conf.weights import WeightsConfig, choose_transport, shares_gpus
 
 
 @dataclass
@@ -110,6 +110,13 @@ def validate(config: RunConfig) -> None:
         raise ConfigError(
             f"placement=colocated takes turns, generation and training, and max_staleness={config.max_staleness} lets "
             "them overlap. Set max_staleness=0, or placement=disaggregated."
+        )
+    on_gpus = config.trainer.num_gpus_per_rank or config.rollout.num_gpus_per_worker
+    if config.placement == "colocated" and on_gpus and not shares_gpus(config):
+        raise ConfigError(
+            f"placement=colocated: trainer.num_gpus_per_rank={config.trainer.num_gpus_per_rank:g} and "
+            f"rollout.num_gpus_per_worker={config.rollout.num_gpus_per_worker:g} do not share a GPU. Give each a part, "
+            "such as 0.5 and 0.5."
         )
     if config.resume == "auto" and config.name is None:
         raise ConfigError(

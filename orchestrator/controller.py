@@ -35,14 +35,13 @@ from penstock.orchestrator.sinks import Sink
 from penstock.orchestrator.turns import Turns
 from penstock.orchestrator.usage import Usage
 from penstock.orchestrator.waiting import answer, answers, translate
+from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client import StoreClient
-from penstock.workers.protocols import Publication
 from penstock.workers.trainer.worker import StepReport
-from penstock.workers.weights.publication import reclaim
+from penstock.workers.weights.transport import Update
 
 QUICK_S = 60.0
 """Deadline of calls that only read counters."""
-PUBLICATIONS_KEPT = 2
 SAMPLE_COLUMNS = (
     "task",
     "prompt_ids",
@@ -87,6 +86,7 @@ class Controller:
         self.outcome = Outcome()
         self._first = fleet.resumed.step if fleet.resumed is not None else 0
         """Updates that were made before this process."""
+        self._weights = WeightSync(fleet, config, weights_root)
         self._turns = Turns(fleet, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
         self._usage = Usage(fleet, flow)
@@ -124,6 +124,7 @@ class Controller:
             raise WorkerDied(f"{name} stopped serving before the run was over.")
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
+        await self._weights.connect()
         if self._first:
             await self._go_on()
         else:
@@ -176,30 +177,23 @@ class Controller:
         self.directory.timeline.span("trainer", "update", end - train_s, end, step=round + 1)
         return reports
 
-    async def _publish(self, version: int) -> tuple[Publication, float]:
-        """Every rank writes its shard of this version into shared memory."""
+    async def _publish(self, version: int) -> tuple[Update, float]:
+        """Let go of this version: from here on weights may change again."""
         start = time.time()
-        calls = [(name, handle.publish.remote(str(self.weights_root), version)) for name, handle in self.trainers]
-        publications = await answers(
-            calls, phase=f"publish version {version}", timeout_s=self.config.rollout.update_timeout_s
-        )
+        update = await self._weights.publish(version)
         self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
-        return publications[0], time.time() - start
+        return update, time.time() - start
 
-    async def _update_engines(self, publication: Publication) -> float:
+    async def _update_engines(self, update: Update) -> float:
         """Every engine loads this version; seconds."""
         await self._turns.generation()
-        start, version = time.time(), publication.version
-        calls = [(name, handle.update.remote(publication)) for name, handle in self.rollouts]
-        phase = f"update engines to version {version}"
-        await answers(calls, phase=phase, timeout_s=5 * self.config.rollout.update_timeout_s)
-        seconds = time.time() - start
-        self.directory.timeline.span("engines", "update weights", start, start + seconds, version=version)
-        reclaim(self.weights_root, keep=PUBLICATIONS_KEPT)
+        start = time.time()
+        seconds = await self._weights.deliver(update)
+        self.directory.timeline.span("engines", "update weights", start, start + seconds, version=update.version)
         return seconds
 
     async def _finish(
-        self, round: int, reports: list[StepReport], publication: Publication, phases: dict[str, float]
+        self, round: int, reports: list[StepReport], publication: Update, phases: dict[str, float]
     ) -> None:
         """Bring the version to the engines, evaluate if due, tell the store, write the numbers. `phases`: seconds of
         what the step had besides its update."""

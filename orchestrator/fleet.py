@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.errors import ModelError
 from penstock.conf.run import RunConfig
+from penstock.conf.weights import choose_transport
 from penstock.orchestrator.checkpoints import Checkpoint
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.waiting import get_all
@@ -144,7 +145,7 @@ class Fleet:
         threads = threads_per_worker(config.rollout.num_threads, config, os.cpu_count() or 1)
         return RolloutSpec(
             actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt,
-            bool(self.flow.of_kind("greedy_rollout")),
+            bool(self.flow.of_kind("greedy_rollout")), choose_transport(config),
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
@@ -180,6 +181,7 @@ class Fleet:
             self.flow.columns,
             "scores" if stage.is_scored else "policy",
             config.checkpoint.timeout_s,
+            config.rollout.update_timeout_s,
         )
 
 

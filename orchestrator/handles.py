@@ -12,9 +12,11 @@ Each call is one line here and one SPMD program on the group. There is no store 
 its result.
 """
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,15 +35,13 @@ from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.sinks import Sink, make_sinks
 from penstock.orchestrator.validate import check_run
 from penstock.orchestrator.waiting import get_all
+from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.balance import balance, row_cost
 from penstock.store.rows import Rows
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling
 from penstock.workers.rollout.worker import sample_seed
-from penstock.workers.weights.publication import reclaim
-
-PUBLICATIONS_KEPT = 2
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Policy(Group):
     def __init__(self, fleet: Fleet, config: RunConfig, root: Path) -> None:
         super().__init__(fleet.role("trainer"), config)
         self._engines = fleet.role("rollout")
-        self._root = root
+        self._weights = WeightSync(fleet, config, root)
         self._sampling = Sampling.of(config.rollout.sampling)
         self.version = 0
         """Version that the engines serve: the number of `publish` calls."""
@@ -137,13 +137,15 @@ class Policy(Group):
     def publish(self) -> int:
         """Bring the trainer's weights to the engines; returns the new version once every engine serves it."""
         version = self.version + 1
-        timeout_s = self._config.rollout.update_timeout_s
-        publication = self._all("publish", [(str(self._root), version)] * len(self._ranks), timeout_s)[0]
-        updates = [(name, handle.update.remote(publication)) for name, handle in self._engines]
-        get_all(updates, phase=f"update engines to version {version}", timeout_s=5 * timeout_s)
-        reclaim(self._root, keep=PUBLICATIONS_KEPT)
+        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own in this one
+            thread.submit(asyncio.run, self._bring(version)).result()
         self.version = version
         return version
+
+    async def _bring(self, version: int) -> None:
+        if self.version == 0:
+            await self._weights.connect()
+        await self._weights.deliver(await self._weights.publish(version))
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as a HF model."""

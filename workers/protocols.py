@@ -87,6 +87,12 @@ class RolloutEngine(Protocol):
 
     async def version(self) -> int: ...
 
+    async def sleep(self) -> None:
+        """Leave the device to others; nothing is in flight. `generate` waits until `wake`."""
+
+    async def wake(self) -> None:
+        """The opposite. The weights are those of before."""
+
     async def close(self) -> None: ...
 
 

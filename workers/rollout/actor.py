@@ -99,6 +99,13 @@ class Rollout:
         """Streams are for vLLM engines alone, as `choose_transport` sees to."""
         return cast(ReceivingEngine, self._engine)
 
+    async def sleep(self) -> None:
+        """Leave the device to the trainer."""
+        await self._engine.sleep()
+
+    async def wake(self) -> None:
+        await self._engine.wake()
+
     async def version(self) -> int:
         return await self._engine.version()
 

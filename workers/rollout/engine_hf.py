@@ -51,6 +51,8 @@ class HfEngine:
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
         self._compute: ThreadPoolExecutor | None = None
         self._closing = threading.Event()
+        self._awake = asyncio.Event()
+        self._awake.set()
 
     async def start(self) -> None:
         """Load model and tokenizer. Raises `ModelError` if the directory has none."""
@@ -60,6 +62,7 @@ class HfEngine:
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Raises `DataError` for a prompt that leaves no room for a response, `WorkerDied` once closed."""
         executor = self._executor()
+        await self._awake.wait()
         call = asyncio.get_running_loop().run_in_executor
         return await call(executor, self.generate_group, prompt_ids, num_samples, sampling)
 
@@ -78,6 +81,19 @@ class HfEngine:
                 f"weight update to version {publication.version}, phase load: the hf engine did not reach "
                 f"the end of a decode step within {self._config.update_timeout_s:g} s. Raise rollout.update_timeout_s."
             ) from None
+
+    async def sleep(self) -> None:
+        """On a GPU the model goes to the host's memory."""
+        executor = self._executor()
+        self._awake.clear()
+        if self._config.num_gpus_per_worker:
+            await asyncio.get_running_loop().run_in_executor(executor, self._model.to, "cpu")
+
+    async def wake(self) -> None:
+        executor = self._executor()
+        if self._config.num_gpus_per_worker:
+            await asyncio.get_running_loop().run_in_executor(executor, self._model.to, "cuda")
+        self._awake.set()
 
     async def version(self) -> int:
         return self._version

@@ -54,12 +54,15 @@ class ScriptedEngine:
         self._versions = [version]
         self._since = [-math.inf]
         self._closed = False
+        self._awake = asyncio.Event()
+        self._awake.set()
 
     async def start(self) -> None: ...
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Raises `WorkerDied` once closed."""
         self._check_open()
+        await self._awake.wait()
         started = asyncio.get_running_loop().time() + self._time.latency_s
         lengths = [self._num_tokens(prompt_ids, index, sampling) for index in range(num_samples)]
         await asyncio.sleep(self._time.latency_s + max(lengths) / self._time.tokens_per_s)
@@ -71,6 +74,14 @@ class ScriptedEngine:
         await asyncio.sleep(self._time.update_s)
         self._versions.append(publication.version)
         self._since.append(asyncio.get_running_loop().time())
+
+    async def sleep(self) -> None:
+        self._check_open()
+        self._awake.clear()
+
+    async def wake(self) -> None:
+        self._check_open()
+        self._awake.set()
 
     async def version(self) -> int:
         self._check_open()

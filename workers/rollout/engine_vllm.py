@@ -24,13 +24,14 @@ from typing import Any, TypeVar
 from penstock.conf.errors import DataError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
-from penstock.workers.rollout.vllm_setup import engine_arguments, vllm_environment
+from penstock.workers.rollout.vllm_setup import engine_arguments, shares_gpu, vllm_environment
 from penstock.workers.weights.inbox import Inbox
 from penstock.workers.weights.reading import MappedWeights, open_publication
 from penstock.workers.weights.transport import Info, Part, Update
 
 T = TypeVar("T")
 
+UPDATE_KEY = "rollout.update_timeout_s"
 WARMUP_SAMPLES = 8
 WARMUP_TOKENS = 4
 
@@ -61,6 +62,8 @@ class VllmEngine:
         self._admission = asyncio.Event()
         self._admission.set()
         self._updating = asyncio.Lock()
+        self._awake = asyncio.Event()
+        self._awake.set()
         self.phase_seconds: dict[str, float] = {}
         """Of the last update."""
         self._broken: str | None = None
@@ -79,6 +82,7 @@ class VllmEngine:
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
                 f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
             )
+        await self._awake.wait()
         while not self._admission.is_set():  # another update may have begun between the event and this task's turn
             await self._admission.wait()
         self._check_alive()
@@ -113,14 +117,26 @@ class VllmEngine:
         """Meet the trainer, where weights are streamed. Returns when both are there; raises as `update` does."""
         self._check_alive()
         call = self._llm.init_weight_transfer_engine(_init_request(init_info))
-        await self._in_time(
-            "connecting to the trainer", call, self._config.update_timeout_s, "rollout.update_timeout_s"
-        )
+        await self._in_time("connecting to the trainer", call, self._config.update_timeout_s, UPDATE_KEY)
 
     async def deliver(self, part: Part) -> None:
         """A part of a streamed update; returns when it is loaded, or raises why not."""
         self._check_alive()
         await self._inbox.put(part)
+
+    async def sleep(self) -> None:
+        """On a GPU that it shares, the weights go to the host's memory and the KV cache is let go of (vLLM's level 1).
+        A CPU has nothing to give back."""
+        self._check_alive()
+        self._awake.clear()
+        if shares_gpu(self._config):
+            await self._in_time("sleep", self._llm.sleep(level=1), self._config.update_timeout_s, UPDATE_KEY)
+
+    async def wake(self) -> None:
+        self._check_alive()
+        if shares_gpu(self._config):
+            await self._in_time("wake", self._llm.wake_up(), self._config.update_timeout_s, UPDATE_KEY)
+        self._awake.set()
 
     async def version(self) -> int:
         """As the engine process says."""
@@ -260,7 +276,7 @@ class VllmEngine:
     async def _phase(self, publication: Update, name: str, call: Awaitable[T]) -> T:
         phase = f"weight update to version {publication.version}, phase {name}"
         start = time.perf_counter()
-        result = await self._in_time(phase, call, self._config.update_timeout_s, "rollout.update_timeout_s")
+        result = await self._in_time(phase, call, self._config.update_timeout_s, UPDATE_KEY)
         self.phase_seconds[name] = time.perf_counter() - start
         return result
 

@@ -39,6 +39,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
     }
     if config.num_gpus_per_worker:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+        arguments["enable_sleep_mode"] = shares_gpu(config)
     else:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         arguments["block_size"] = CPU_BLOCK_TOKENS
@@ -48,6 +49,11 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments
+
+
+def shares_gpu(config: RolloutConfig) -> bool:
+    """The engine has a part of a GPU, and must be able to sleep while another uses it."""
+    return 0 < config.num_gpus_per_worker < 1
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import ray
 from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Stage
 from penstock.conf.trainer import TrainerConfig
+from penstock.conf.weights import WeightsConfig
 from penstock.store.rows import Rows
 from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.protocols import Loss, Publication, UpdateReport
@@ -24,6 +25,8 @@ from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainerWorker
+from penstock.workers.weights.making import TrainerSide, make_transport
+from penstock.workers.weights.transport import Engines, Transport, Update
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class TrainerSpec:
     head: str = "policy"
     """policy, or scores: a reward model, trained or served."""
     checkpoint_timeout_s: float = 1800.0
+    update_timeout_s: float = 120.0
+    """Of each phase of a weight update."""
 
     @property
     def trains(self) -> bool:
@@ -64,6 +69,7 @@ class Trainer:
         self._trainer: PolicyTrainer | None = None
         self._worker: TrainerWorker | ReferenceWorker | None = None
         self._state: TrainingState | None = None
+        self._transport: Transport | None = None
 
     def address(self) -> str:
         """`host:port` where this rank, the first, can listen for the others."""
@@ -80,14 +86,14 @@ class Trainer:
         if spec.trains and any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
             options = {"metrics_prefix": "critic", "optimizer": spec.config.critic_optimizer}
             critic = cast(ScalarTrainer, self._make(True, address, **options))
+        group = trainer.group
+        preparation = Preparation(spec.in_trainer, spec.columns, group.gather, critic)
         if spec.trains:
             trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
-            self._state = TrainingState(trainers, spec.checkpoint_timeout_s)
+            self._state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
         if self._store is None:
             return
-        group = trainer.group
         if spec.loss is not None:
-            preparation = Preparation(spec.in_trainer, spec.columns, group.gather, critic)
             self._worker = TrainerWorker(
                 trainer,
                 self._store,
@@ -169,6 +175,29 @@ class Trainer:
     def publish(self, directory: str, version: int) -> Publication:
         return self._ready.publish(directory, version)
 
+    def connect(self, name: str, engines: Engines, address: str, directory: str, config: WeightsConfig) -> None:
+        """Meet the engines, where weights are streamed to them. `address`: where they can meet; `directory`: root of
+        publications. Collective."""
+        trainer, group = self._ready, self._ready.group
+        side = TrainerSide(
+            group.rank, group.num_ranks, group.device, trainer.publish, trainer.engine.pieces, group.gather,
+            trainer.model.lm, trainer.engine_dtype,
+        )  # fmt: skip
+        self._transport = make_transport(
+            name, side, directory=directory, bucket_mib=config.bucket_mib, timeout_s=self._spec.update_timeout_s
+        )
+        self._transport.connect(engines, address)
+
+    def prepare(self, version: int) -> Update:
+        """What the engines are to be told of a version that `send` brings. Collective."""
+        assert self._transport is not None
+        return self._transport.prepare(version)
+
+    def send(self, version: int) -> None:
+        """Stream a version, while the engines' `update` receives it. Collective."""
+        assert self._transport is not None
+        self._transport.send(version)
+
     def take_device(self) -> None:
         """Bring everything back to the device that it shares with an engine. Collective."""
         self._ready.take_device()
@@ -182,5 +211,7 @@ class Trainer:
         self._ready.export(directory)
 
     def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
         if self._trainer is not None:
             self._trainer.close()

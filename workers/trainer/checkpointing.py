@@ -32,6 +32,9 @@ from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.flat_shards import FlatLoadPlanner, FlatSavePlanner
 from penstock.workers.trainer.process_group import ProcessGroup
 
+CARRIED = "carried.pickle"
+"""The file of what is no tensor."""
+
 
 @dataclass(frozen=True)
 class SavedFile:
@@ -63,9 +66,9 @@ class Saver:
         self.copied_s = 0.0
         """What the last copy took, most of it beside other work."""
 
-    def begin(self, pieces: Iterable[Piece], directory: str) -> None:
+    def begin(self, pieces: Iterable[Piece], directory: str, carried: bytes = b"") -> None:
         """Start to write. The pieces' values may not change before `wait_until_copied` returns. `directory`: one that
-        all ranks see, or an fsspec URL. Collective."""
+        all ranks see, or an fsspec URL. `carried`: what is no tensor, the same on every rank. Collective."""
         self.finish()
         if self._ranks is None and self._group.num_ranks > 1:
             self._ranks = dist.new_group(backend="gloo")  # collectives of its own, beside the training's
@@ -73,7 +76,9 @@ class Saver:
         self._copied.clear()
         result: Future[list[SavedFile]] = Future()
         self._result = result
-        thread = threading.Thread(target=self._save, args=(listed, directory, result), name="checkpoint", daemon=True)
+        thread = threading.Thread(
+            target=self._save, args=(listed, directory, carried, result), name="checkpoint", daemon=True
+        )
         thread.start()
 
     def wait_until_copied(self) -> None:
@@ -98,7 +103,7 @@ class Saver:
                 "checkpoint.timeout_s, or see whether checkpoint.directory answers."
             ) from None
 
-    def _save(self, pieces: list[Piece], directory: str, result: "Future[list[SavedFile]]") -> None:
+    def _save(self, pieces: list[Piece], directory: str, carried: bytes, result: "Future[list[SavedFile]]") -> None:
         try:
             started = time.perf_counter()
             shards = self._copy(pieces)
@@ -112,6 +117,8 @@ class Saver:
                     process_group=self._ranks,
                     no_dist=self._ranks is None,
                 )
+                if self._group.rank == 0:
+                    (Path(local) / CARRIED).write_bytes(carried)
                 written = _written_by(local, self._group.rank)
                 if local != directory:
                     for file in written:
@@ -179,6 +186,17 @@ def _load(pieces: list[Piece], local: str, directory: str, group: ProcessGroup, 
     return set(shards)
 
 
+def read_carried(directory: str) -> bytes:
+    """What `begin` was given besides tensors. Raises `CheckpointError`."""
+    with _local(directory) as local:
+        if local != directory:
+            download(f"{directory}/{CARRIED}", Path(local) / CARRIED)
+        try:
+            return (Path(local) / CARRIED).read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{directory}/{CARRIED}: cannot be read: {error}") from None
+
+
 def _values(shards: dict[str, Piece]) -> dict[str, Any]:
     return {name: piece.values for name, piece in shards.items()}
 
@@ -199,9 +217,10 @@ def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:
 
 
 def _written_by(directory: str, rank: int) -> list[SavedFile]:
-    """A rank's files are called `__<rank>_<n>.distcp`; rank 0 writes the index as well."""
+    """A rank's files are called `__<rank>_<n>.distcp`; rank 0 writes the index and what is no tensor as well."""
     root = Path(directory)
-    files = sorted(root.glob(f"__{rank}_*.distcp")) + ([root / ".metadata"] if rank == 0 else [])
+    files = sorted(root.glob(f"__{rank}_*.distcp"))
+    files += [root / ".metadata", root / CARRIED] if rank == 0 else []
     return [saved_file(file) for file in files]
 
 

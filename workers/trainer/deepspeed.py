@@ -36,6 +36,7 @@ class DeepSpeedEngine:
         self.stage = config.deepspeed.zero_stage
         trained = {name: parameter for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
         self.optimizer = make_adamw(list(trained.values()), config.optimizer) if trained else None
+        self.where = ""
         self._engine: Any = None
         self._fragments: dict[str, Fragment] = {}
         if self.optimizer is None and self.stage < 3:
@@ -56,6 +57,15 @@ class DeepSpeedEngine:
             }
             for name, values in loaded.items():
                 self._fragments[name].take(values)
+
+    def take_device(self) -> None:
+        """DeepSpeed's own, for ZeRO-3; the other stages stay where they are."""
+        if self.stage == 3 and self.group.device.type != "cpu":
+            self._engine.reload_states()
+
+    def leave_device(self) -> None:
+        if self.stage == 3 and self.group.device.type != "cpu":
+            self._engine.offload_states()
 
     def forward(self, *arguments: Any) -> Any:
         return (self._engine or self.model)(*arguments)

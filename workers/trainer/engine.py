@@ -43,6 +43,15 @@ class TrainEngine(Protocol):
     model: PolicyModel | ScalarModel
     """As loaded; its parameters may be shards. Not to be called: see `forward`."""
 
+    where: str
+    """The part of the model that was gathered last, for messages."""
+
+    def take_device(self) -> None:
+        """Bring weights and optimizer states back to the device. Nothing to do on a CPU."""
+
+    def leave_device(self) -> None:
+        """Bring them to the host's memory, so that an engine has the device. Nothing to do on a CPU."""
+
     def forward(self, *arguments: Any) -> Any:
         """The model's forward. Collective."""
 

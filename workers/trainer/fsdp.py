@@ -10,6 +10,7 @@ Legend: T ranks of tensor parallelism, F ranks that FSDP2 splits over; rank = f 
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,9 +57,13 @@ class FsdpEngine:
             peers = group.subgroup(config.tensor_parallel_size, config.sequence_parallel_size)
             self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
         mesh = self.tensor.fsdp_mesh if self.tensor else init_device_mesh(group.device.type, (group.num_ranks,))
+        self.where = ""
         self._num_shards, self._shard = mesh.size(), mesh.get_local_rank()
         self.root = self._fully_shard(mesh, config.dtype, is_offloaded)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                module.register_forward_pre_hook(partial(self._entered, name or "the embedding and the head"))
         if self._num_shards > 1:
             for unit in self.units:
                 unit.set_gradient_divide_factor(1.0)
@@ -80,6 +85,27 @@ class FsdpEngine:
         if not is_offloaded:
             self.model.to(self.group.device)  # buffers
         return root
+
+    def _entered(self, name: str, *_: Any) -> None:
+        self.where = name
+
+    def take_device(self) -> None:
+        self._move(self.group.device)
+
+    def leave_device(self) -> None:
+        self.free()
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        """Weights with `Module.to`, which FSDP2 allows for its shards, and AdamW's states beside them."""
+        if self.group.device.type == "cpu":
+            return
+        self.model.to(device)
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            for name, value in state.items():
+                state[name] = value.to(device, non_blocking=True)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
 
     def forward(self, *arguments: Any) -> Any:
         return self.sequence(self.model, *arguments) if self.sequence else self.model(*arguments)

@@ -14,6 +14,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -26,7 +27,7 @@ from penstock.algorithms.aggregation import BatchTotals
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer import batching, writing
+from penstock.workers.trainer import batching, deadlines, writing
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.engine import TrainEngine
 from penstock.workers.trainer.fsdp import FsdpEngine
@@ -137,7 +138,8 @@ class PolicyTrainer:
         """`forward`'s `[N]` of each micro-batch as one `[T_i]` float32 for each row. Collective."""
         results: list[np.ndarray] = [np.zeros(0, np.float32)] * len(rows)
         for batch in self._all_batches(rows):
-            values_N = forward(batch)
+            with self._phase("forward without gradient"):
+                values_N = forward(batch)
             if not batch.is_dummy:
                 for position, values in zip(batch.rows.tolist(), batching.split_rows(batch, values_N), strict=True):
                     results[position] = values
@@ -147,7 +149,12 @@ class PolicyTrainer:
     def _all_batches(self, rows: Rows) -> list[MicroBatch]:
         """The rows in micro-batches, as many as on any rank. Collective."""
         batches = self._microbatches(rows, np.arange(len(rows)), ())
-        return batching.pad_plan(batches, max(self.group.gather(len(batches))), self.group.device)
+        with self._phase("agreement on micro-batches"):
+            count = max(self.group.gather(len(batches)))
+        return batching.pad_plan(batches, count, self.group.device)
+
+    def _phase(self, name: str) -> AbstractContextManager[None]:
+        return deadlines.phase(name, self.group, lambda: self.engine.where)
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """One policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
@@ -162,7 +169,8 @@ class PolicyTrainer:
         started = time.perf_counter()
         seconds: dict[str, float] = defaultdict(float)
         inputs = LossInputs.of(loss, rows.names)
-        steps = self._plan_steps(rows, inputs)
+        with self._phase(f"update {self.step + 1}, agreement on micro-batches"):
+            steps = self._plan_steps(rows, inputs)
         old = self.logprobs(rows) if inputs.takes_old_logprobs and len(steps) > 1 else None
         rate = learning_rate(self.config.optimizer, self.step, self.config.max_steps)
         seconds["plan"] = time.perf_counter() - started
@@ -174,7 +182,8 @@ class PolicyTrainer:
             norms.append(self._optimizer_step(rate, seconds))
             skipped += not math.isfinite(norms[-1])
         self.step += 1
-        metrics = tally.reduced(self.group)
+        with self._phase(f"update {self.step}, metrics"):
+            metrics = tally.reduced(self.group)
         metrics |= {
             f"{self.metrics_prefix}/lr": rate,
             f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),
@@ -188,7 +197,8 @@ class PolicyTrainer:
         """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed.
         Collective.
         """
-        return writing.publish(self.engine, directory, version, self._layout)
+        with self._phase(f"publication of version {version}"):
+            return writing.publish(self.engine, directory, version, self._layout)
 
     @cached_property
     def _layout(self) -> Layout:
@@ -198,6 +208,14 @@ class PolicyTrainer:
     def export(self, directory: str) -> None:
         """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype. Collective."""
         writing.export(self.engine, directory, self.model_path, self.engine_dtype)
+
+    def take_device(self) -> None:
+        """Come back to the device that an engine had meanwhile. Collective."""
+        self.engine.take_device()
+
+    def leave_device(self) -> None:
+        """Make room for an engine on the same device. Collective."""
+        self.engine.leave_device()
 
     def close(self) -> None:
         """Leave the process group, if this trainer made it."""
@@ -246,12 +264,15 @@ class PolicyTrainer:
     ) -> None:
         """Forward and backward of each micro-batch: gradients add up in the parameters."""
         for number, batch in enumerate(step.batches):
+            place = f"update {self.step + 1}, micro-batch {number + 1} of {len(step.batches)}"
             started = time.perf_counter()
-            self.engine.before_backward(is_last=number == len(step.batches) - 1)
-            loss = self._contribution(step, batch, inputs, old, tally, is_first)
+            with self._phase(f"{place}, forward"):
+                self.engine.before_backward(is_last=number == len(step.batches) - 1)
+                loss = self._contribution(step, batch, inputs, old, tally, is_first)
             seconds["forward"] += time.perf_counter() - started
             started = time.perf_counter()
-            self.engine.backward(loss)
+            with self._phase(f"{place}, backward"):
+                self.engine.backward(loss)
             seconds["backward"] += time.perf_counter() - started
 
     def _contribution(
@@ -288,7 +309,8 @@ class PolicyTrainer:
         started = time.perf_counter()
         if self.before_step is not None:
             self.before_step()
-        norm = self.engine.step(rate)
+        with self._phase(f"update {self.step + 1}, optimizer step"):
+            norm = self.engine.step(rate)
         seconds["optimizer"] += time.perf_counter() - started
         return norm
 

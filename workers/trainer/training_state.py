@@ -3,20 +3,29 @@
 policy/weights/…  policy/exp_avg/…  policy/exp_avg_sq/…  policy/counters      critic/…      rng/<rank>
 """
 
+import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
-from penstock.workers.trainer.checkpointing import SavedFile, Saver, check_files, load
+from penstock.workers.trainer.checkpointing import SavedFile, Saver, check_files, load, read_carried
 from penstock.workers.trainer.engine import Piece
+from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 
 class TrainingState:
     """Lifecycle: made over started trainers, by name; then any of its methods, on all ranks alike."""
 
-    def __init__(self, trainers: Mapping[str, PolicyTrainer], timeout_s: float = 1800.0) -> None:
+    def __init__(
+        self,
+        trainers: Mapping[str, PolicyTrainer],
+        timeout_s: float = 1800.0,
+        preparation: Preparation | None = None,
+    ) -> None:
+        """`preparation`: whose functions carry something from step to step."""
+        self._preparation = preparation
         self._trainers = dict(trainers)
         self._group = next(iter(self._trainers.values())).group
         self._saver = Saver(self._group, timeout_s)
@@ -25,7 +34,8 @@ class TrainingState:
 
     def begin(self, directory: str) -> None:
         """Save the state of now; training may go on. Collective."""
-        self._saver.begin(self._pieces(), directory)
+        carried = self._preparation.state if self._preparation is not None else {}
+        self._saver.begin(self._pieces(), directory, pickle.dumps(carried))
 
     @property
     def copied_s(self) -> float:
@@ -51,6 +61,9 @@ class TrainingState:
             step, num_optimizer_steps = counters[name].tolist()
             trainer.set_step(step)
             trainer.engine.loaded(num_optimizer_steps)
+        carried = pickle.loads(read_carried(directory))
+        if self._preparation is not None:
+            self._preparation.state = carried
         if random.name in found:
             torch.set_rng_state(random.values)
 

@@ -1,0 +1,71 @@
+"""Brings versions of the weights from the trainer's ranks to the engines. Used by `controller.py` and `handles.py`.
+
+    shm:      ranks write the publication ─▶ (training may go on) ─▶ engines load it
+    streams:  ranks send ‖ engines receive, both before the next update
+
+What the two sides do is `workers/weights/`'s business; here are the order of the calls, and their deadlines.
+"""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.run import RunConfig
+from penstock.conf.weights import STREAMS, choose_transport
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.waiting import answers
+from penstock.workers.weights.publication import reclaim
+from penstock.workers.weights.reaching import ActorEngines
+from penstock.workers.weights.transport import Update
+
+PUBLICATIONS_KEPT = 2
+PHASES = 5
+"""Of an update, each with `rollout.update_timeout_s`."""
+
+
+class WeightSync:
+    """Lifecycle: `connect` once the fleet is started; then `publish` and `deliver` for each version."""
+
+    def __init__(self, fleet: Fleet, config: RunConfig, root: Path) -> None:
+        """`root`: of publications in shared memory."""
+        self._fleet, self._config, self._root = fleet, config, root
+        self._trainers, self._engines = fleet.role("trainer"), fleet.role("rollout")
+        self._transport = choose_transport(config) if self._engines else "shm"
+        self._streams = self._transport in STREAMS
+        self._timeout_s = config.rollout.update_timeout_s
+
+    async def connect(self) -> None:
+        """Let trainers and engines meet, where they need to. Raises `DeadlineExceeded`, `WeightError`."""
+        if not self._streams:
+            return
+        name, first = self._trainers[0]
+        (address,) = await answers([(name, first.address.remote())], phase="connect", timeout_s=self._timeout_s)
+        engines = ActorEngines(self._engines, self._config.rollout.tensor_parallel_size)
+        arguments = self._transport, engines, address, str(self._root), self._config.weights
+        await self._all(self._trainers, "connect", arguments, "connect trainers and engines")
+
+    async def publish(self, version: int) -> Update:
+        """All that must be done before weights change again: the publication, or the whole transfer."""
+        phase = f"publish version {version}"
+        if not self._streams:
+            return (await self._all(self._trainers, "publish", (str(self._root), version), phase, PHASES))[0]
+        update: Update = (await self._all(self._trainers, "prepare", (version,), phase))[0]
+        calls = [(name, handle.send.remote(version)) for name, handle in self._trainers]
+        calls += [(name, handle.update.remote(update)) for name, handle in self._engines]
+        await answers(calls, phase=f"send version {version}", timeout_s=PHASES * self._timeout_s)
+        return update
+
+    async def deliver(self, update: Update) -> float:
+        """Every engine serves the version afterwards; seconds."""
+        start = time.time()
+        if not self._streams:
+            phase = f"update engines to version {update.version}"
+            await self._all(self._engines, "update", (update,), phase, PHASES)
+            reclaim(self._root, keep=PUBLICATIONS_KEPT)
+        return time.time() - start
+
+    async def _all(
+        self, members: list[tuple[str, Any]], method: str, arguments: tuple[Any, ...], phase: str, phases: int = 1
+    ) -> list[Any]:
+        calls = [(name, getattr(handle, method).remote(*arguments)) for name, handle in members]
+        return await answers(calls, phase=phase, timeout_s=phases * self._timeout_s)

@@ -1,0 +1,45 @@
+"""Failures of collectives by name: which phase, which rank, which part of the model. Used by `trainer.py`.
+
+torch.distributed gives every collective the process group's deadline (`trainer.collective_timeout_s`) and reports what
+happens as a bare RuntimeError. One rank that hangs or dies shows in all the others, each in whatever it was waiting
+for.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.workers.trainer.process_group import ProcessGroup
+
+LATE = ("timed out", "timeout")
+LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed", "remote process")
+
+
+@contextmanager
+def phase(name: str, group: ProcessGroup, where: Callable[[], str] = str) -> Iterator[None]:
+    """Within it a collective that does not end in time raises `DeadlineExceeded`, and one whose partner is gone
+    `WorkerDied`. `where`: the part of the model that was under way."""
+    try:
+        yield
+    except PenstockError:
+        raise
+    except RuntimeError as error:
+        found = named(error, name, group, where())
+        if found is None:
+            raise
+        raise found from None
+
+
+def named(error: RuntimeError, phase: str, group: ProcessGroup, where: str) -> PenstockError | None:
+    """The error by its own name; None if it is no collective's."""
+    text = str(error).lower()
+    place = f"{phase}, rank {group.rank} of {group.num_ranks}" + (f", at {where}" if where else "")
+    last = str(error).strip().splitlines()[-1][:200]
+    if any(word in text for word in LOST):
+        return WorkerDied(f"{place}: another rank is gone ({last}). Its own error comes before this one.")
+    if any(word in text for word in LATE):
+        return DeadlineExceeded(
+            f"{place}: another rank did not answer within {group.timeout.total_seconds():g} s ({last}). Raise "
+            "trainer.collective_timeout_s if it was only slow; else see what it did last."
+        )
+    return None
