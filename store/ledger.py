@@ -312,12 +312,10 @@ class Ledger:
     def _note_facts(self, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts) -> list[int]:
         """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
         index_of = self.residents.readiness.column_index
-        told = []
-        """Columns that facts are about, which a row must not have yet."""
-        if facts.oldest_version is not None:
-            told.append(index_of["token_versions"])
-        if facts.response_tokens is not None:
-            told.append(index_of["response_ids"])
+        # Facts are about a column, and are news for a row that does not have it yet.
+        versions = index_of["token_versions"] if facts.oldest_version is not None else None
+        lengths = index_of["response_ids"] if facts.response_tokens is not None else None
+        told = [column for column in (versions, lengths) if column is not None]
         kept: list[int] = []
         for group_id, position, indices in spans_of(rows, self.residents.size):
             mask = mask_of(indices)
@@ -330,29 +328,31 @@ class Ledger:
                 there &= group.have[column]
             keep = new & ~there
             if keep == mask and not any(group.have[column] & mask for column in told):
-                self._note_span(group, indices, position, facts, told=True)
+                self._note_span(group, indices, position, facts, versions is not None, lengths is not None)
                 kept.extend(range(position, position + len(indices)))
                 continue
             for index in bits(keep):
                 at = position + index - indices.start
-                told_now = not any(group.have[column] >> index & 1 for column in told)
-                self._note_span(group, range(index, index + 1), at, facts, told=told_now)
+                news = [column is not None and not group.have[column] >> index & 1 for column in (versions, lengths)]
+                self._note_span(group, range(index, index + 1), at, facts, *news)
                 kept.append(at)
         return kept
 
-    def _note_span(self, group: Group, indices: range, position: int, facts: Facts, *, told: bool) -> None:
-        """Facts of rows side by side, from `position` on. `told`: versions and lengths are news."""
+    def _note_span(
+        self, group: Group, indices: range, position: int, facts: Facts, versions: bool, lengths: bool
+    ) -> None:
+        """Facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news."""
         end = position + len(indices)
         where = slice(indices.start, indices.stop)
         row_bytes = facts.row_bytes[position:end]
         group.row_bytes[where] = map(operator.add, group.row_bytes[where], row_bytes)
         self.residents.credits.bytes += sum(row_bytes)
-        if told and facts.oldest_version is not None:
+        if versions and facts.oldest_version is not None:
             group.oldest[where] = facts.oldest_version[position:end]
-        if told and facts.response_tokens is not None:
-            lengths = facts.response_tokens[position:end]
-            group.response_tokens[where] = lengths
-            self.counters["response_tokens_generated"] += sum(lengths)
+        if lengths and facts.response_tokens is not None:
+            tokens = facts.response_tokens[position:end]
+            group.response_tokens[where] = tokens
+            self.counters["response_tokens_generated"] += sum(tokens)
 
     def _complete(self, lease: HeldLease, stage: Stage, group: Group, mask: int, written: list[int]) -> None:
         for column in written:

@@ -17,7 +17,7 @@ from penstock.store.errors import (
     WrongLength,
 )
 from penstock.store.group import Facts
-from tests.store.driver import Driver, facts_for, make_spec
+from tests.store.driver import Driver, facts_for, facts_of, make_spec
 
 
 def test_admission_stops_at_the_active_groups_and_goes_on_after_publication(driver: Driver) -> None:
@@ -128,6 +128,20 @@ def test_a_row_written_twice_keeps_its_first_value(driver: Driver) -> None:
     assert driver.write(lease, "reward", [0, 1]) == [0]
     assert driver.ledger.residents.credits.bytes == before + 8
     assert driver.ledger.counters["ignored/not_awaited"] == 1
+
+
+def test_a_length_that_comes_after_the_versions_is_noted(driver: Driver) -> None:
+    """A worker wrote the versions alone, and then everything: the versions are known, the length is not."""
+    driver.admit(1)
+    lease = driver.lease("rollout")
+    assert lease is not None
+    ledger, write = driver.ledger, driver.writes["rollout"]
+    ledger.write(lease.id, "rollout", [0], ["token_versions"], facts_of(["token_versions"], 1, version=0), 0.0)
+    ledger.write(lease.id, "rollout", [0, 1], write, facts_of(write, 2, version=0), 0.0)
+    group = ledger.residents.groups[0]
+    assert group.response_tokens == [3, 3]
+    assert ledger.counters["response_tokens_generated"] == 6
+    ledger.write(lease.id, "rollout", [0], ["behavior_logprobs"], facts_of(["behavior_logprobs"], 1), 0.0)
 
 
 def test_a_row_is_complete_once_all_columns_of_the_stage_are_there(driver: Driver) -> None:
