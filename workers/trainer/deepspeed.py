@@ -14,7 +14,13 @@ from torch import Tensor
 
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.deepspeed_partition import Fragment, fragments_of, frozen_piece
-from penstock.workers.trainer.deepspeed_runtime import keep_deadline, leave_process_group, load_deepspeed, settings
+from penstock.workers.trainer.deepspeed_runtime import (
+    keep_deadline,
+    leave_process_group,
+    load_deepspeed,
+    settings,
+    shard_from_host,
+)
 from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.fsdp import MOMENTS, buffer_pieces, make_adamw
 from penstock.workers.trainer.policy_model import PolicyModel
@@ -42,13 +48,14 @@ class DeepSpeedEngine:
         if self.optimizer is None and self.stage < 3:
             model.to(group.device)
             return
-        # DeepSpeed casts parameters to the compute dtype before it copies them into its masters.
+        # DeepSpeed copies parameters into its masters when they are in the compute dtype already.
         loaded = {name: parameter.data for name, parameter in trained.items()} if config.dtype == "bfloat16" else {}
-        self._engine, *_ = load_deepspeed(group).initialize(
-            model=model,
-            optimizer=self.optimizer,
-            config=settings(config, group.device.type, sum(parameter.numel() for parameter in trained.values())),
-            dist_init_required=False,
+        how = settings(config, group.device.type, sum(parameter.numel() for parameter in trained.values()))
+        deepspeed = load_deepspeed(group)
+        if self.stage == 3:
+            shard_from_host(deepspeed, model, how, getattr(torch, config.dtype), group.device)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self.optimizer, config=how, dist_init_required=False
         )
         keep_deadline(self._engine, config.collective_timeout_s)
         if self.optimizer is not None:

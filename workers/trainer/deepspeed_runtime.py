@@ -11,6 +11,8 @@ from datetime import timedelta
 from types import ModuleType
 from typing import Any
 
+import torch
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from penstock.conf.errors import ConfigError
@@ -58,6 +60,18 @@ def _take_place_of_launcher(group: ProcessGroup) -> None:
     own = {"RANK": group.rank, "WORLD_SIZE": group.num_ranks, "LOCAL_RANK": group.device.index or 0}
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+
+
+def shard_from_host(
+    deepspeed: Any, model: nn.Module, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> None:
+    """Stage 3: one parameter after the other goes to the device and is cut there, so that no device has to hold the
+    model, as it would if DeepSpeed were given it whole. Collective."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=dtype)
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device)
 
 
 def keep_deadline(engine: Any, timeout_s: float) -> None:
