@@ -130,8 +130,17 @@ class TrainerConfig:
             divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
         both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
         divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
+        if self.engine == "deepspeed":
+            for key in ("tensor_parallel_size", "sequence_parallel_size"):
+                self._check_left_out(key, getattr(self, key) == 1, 1)
+            self._check_left_out("lora.rank", self.lora.rank == 0, 0)
+            self._check_left_out("offload", not self.offload, "false and use trainer.deepspeed.offload_optimizer")
         for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
+
+    def _check_left_out(self, key: str, is_left_out: bool, value: object) -> None:
+        if not is_left_out:
+            raise ConfigError(f"trainer.{key} is for trainer.engine=fsdp only. Choose that, or set it to {value}.")
 
     @property
     def ranks_per_row(self) -> int:

@@ -12,7 +12,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.store import StoreConfig
-from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
+from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.conf.weights import WeightsConfig
 
 OUT_OF_RANGE = [
@@ -113,3 +113,12 @@ def test_the_bounds_themselves_are_allowed():
 
 def test_an_algorithm_of_ones_own_need_not_check_anything():
     assert AlgorithmConfig().group_size == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}, {"lora": LoraConfig(rank=4)}, {"offload": True}],
+)
+def test_what_only_fsdp_does_is_refused_with_deepspeed(options):
+    with pytest.raises(ConfigError, match=r"is for trainer\.engine=fsdp only"):
+        TrainerConfig(engine="deepspeed", num_ranks=2, **options)
