@@ -7,7 +7,11 @@ Qwen2 with 3M, 100M and 500M random float32 parameters, FSDP2 on two ranks (gloo
 gathered on rank 0, `ray.put`; the engine gets it and hands it to vLLM's `reload_weights`. The sides alternate in one
 run on the same trainer and the same engine. Medians over rounds; the first round of each is not counted.
 
-Rates are in published bytes (bfloat16). `memcpy` copies as many bytes between warm pages, in the same round.
+Rates are in published bytes (bfloat16; the trainer's side reads twice as many). `memcpy` copies as many bytes between
+warm pages, in the same round. The engine's pause stands beside two things: one memcpy of the bytes, and what vLLM itself
+takes to load them (its loaders, and the repacking of linear layers that its CPU build computes with).
+
+The 500M size needs 14 GB of free memory, most of it for the naive side.
 """
 
 import shutil
@@ -135,7 +139,7 @@ def _round(sent: dict[str, Any], taken: dict[str, Any], private: int, shared: in
 def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
     parameters = build_model(work / "model", size)
     context = ray.init(
-        num_cpus=2, object_store_memory=max(2**27, 10 * parameters), include_dashboard=False, log_to_driver=False,
+        "local", num_cpus=2, object_store_memory=max(2**27, 10 * parameters), include_dashboard=False, log_to_driver=False,
         logging_level="ERROR",
     )  # fmt: skip
     root = claim_root(Path(SHARED_MEMORY) / f"penstock-bench-{work.name}")
