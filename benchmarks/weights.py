@@ -8,8 +8,8 @@ gathered on rank 0, `ray.put`; the engine gets it and hands it to vLLM's `reload
 run on the same trainer and the same engine. Medians over rounds; the first round of each is not counted.
 
 Rates are in published bytes (bfloat16; the trainer's side reads twice as many). `memcpy` copies as many bytes between
-warm pages, in the same round. The engine's pause stands beside two things: one memcpy of the bytes, and what vLLM itself
-takes to load them (its loaders, and the repacking of linear layers that its CPU build computes with).
+warm pages, in the same round. The engine's pause stands beside two things: one memcpy of the bytes, and what vLLM
+itself takes to load them (its loaders, and the repacking of linear layers that its CPU build computes with).
 
 The 500M size needs 14 GB of free memory, most of it for the naive side.
 """
@@ -139,8 +139,8 @@ def _round(sent: dict[str, Any], taken: dict[str, Any], private: int, shared: in
 def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
     parameters = build_model(work / "model", size)
     context = ray.init(
-        "local", num_cpus=2, object_store_memory=max(2**27, 10 * parameters), include_dashboard=False, log_to_driver=False,
-        logging_level="ERROR",
+        "local", num_cpus=2, object_store_memory=max(2**27, 10 * parameters), include_dashboard=False,
+        log_to_driver=False, logging_level="ERROR",
     )  # fmt: skip
     root = claim_root(Path(SHARED_MEMORY) / f"penstock-bench-{work.name}")
     rounds = []
