@@ -71,9 +71,9 @@ def prepare_slot(root: str | Path, version: int, num_bytes: int) -> Path:
 
 def _vacate(path: Path) -> None:
     """Take a sealed publication back; its file goes too if somebody reads it."""
-    free = _is_idle(path / WEIGHTS_NAME)
-    (path / MANIFEST_NAME).unlink(missing_ok=True)
-    if not free:
+    with _held_if_idle(path / WEIGHTS_NAME) as idle:
+        (path / MANIFEST_NAME).unlink(missing_ok=True)
+    if not idle:
         (path / WEIGHTS_NAME).unlink(missing_ok=True)
 
 
@@ -82,21 +82,29 @@ def _take_idle(root: str | Path, path: Path) -> None:
     others = [other for other in publication_directories(root) if other != path]
     sealed = [other for other in others if is_sealed(other)]
     for other in [*(other for other in others if other not in sealed), *sealed[:-1]]:
-        if _is_idle(other / WEIGHTS_NAME):
-            (other / MANIFEST_NAME).unlink(missing_ok=True)  # first: a reader that comes now finds nothing
-            os.replace(other / WEIGHTS_NAME, path / WEIGHTS_NAME)
+        with _held_if_idle(other / WEIGHTS_NAME) as idle:
+            if idle:
+                (other / MANIFEST_NAME).unlink(missing_ok=True)
+                os.replace(other / WEIGHTS_NAME, path / WEIGHTS_NAME)
+        if idle:
             shutil.rmtree(other, ignore_errors=True)
             return
 
 
-def _is_idle(file: Path) -> bool:
-    """Whether nobody reads it. One who comes later checks that the manifest is still there, after locking."""
-    try:
-        with file.open("rb") as opened:
+@contextlib.contextmanager
+def _held_if_idle(file: Path) -> Iterator[bool]:
+    """Whether nobody reads it; if so, nobody can begin to within the block.
+
+    The manifest is to go within it: a reader that comes later looks for it once it has the lock.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(file.open("rb"))
             fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (FileNotFoundError, BlockingIOError):
-        return False
-    return True
+        except (FileNotFoundError, BlockingIOError):
+            yield False
+        else:
+            yield True
 
 
 def _reserve(file: Path, num_bytes: int) -> None:

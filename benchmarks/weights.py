@@ -1,0 +1,251 @@
+"""From the trainer's shards to a serving engine: publications in shared memory against what people write first.
+
+    python -m benchmarks.weights --json weights.json
+
+Qwen2 with 3M, 100M and 500M random float32 parameters, FSDP2 on two ranks (gloo), one vLLM engine (CPU, bfloat16).
+*Penstock*: every rank casts its shard into shared memory; the engine maps and loads it. *Naive*: the full state dict is
+gathered on rank 0, `ray.put`; the engine gets it and hands it to vLLM's `reload_weights`. The sides alternate in one
+run on the same trainer and the same engine. Medians over rounds; the first round of each is not counted.
+
+Rates are in published bytes (bfloat16; the trainer's side reads twice as many). `memcpy` copies as many bytes between
+warm pages, in the same round. The engine's pause stands beside two things: one memcpy of the bytes, and what vLLM
+itself takes to load them (its loaders, and the repacking of linear layers that its CPU build computes with).
+
+The 500M size needs 14 GB of free memory, most of it for the naive side.
+"""
+
+import shutil
+import socket
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.harness import Child, Target, parse_arguments, print_targets, write_json
+from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, private_bytes
+from penstock.conf.model import FreshModelConfig
+from penstock.workers.models.fresh import character_tokenizer
+from penstock.workers.weights.publication import reclaim
+from penstock.workers.weights.roots import SHARED_MEMORY, claim_root, remove_root
+
+DTYPE = "bfloat16"
+"""Of the engine, and so of publications."""
+NUM_RANKS = 2
+NUM_ROUNDS = 5
+MEMCPY_BYTES = 2**29
+"""The most that memcpy is measured with: far more than the caches, and less memory taken from the others."""
+SIZES: dict[str, dict[str, int]] = {
+    "3M": {"vocab_size": 8192, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4,
+           "num_attention_heads": 6, "num_key_value_heads": 2},
+    "100M": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
+             "num_attention_heads": 12, "num_key_value_heads": 4},
+    "500M": {"vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+             "num_attention_heads": 14, "num_key_value_heads": 2},
+}  # fmt: skip
+"""The last is Qwen2.5-0.5B's shape: 494M."""
+TARGET_SIZE = "500M"
+
+
+def build_model(directory: Path, size: str) -> int:
+    """A HF directory; its number of parameters."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        **SIZES[size], tie_word_embeddings=True, max_position_embeddings=512, dtype="float32",
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config)
+    model.save_pretrained(directory)
+    character_tokenizer(FreshModelConfig()).save_pretrained(directory)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+@dataclass
+class Cluster:
+    """Trainer ranks and engine of one model size, and where their memory is."""
+
+    ranks: list[Child]
+    engine: Child
+    pids: list[int]
+    raylet: int
+    root: Path
+
+    def ask_ranks(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Both at once; the first one's answer, with the slower one's time."""
+        with ThreadPoolExecutor(NUM_RANKS) as threads:
+            answers = list(threads.map(lambda child: child.ask(request), self.ranks))
+        return answers[0] | {"seconds": max(answer["seconds"] for answer in answers)}
+
+    def close(self) -> None:
+        for child in (*self.ranks, self.engine):
+            child.close()
+
+
+def start(model: Path, work: Path, root: Path, address: str) -> Cluster:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        meeting = f"127.0.0.1:{probe.getsockname()[1]}"
+    common = ["--model", str(model), "--dtype", DTYPE, "--ray", address]
+    trainer = [sys.executable, "-m", "benchmarks.peers.weights_trainer", *common, "--address", meeting]
+    ranks = [
+        Child(f"rank {rank}", [*trainer, "--rank", str(rank), "--num-ranks", str(NUM_RANKS)], work / f"rank_{rank}.log")
+        for rank in range(NUM_RANKS)
+    ]
+    pids = [child.ready()["pid"] for child in ranks]
+    engine = Child("engine", [sys.executable, "-m", "benchmarks.peers.weights_engine", *common], work / "engine.log")
+    parent = psutil.Process(engine.ready()["pid"])
+    pids += [parent.pid, *(process.pid for process in parent.children(recursive=True))]
+    raylet = next(process.pid for process in psutil.Process().children(recursive=True) if process.name() == "raylet")
+    return Cluster(ranks, engine, pids, raylet, root)
+
+
+def penstock_round(cluster: Cluster, version: int) -> dict[str, Any]:
+    with Peak(lambda: private_bytes(cluster.pids)) as private, Peak(lambda: folder_bytes(cluster.root)) as shared:
+        published = cluster.ask_ranks({"op": "publish", "root": str(cluster.root), "version": version})
+        updated = cluster.engine.ask({"op": "update", **published["info"]})
+    reclaim(cluster.root, keep=2)
+    return _round(published, updated, private.growth, shared.most) | {"bytes": published["bytes"]}
+
+
+def naive_round(cluster: Cluster, version: int, empty_store: int) -> dict[str, Any]:
+    with (
+        Peak(lambda: private_bytes(cluster.pids)) as private,
+        Peak(lambda: object_store_bytes(cluster.raylet)) as shared,
+    ):
+        gathered = cluster.ask_ranks({"op": "gather", "version": version})
+        loaded = cluster.engine.ask({"op": "load", **gathered["info"]})
+    return _round(gathered, loaded, private.growth, shared.most - empty_store)
+
+
+def _round(sent: dict[str, Any], taken: dict[str, Any], private: int, shared: int) -> dict[str, Any]:
+    return {
+        "publish_s": sent["seconds"],
+        "update_s": taken["seconds"],
+        "pause_s": taken["pause_s"],
+        "phases": taken["phases"],
+        "private_bytes": private,
+        "shared_bytes": shared,
+    }
+
+
+def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
+    parameters = build_model(work / "model", size)
+    context = ray.init(
+        "local", num_cpus=2, object_store_memory=max(2**27, 10 * parameters), include_dashboard=False,
+        log_to_driver=False, logging_level="ERROR",
+    )  # fmt: skip
+    root = claim_root(Path(SHARED_MEMORY) / f"penstock-bench-{work.name}")
+    rounds = []
+    try:
+        cluster = start(work / "model", work, root, context.address_info["gcs_address"])
+        empty_store = object_store_bytes(cluster.raylet)
+        try:
+            for number in range(-2, num_rounds):  # two files take turns: two rounds until both are warm
+                sides = {"Penstock": penstock_round(cluster, 2 * number + 5)}
+                sides["naive"] = naive_round(cluster, 2 * number + 6, empty_store)
+                size_bytes = sides["Penstock"]["bytes"]
+                copied = cluster.ranks[0].ask({"op": "memcpy", "bytes": min(size_bytes, MEMCPY_BYTES)})
+                rates = {f"memcpy_{n}": min(size_bytes, MEMCPY_BYTES) / copied[f"seconds_{n}"] for n in (1, 2)}
+                common = {"size": size, "round": number, "parameters": parameters, "bytes": size_bytes, **rates}
+                rounds += [{**common, "side": side, **values} for side, values in sides.items() if number >= 0]
+        finally:
+            cluster.close()
+    finally:
+        remove_root(root)
+        ray.shutdown()
+        shutil.rmtree(work / "model")
+    return rounds
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Medians of one side at one size. Seconds, bytes, bytes a second; memory as a share of the float32 model."""
+
+    publish_s: float
+    update_s: float
+    pause_s: float
+    load_s: float
+    num_bytes: int
+    memcpy_1: float
+    memcpy_2: float
+    private: float
+    shared: float
+
+    @property
+    def total_s(self) -> float:
+        return self.publish_s + self.update_s
+
+    @classmethod
+    def of(cls, rounds: list[dict[str, Any]], size: str, side: str) -> "Summary":
+        chosen = [entry for entry in rounds if (entry["size"], entry["side"]) == (size, side)]
+        model_bytes = 4 * chosen[0]["parameters"]
+
+        def median(key: str) -> float:
+            return statistics.median(entry[key] for entry in chosen)
+
+        return cls(
+            median("publish_s"), median("update_s"), median("pause_s"),
+            statistics.median(entry["phases"]["load"] for entry in chosen), chosen[0]["bytes"],
+            median("memcpy_1"), median("memcpy_2"),
+            max(entry["private_bytes"] for entry in chosen) / model_bytes,
+            max(entry["shared_bytes"] for entry in chosen) / model_bytes,
+        )  # fmt: skip
+
+
+def print_rounds(rounds: list[dict[str, Any]], sizes: list[str]) -> None:
+    table = Table(title=f"Weights: float32 FSDP2 on {NUM_RANKS} ranks to vLLM in {DTYPE}, medians over rounds")
+    for column in ("size", "side"):
+        table.add_column(column)
+    for column in (
+        "publish ms", "update ms", "pause ms", "load ms", "publish GB/s", "of memcpy x1", "of memcpy x2", "private",
+        "shared",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for size in sizes:
+        for side in ("Penstock", "naive"):
+            one = Summary.of(rounds, size, side)
+            rate = one.num_bytes / one.publish_s
+            times = [f"{1000 * value:,.0f}" for value in (one.publish_s, one.update_s, one.pause_s, one.load_s)]
+            shares = [f"{rate / one.memcpy_1:.2f}", f"{rate / one.memcpy_2:.2f}", f"{one.private:.2f}x"]
+            table.add_row(size, side, *times, f"{rate / 1e9:.2f}", *shares, f"{one.shared:.2f}x")
+    Console(file=sys.stdout, width=130).print(table)
+
+
+def targets_of(rounds: list[dict[str, Any]], size: str) -> list[Target]:
+    ours, naive = Summary.of(rounds, size, "Penstock"), Summary.of(rounds, size, "naive")
+    copy_s = ours.num_bytes / ours.memcpy_1
+    rate = ours.num_bytes / ours.publish_s
+    return [
+        Target(f"{size}: publish and update, times faster than naive", naive.total_s / ours.total_s, "x", ">=", 3.0),
+        Target(f"{size}: publish, of memcpy by as many threads as ranks", rate / ours.memcpy_2, "", ">=", 0.5),
+        Target(f"{size}: engine paused, over one memcpy of the bytes", ours.pause_s / copy_s, "x", "<=", 1.5),
+        Target(f"{size}: engine paused, over vLLM's own loading", ours.pause_s / ours.load_s, "x", "<=", 1.5),
+        Target(f"{size}: extra host memory, of the float32 model", ours.private + ours.shared, "x", "<=", 1.1),
+    ]
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    sizes = ["3M"] if arguments.quick else list(SIZES)
+    num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
+    rounds: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
+        for size in sizes:
+            work = Path(tempfile.mkdtemp(dir=folder))
+            rounds += measure(size, work, num_rounds)
+    print_rounds(rounds, sizes)
+    targets = targets_of(rounds, sizes[-1])
+    print_targets(targets)
+    write_json(arguments.json, "weights", rounds, targets)
+
+
+if __name__ == "__main__":
+    main()
