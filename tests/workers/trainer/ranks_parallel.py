@@ -36,6 +36,8 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "sequence_lora": SEQUENCE | LORA,
         "sequence_minibatches": SEQUENCE | {"num_minibatches": 3},
         "summed_tensor": TENSOR,
+        "bfloat16_tensor_lora": TENSOR | LORA | {"dtype": "bfloat16"},
+        "bfloat16_sequence": SEQUENCE | {"dtype": "bfloat16"},
         "critic_tensor": TENSOR,
         "critic_sequence": SEQUENCE,
     },
