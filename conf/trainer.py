@@ -55,7 +55,7 @@ class LoraConfig:
 
     rank: int = 0
     """Columns of B and rows of A. 0: off, all weights are trained. 16 to 64 are usual for RL."""
-    alpha: float = 32.0
+    alpha: int = 32
     """What B A is multiplied by, times rank."""
     target_modules: list[str] = field(default_factory=lambda: [ALL_LINEAR])
     """Ends of the names of the linear layers that get one, e.g. [q_proj, v_proj]; [all-linear] takes all but the
@@ -63,7 +63,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         at_least("trainer.lora.rank", self.rank, 0)
-        above("trainer.lora.alpha", self.alpha, 0)
+        at_least("trainer.lora.alpha", self.alpha, 1)
         if not self.target_modules:
             raise ConfigError(f"trainer.lora.target_modules=[]: nothing would be trained. Set it to [{ALL_LINEAR}].")
 

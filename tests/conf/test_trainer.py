@@ -8,7 +8,7 @@ from penstock.conf.trainer import LoraConfig, TrainerConfig
     ("options", "message"),
     [
         ({"rank": -1}, r"trainer\.lora\.rank=-1: must be at least 0"),
-        ({"rank": 4, "alpha": 0.0}, r"trainer\.lora\.alpha=0\.0: must be greater than 0"),
+        ({"rank": 4, "alpha": 0}, r"trainer\.lora\.alpha=0: must be at least 1"),
         ({"rank": 4, "target_modules": []}, r"trainer\.lora\.target_modules=\[\]: nothing would be trained"),
     ],
 )

@@ -112,7 +112,7 @@ def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
     tensors = {}
     for adapter in adapters(lm):
         for letter, weight in (("A", adapter.a), ("B", adapter.b)):
-            whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+            whole = _over_fsdp(weight).full_tensor() if isinstance(weight, DTensor) else weight
             if is_writer:
                 tensors[f"base_model.model.{adapter.name}.lora_{letter}.weight"] = whole.detach().cpu().contiguous()
     if tensors:
@@ -130,8 +130,10 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _whole_rows(tensor: Tensor) -> Tensor:
-    """All rows; of columns that tensor parallelism splits, this rank's. Collective over the first dim of the mesh,
-    along which FSDP2 splits rows."""
-    if not isinstance(tensor, DTensor):
-        return tensor
-    return tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]]).to_local()
+    """All rows; of columns that tensor parallelism splits, this rank's. Collective."""
+    return _over_fsdp(tensor).to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _over_fsdp(tensor: DTensor) -> DTensor:
+    """Gathered along the first dim of its mesh, over which FSDP2 splits rows. Collective over that."""
+    return tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])

@@ -84,8 +84,8 @@ def attention(
         raise ConfigError(
             f"{KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set {KEY}=1."
         )
-    whole = [_by_heads(tensor, group) for tensor in (query, key, value)]
-    output, _ = sdpa_attention_forward(module, *whole, None, **(keywords | {"is_causal": True}))
+    query, key, value = (_by_heads(tensor, group) for tensor in (query, key, value))
+    output, _ = sdpa_attention_forward(module, query, key, value, None, **(keywords | {"is_causal": True}))
     return _by_tokens(output.transpose(1, 2), group).transpose(1, 2).contiguous(), None
 
 

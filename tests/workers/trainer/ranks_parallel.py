@@ -21,7 +21,7 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
-LORA = {"lora": LoraConfig(rank=4, alpha=8.0)}
+LORA = {"lora": LoraConfig(rank=4, alpha=8)}
 TENSOR = {"tensor_parallel_size": 2}
 SEQUENCE = {"sequence_parallel_size": 2}
 SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
@@ -36,6 +36,8 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "sequence_lora": SEQUENCE | LORA,
         "sequence_minibatches": SEQUENCE | {"num_minibatches": 3},
         "summed_tensor": TENSOR,
+        "bfloat16_tensor_lora": TENSOR | LORA | {"dtype": "bfloat16"},
+        "bfloat16_sequence": SEQUENCE | {"dtype": "bfloat16"},
         "critic_tensor": TENSOR,
         "critic_sequence": SEQUENCE,
     },

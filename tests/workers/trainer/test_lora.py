@@ -1,9 +1,14 @@
 """Adapters on one rank. On more of them: `test_ranks_parallel.py`."""
 
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from peft import PeftModel
@@ -13,8 +18,10 @@ from transformers import AutoModelForCausalLM
 
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
+from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.store.rows import Rows
+from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.trainer.lora import hf_name, is_adapter, target_layers
 from penstock.workers.trainer.policy_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
@@ -23,7 +30,7 @@ from penstock.workers.trainer.trainer import PolicyTrainer
 Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]
 Weights = Callable[[PolicyTrainer], dict[str, Tensor]]
-LORA = LoraConfig(rank=4, alpha=12.0)
+LORA = LoraConfig(rank=4, alpha=12)
 
 
 def trained(make_trainer: Make, make_rows: MakeRows, **options: Any) -> PolicyTrainer:
@@ -119,3 +126,25 @@ def test_a_target_that_names_no_linear_layer_is_refused_with_those_that_exist(ma
     message = rf"no linear layer of Qwen2ForCausalLM is called '{target}'\. There are down_proj, gate_proj, k_proj, "
     with pytest.raises(ConfigError, match=message):
         make_trainer(lora=LoraConfig(rank=4, target_modules=["q_proj", target]))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_serves_the_exported_adapter_with_the_trainers_logprobs(make_trainer: Make, tmp_path: Path) -> None:
+    base = str(tmp_path / "base")
+    shape = FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2)
+    build_fresh_model(base, shape, seed=3)
+    rows = Rows.from_lists({"prompt_ids": [[5, 6, 7, 8]], "response_ids": [[7, 8, 9, 10, 11, 12]]})
+    trainer = make_trainer(base, lora=LoraConfig(rank=8), lr=1e-2)
+    before = trainer.logprobs(rows)[0]
+    for _ in range(5):
+        trainer.update(rows, sft_loss)
+    trainer.export(str(tmp_path / "model"))
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, str(Path(__file__).parent / "vllm_adapter.py")]
+    words = [base, str(tmp_path / "model" / "adapter"), "5,6,7,8,7,8,9,10,11,12"]
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    served = np.array(json.loads(done.stdout.splitlines()[-1])[3:])
+    np.testing.assert_allclose(served, trainer.logprobs(rows)[0], atol=1e-5)
+    assert np.abs(served - before).max() > 0.1
