@@ -19,7 +19,7 @@ assert _spec is not None
 assert _spec.loader is not None
 ranks = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(ranks)
-EXACT = [name for name in ranks.SCENARIOS if name != "bfloat16"]
+EXACT = [name for name in ranks.SCENARIOS if "bfloat16" not in name]
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +90,9 @@ def test_tokens_are_counted_by_rank(one: Path, two: Path) -> None:
     assert sum(result(two, "uneven", rank)["tokens"] for rank in range(2)) == result(one, "uneven")["tokens"]
 
 
-def test_bfloat16_on_two_ranks_is_near_one(one: Path, two: Path) -> None:
-    expected, ours = weights(one, "bfloat16"), weights(two, "bfloat16")
+@pytest.mark.parametrize("scenario", ["bfloat16", "bfloat16_tiled"])
+def test_bfloat16_on_two_ranks_is_near_one(one: Path, two: Path, scenario: str) -> None:
+    expected, ours = weights(one, scenario), weights(two, scenario)
     for name, weight in expected.items():
         torch.testing.assert_close(ours[name], weight, atol=2e-3, rtol=0, msg=name)
 
