@@ -34,6 +34,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "tiled": {"logprob_chunk_mib": 0.002},
     "tiled_by_layer_checkpointed": {"logprob_chunk_mib": 0.002, "activation_checkpointing": True},
     "bfloat16": {"dtype": "bfloat16"},
+    "tiled_bfloat16": {"dtype": "bfloat16", "logprob_chunk_mib": 0.002},
 }
 
 

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
@@ -41,6 +41,17 @@ def test_a_plan_costs_no_more_than_one_microbatch_a_row_or_filling_up_greedily(l
         [lengths[position] for position in cut] for cut in batching.plan(np.array(lengths, dtype=np.int64), budget)
     ]
     assert cost(planned) <= min(cost(greedy), cost([[length] for length in lengths]))
+
+
+@given(st.integers(0, 2**32), st.integers(64, 256), st.floats(5.7, 7), st.floats(0.7, 1.3), st.integers(8192, 32768))
+@settings(deadline=None, max_examples=30)
+def test_padding_is_under_5_percent_of_long_tailed_lengths(
+    seed: int, num_rows: int, mean: float, spread: float, budget: int
+) -> None:
+    drawn = np.random.default_rng(seed).lognormal(mean, spread, num_rows)
+    lengths = np.clip(drawn, 16, 4096).astype(np.int64)
+    padded = sum(len(cut) * lengths[cut].max() for cut in batching.plan(lengths, budget))
+    assert lengths.sum() / padded > 0.95
 
 
 def test_rows_of_one_length_that_fit_stay_together_in_row_order() -> None:
