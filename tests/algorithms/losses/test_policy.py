@@ -1,9 +1,7 @@
 import inspect
 import math
 import pickle
-import re
 from functools import partial
-from pathlib import Path
 
 import cloudpickle
 import pytest
@@ -12,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, per_token, policy_loss, ppo_clip_loss
+from penstock.algorithms.losses import interpolated_policy_loss, per_token, policy_loss, ppo_clip_loss
 from penstock.algorithms.options import Positive
 from penstock.conf.algorithm import AGGREGATIONS, CORRECTIONS
 from penstock.conf.errors import ConfigError, ShapeError
@@ -426,17 +424,3 @@ def test_no_setting_of_a_loss_looks_like_a_column():
 def test_bad_settings_of_the_driver_are_named(settings, error, message):
     with pytest.raises(error, match=message):
         two_tokens(**settings)
-
-
-def test_the_surrogate_in_the_documentation_runs():
-    text = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
-    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "@surrogate(" in block)
-    names = {"__name__": "documentation"}
-    exec(code, names)
-    SURROGATES.pop("my_spo")
-    # on policy: -A, and the penalty is zero
-    logprobs, mask, columns = batch(1, 3, 4)
-    columns["old_logprobs"] = columns["behavior_logprobs"] = logprobs
-    _, gradient, metrics = run(names["loss"], logprobs, mask, columns, BatchTotals.of(mask))
-    torch.testing.assert_close(gradient, -columns["advantage"][:, None] * mask / mask.sum())
-    assert metrics["ratio"] == 1.0
