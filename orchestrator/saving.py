@@ -53,8 +53,6 @@ class CheckpointWriter:
         await self.finish()
         place = self._checkpoints.directory(step)
         await asyncio.to_thread(self._checkpoints.clear, step)
-        if not is_url(place):
-            await asyncio.to_thread(Path(place).mkdir, parents=True, exist_ok=True)
         admitted = await self._in_time(self._store.cut(), "Store", step)
         name, prompts = self._fleet.role("prompts")[0]
         start: PromptStart = await self._in_time(prompts.start_after.remote(admitted), name, step)

@@ -59,7 +59,7 @@ class Saver:
         self._group = group
         self._timeout_s = timeout_s
         self._ranks: Any = None
-        self._copies: dict[str, Tensor] = {}
+        self._copies: dict[tuple[str, int], Tensor] = {}
         self._copied = threading.Event()
         self._copied.set()
         self._result: Future[list[SavedFile]] | None = None
@@ -131,18 +131,19 @@ class Saver:
             self._copied.set()
 
     @torch.no_grad()
-    def _copy(self, pieces: list[Piece]) -> dict[str, Piece]:
+    def _copy(self, pieces: list[Piece]) -> list[Piece]:
         on_gpu = self._group.device.type != "cpu"
         for piece in pieces:
-            copy = self._copies.get(piece.name)
+            place = piece.name, piece.first
+            copy = self._copies.get(place)
             if copy is None or copy.shape != piece.values.shape:
-                copy = self._copies[piece.name] = torch.empty(
+                copy = self._copies[place] = torch.empty(
                     piece.values.shape, dtype=piece.values.dtype, device="cpu", pin_memory=on_gpu
                 )
             copy.copy_(piece.values, non_blocking=on_gpu)
         if on_gpu:
             torch.cuda.synchronize()
-        return {piece.name: replace(piece, values=self._copies[piece.name]) for piece in pieces}
+        return [replace(piece, values=self._copies[piece.name, piece.first]) for piece in pieces]
 
 
 @contextmanager
@@ -177,13 +178,12 @@ def _load(pieces: list[Piece], local: str, directory: str, group: ProcessGroup, 
     wanted = [piece for piece in pieces if piece.name in saved or piece.name not in optional]
     for piece in wanted:
         _check_fits(piece, saved, directory)
-    shards = {piece.name: piece for piece in wanted}
     try:
-        planner = FlatLoadPlanner(shards)
-        dcp.load(_values(shards), storage_reader=reader, planner=planner, no_dist=group.num_ranks == 1)
+        planner = FlatLoadPlanner(wanted)
+        dcp.load(_values(wanted), storage_reader=reader, planner=planner, no_dist=group.num_ranks == 1)
     except (OSError, RuntimeError, ValueError, EOFError, dcp.CheckpointException) as error:
         raise CheckpointError(f"{directory}: rank {group.rank} could not read it: {error}") from None
-    return set(shards)
+    return {piece.name for piece in wanted}
 
 
 def read_carried(directory: str) -> bytes:
@@ -197,8 +197,9 @@ def read_carried(directory: str) -> bytes:
             raise CheckpointError(f"{directory}/{CARRIED}: cannot be read: {error}") from None
 
 
-def _values(shards: dict[str, Piece]) -> dict[str, Any]:
-    return {name: piece.values for name, piece in shards.items()}
+def _values(pieces: list[Piece]) -> dict[str, Any]:
+    """What DCP wants to see; the planners know where each element belongs."""
+    return {piece.name: piece.values for piece in pieces}
 
 
 def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:

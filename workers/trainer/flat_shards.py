@@ -6,7 +6,7 @@ other number of ranks and by another engine: DCP finds which saved ranges overla
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -30,46 +30,58 @@ from penstock.workers.trainer.engine import Piece
 
 
 class FlatSavePlanner(DefaultSavePlanner):
-    """Of a state dict that maps the pieces' names to their values."""
+    """Of a state dict that has the pieces' names."""
 
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, pieces: Iterable[Piece]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._pieces = pieces
+        self._pieces = by_place(pieces)
 
     def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(name, piece) for name, piece in self._pieces.items() if _chunks(piece)])
+        self.plan = SavePlan([_write_item(piece) for piece in self._pieces.values()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index.fqn].values
+        return self._pieces[_place(index)].values
 
 
 class FlatLoadPlanner(DefaultLoadPlanner):
     """The same for reading. All names must be in the checkpoint, in the right size."""
 
-    def __init__(self, pieces: Mapping[str, Piece]) -> None:
+    def __init__(self, pieces: Iterable[Piece]) -> None:
         super().__init__(flatten_state_dict=False)
-        self._pieces = pieces
+        self._pieces = by_place(pieces)
 
     def create_local_plan(self) -> LoadPlan:
         assert self.metadata is not None
+        chunks: dict[str, list[ChunkStorageMetadata]] = {}
+        for piece in self._pieces.values():
+            chunks.setdefault(piece.name, []).append(_chunk(piece))
         items = []
-        for name, piece in self._pieces.items():
+        for name, wanted in chunks.items():
             saved = self.metadata.state_dict_metadata[name]
             assert isinstance(saved, TensorStorageMetadata)
-            items += create_read_items_for_chunk_list(name, saved, _chunks(piece))
+            items += create_read_items_for_chunk_list(name, saved, wanted)
         return LoadPlan(items)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[index.fqn].values
+        return self._pieces[_place(index)].values
 
 
-def _chunks(piece: Piece) -> list[ChunkStorageMetadata]:
-    """None for a rank that has nothing of the tensor."""
-    return [ChunkStorageMetadata(torch.Size([piece.first]), piece.values.shape)] if piece.values.numel() else []
+def by_place(pieces: Iterable[Piece]) -> dict[tuple[str, int], Piece]:
+    """By name and first element: a rank may have several pieces of a tensor. Those without elements are left out."""
+    return {(piece.name, piece.first): piece for piece in pieces if piece.values.numel()}
 
 
-def _write_item(name: str, piece: Piece) -> WriteItem:
-    chunk, size = _chunks(piece)[0], torch.Size([math.prod(piece.shape)])
+def _place(index: MetadataIndex) -> tuple[str, int]:
+    assert index.offset is not None
+    return index.fqn, index.offset[0]
+
+
+def _chunk(piece: Piece) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(torch.Size([piece.first]), piece.values.shape)
+
+
+def _write_item(piece: Piece) -> WriteItem:
+    chunk, size = _chunk(piece), torch.Size([math.prod(piece.shape)])
     data = TensorWriteData(chunk, TensorProperties.create_from_tensor(piece.values), size)
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    return WriteItem(MetadataIndex(piece.name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)

@@ -75,7 +75,7 @@ def test_files_are_listed_with_size_and_checksum(trained: PolicyTrainer, tmp_pat
     state = TrainingState({"policy": trained})
     state.begin(str(tmp_path))
     files = {file.name: file for file in state.finish()}
-    assert files.keys() == {"__0_0.distcp", ".metadata"} == {path.name for path in tmp_path.iterdir()}
+    assert files.keys() == {"__0_0.distcp", ".metadata", "carried.pickle"} == {path.name for path in tmp_path.iterdir()}
     assert files["__0_0.distcp"].num_bytes == (tmp_path / "__0_0.distcp").stat().st_size > 3 * 4 * 20_000
     assert state.finish() == []
 
