@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.errors import PenstockError
+from penstock.conf.errors import CheckpointError, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoints import Checkpoint, Checkpoints
 from penstock.orchestrator.fleet import Fleet
@@ -63,7 +63,7 @@ class CheckpointWriter:
         )  # fmt: skip
         calls = [(name, handle.begin_saving.remote(checkpoint.trainer)) for name, handle in self._fleet.role("trainer")]
         await answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)
-        self._writing = asyncio.create_task(self._write(checkpoint, time.time()))
+        self._writing = asyncio.create_task(self._write_or_say(checkpoint))
         return time.monotonic() - started
 
     async def finish(self, *, strict: bool = False) -> None:
@@ -73,15 +73,21 @@ class CheckpointWriter:
         writing, self._writing = self._writing, None
         try:
             await writing
-        except (PenstockError, OSError) as error:
+        except PenstockError as error:
             self.failed += 1
             self._directory.event("checkpoint_failed", error=type(error).__name__, message=str(error))
             if strict:
                 raise
             self._progress.note(f"a checkpoint could not be written, the one before stays: {error}")
 
-    async def _write(self, checkpoint: Checkpoint, started: float) -> None:
-        step = checkpoint.step
+    async def _write_or_say(self, checkpoint: Checkpoint) -> None:
+        try:
+            await self._write(checkpoint)
+        except OSError as error:
+            raise CheckpointError(f"{checkpoint.directory}: cannot be written: {error}") from None
+
+    async def _write(self, checkpoint: Checkpoint) -> None:
+        step, started = checkpoint.step, time.time()
         calls = [(name, handle.finish_saving.remote()) for name, handle in self._fleet.role("trainer")]
         with _store_place(checkpoint) as root:
             saved, _ = await asyncio.gather(
