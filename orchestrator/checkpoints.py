@@ -16,10 +16,18 @@ from typing import Any
 
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError
-from penstock.workers.files import exists, is_url, list_names, read_text, remove, upload_directory, write_text
+from penstock.workers.files import (
+    SavedFile,
+    exists,
+    is_url,
+    list_names,
+    read_text,
+    remove,
+    upload_directory,
+    write_text,
+)
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
-from penstock.workers.trainer.checkpointing import SavedFile
 
 FORMAT = 1
 PREFIX = "global_step_"

@@ -37,7 +37,7 @@ from penstock.orchestrator.usage import Usage
 from penstock.orchestrator.waiting import answer, answers, translate
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client import StoreClient
-from penstock.workers.trainer.worker import StepReport
+from penstock.workers.trainer.report import StepReport
 from penstock.workers.weights.transport import Update
 
 QUICK_S = 60.0

@@ -26,7 +26,8 @@ from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
-from penstock.workers.trainer.actor import Trainer, TrainerSpec
+from penstock.workers.trainer.actor import Trainer
+from penstock.workers.trainer.spec import TrainerSpec
 
 MANY_CALLS = 10_000
 """Concurrency of async actors: calls wait inside, they do not compute."""

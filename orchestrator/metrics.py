@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.workers.trainer.worker import StepReport, TrainedRows
+from penstock.workers.trainer.report import StepReport, TrainedRows
 
 PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
 """What `timing_s/` and the report's plot of time know, besides `step`."""

@@ -4,10 +4,22 @@ Imports fsspec when a URL is met, so that plain paths need nothing.
 """
 
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from penstock.conf.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """What a rank has written. `checksum`: xxh3-128 of the bytes, hexadecimal."""
+
+    name: str
+    num_bytes: int
+    checksum: str
 
 
 def is_url(place: str) -> bool:
@@ -112,3 +124,12 @@ def _open(url: str) -> tuple[Any, str]:
             "want a package, such as s3fs for s3://."
         ) from None
     return system, str(root).rstrip("/")
+
+
+def saved_file(path: Path) -> SavedFile:
+    """Size and checksum of a file, read back."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as source:
+        while chunk := source.read(1 << 22):
+            digest.update(chunk)
+    return SavedFile(path.name, path.stat().st_size, digest.hexdigest())

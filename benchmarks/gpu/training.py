@@ -25,7 +25,8 @@ from benchmarks.harness import parse_arguments, write_json
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
-from penstock.workers.trainer.actor import Trainer, TrainerSpec
+from penstock.workers.trainer.actor import Trainer
+from penstock.workers.trainer.spec import TrainerSpec
 
 NUM_ROUNDS = 5
 NUM_ROWS = 128

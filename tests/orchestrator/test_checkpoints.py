@@ -10,9 +10,9 @@ from penstock.conf.errors import CheckpointError, ConfigError
 from penstock.orchestrator.checkpoints import Checkpoint, Checkpoints, open_checkpoint
 from penstock.orchestrator.compose import load_config
 from penstock.orchestrator.resuming import open_run
+from penstock.workers.files import saved_file
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
-from penstock.workers.trainer.checkpointing import saved_file
 
 
 def write(checkpoints: Checkpoints, step: int, *, model: str = "/", **values) -> Checkpoint:

@@ -1,217 +1,36 @@
 """`Trainer-<model>-<rank>`: the Ray shell around one rank. Started by `orchestrator/fleet.py`.
 
-All ranks of a group get the same calls in the same order; torch.distributed does the rest between them. A trainer that
-updates is driven step by step by the controller; one that only computes log-probabilities pulls its rows by itself
-(`run`).
+Light to import: whoever starts a run has this class, and torch and transformers wait until the actor is made.
 """
 
-import socket
-from dataclasses import dataclass, field
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
-import ray
+from penstock.workers.trainer.spec import TrainerSpec
 
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Stage
-from penstock.conf.trainer import TrainerConfig
-from penstock.conf.weights import WeightsConfig
-from penstock.store.rows import Rows
-from penstock.store.sync_client import SyncStoreClient
-from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer.checkpointing import SavedFile
-from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.scalar import ScalarTrainer
-from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.training_state import TrainingState
-from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainerWorker
-from penstock.workers.weights.making import TrainerSide, make_transport
-from penstock.workers.weights.transport import Engines, Transport, Update
-
-
-@dataclass(frozen=True)
-class TrainerSpec:
-    name: str
-    config: TrainerConfig
-    model_path: str
-    rank: int
-    num_ranks: int
-    num_threads: int
-    stage: str
-    loss: Loss | None
-    """None: no optimizer, log-probabilities only."""
-    temperature: float = 1.0
-    attention: str = "sdpa"
-    engine_dtype: str = "float32"
-    column: str = "reference_logprobs"
-    """What a log-probability stage writes."""
-    in_trainer: tuple[Stage, ...] = ()
-    """Stages that run on the batch before the update."""
-    columns: dict[str, Column] = field(default_factory=dict)
-    """Of the dataflow, for these."""
-    head: str = "policy"
-    """policy, or scores: a reward model, trained or served."""
-    checkpoint_timeout_s: float = 1800.0
-    update_timeout_s: float = 120.0
-    """Of each phase of a weight update."""
-
-    @property
-    def trains(self) -> bool:
-        return self.loss is not None
+CALLS = (
+    "address", "start", "step", "run", "stats", "update", "logprobs", "begin_saving", "finish_saving", "load", "publish",
+    "connect", "prepare", "send", "take_device", "leave_device", "export", "close",
+)  # fmt: skip
+"""Methods of `rank.TrainerRank`, each handed on."""
 
 
 class Trainer:
     """Lifecycle: `address` on rank 0, `start` on all with it, then `step`/`publish` or `run`, then `close`."""
 
     def __init__(self, spec: TrainerSpec, store: Any | None) -> None:
-        self._spec = spec
-        self._store = SyncStoreClient(store) if store is not None else None
-        self._trainer: PolicyTrainer | None = None
-        self._worker: TrainerWorker | ReferenceWorker | None = None
-        self._state: TrainingState | None = None
-        self._transport: Transport | None = None
+        from penstock.workers.trainer.rank import TrainerRank
 
-    def address(self) -> str:
-        """`host:port` where this rank, the first, can listen for the others."""
-        host = ray.util.get_node_ip_address()
-        with socket.socket() as probe:
-            probe.bind((host, 0))
-            return f"{host}:{probe.getsockname()[1]}"
+        self._rank = TrainerRank(spec, store)
 
-    def start(self, address: str) -> None:
-        """Load the model and join the other ranks. Collective."""
-        spec = self._spec
-        trainer = self._trainer = self._make(spec.head == "scores", address)
-        critic = None
-        if spec.trains and any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
-            options = {"metrics_prefix": "critic", "optimizer": spec.config.critic_optimizer}
-            critic = cast(ScalarTrainer, self._make(True, address, **options))
-        group = trainer.group
-        preparation = Preparation(spec.in_trainer, spec.columns, group.gather, critic)
-        if spec.trains:
-            trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
-            self._state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
-        if self._store is None:
-            return
-        if spec.loss is not None:
-            self._worker = TrainerWorker(
-                trainer,
-                self._store,
-                group.data_rank,
-                group.num_data_ranks,
-                spec.loss,
-                preparation=preparation,
-                speaks_for_rows=group.speaks_for_rows,
-            )
-        else:
-            compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
-            self._worker = ReferenceWorker(
-                compute,
-                self._store,
-                spec.stage,
-                spec.column,
-                group.data_rank,
-                group.num_data_ranks,
-                speaks_for_rows=group.speaks_for_rows,
-            )
 
-    def _make(self, is_scalar: bool, address: str, **options: Any) -> PolicyTrainer:
-        spec = self._spec
-        return (ScalarTrainer if is_scalar else PolicyTrainer)(
-            spec.config,
-            spec.model_path,
-            temperature=spec.temperature,
-            rank=spec.rank,
-            num_ranks=spec.num_ranks,
-            address=address,
-            num_threads=spec.num_threads,
-            attention=spec.attention,
-            trainable=spec.trains,
-            engine_dtype=spec.engine_dtype,
-            **options,
-        )
+def _handed_on(name: str) -> Callable[..., Any]:
+    def call(self: Trainer, *arguments: Any) -> Any:
+        return getattr(self._rank, name)(*arguments)
 
-    @property
-    def _ready(self) -> PolicyTrainer:
-        assert self._trainer is not None
-        return self._trainer
+    call.__name__ = name
+    return call
 
-    def step(self, round: int) -> StepReport | None:
-        """Update number `round` on the store's next batch. None: the store has closed. Collective."""
-        assert isinstance(self._worker, TrainerWorker)
-        return self._worker.step(round)
 
-    def run(self) -> None:
-        """Serve a log-probability stage until the store closes. Collective."""
-        assert isinstance(self._worker, ReferenceWorker)
-        self._worker.run()
-
-    def stats(self) -> dict[str, float]:
-        return self._worker.stats() if isinstance(self._worker, ReferenceWorker) else {}
-
-    def update(self, rows: Rows, loss: Loss) -> UpdateReport:
-        """The imperative API: one update on these rows of this rank. Collective."""
-        return self._ready.update(rows, loss)
-
-    def logprobs(self, rows: Rows) -> list[np.ndarray]:
-        return self._ready.logprobs(rows)
-
-    def begin_saving(self, directory: str) -> None:
-        """Take the state of now; it is copied and written while training goes on. Collective."""
-        assert self._state is not None
-        self._state.begin(directory)
-
-    def finish_saving(self) -> list[SavedFile]:
-        """Wait for what `begin_saving` started; may run beside `step`. Raises `CheckpointError`,
-        `DeadlineExceeded`."""
-        assert self._state is not None
-        return self._state.finish()
-
-    def load(self, directory: str, files: list[SavedFile]) -> None:
-        """Go on from a checkpoint. Collective. Raises `CheckpointError`."""
-        assert self._state is not None
-        self._state.load(directory, files)
-
-    def publish(self, directory: str, version: int) -> Publication:
-        return self._ready.publish(directory, version)
-
-    def connect(self, name: str, engines: Engines, address: str, directory: str, config: WeightsConfig) -> None:
-        """Meet the engines, where weights are streamed to them. `address`: where they can meet; `directory`: root of
-        publications. Collective."""
-        trainer, group = self._ready, self._ready.group
-        side = TrainerSide(
-            group.rank, group.num_ranks, group.device, trainer.publish, trainer.engine.pieces, group.gather,
-            trainer.model.lm, trainer.engine_dtype,
-        )  # fmt: skip
-        self._transport = make_transport(
-            name, side, directory=directory, bucket_mib=config.bucket_mib, timeout_s=self._spec.update_timeout_s
-        )
-        self._transport.connect(engines, address)
-
-    def prepare(self, version: int) -> Update:
-        """What the engines are to be told of a version that `send` brings. Collective."""
-        assert self._transport is not None
-        return self._transport.prepare(version)
-
-    def send(self, version: int) -> None:
-        """Stream a version, while the engines' `update` receives it. Collective."""
-        assert self._transport is not None
-        self._transport.send(version)
-
-    def take_device(self) -> None:
-        """Bring everything back to the device that it shares with an engine. Collective."""
-        self._ready.take_device()
-
-    def leave_device(self) -> None:
-        """Make room on the device that it shares with an engine. Collective."""
-        self._ready.leave_device()
-
-    def export(self, directory: str) -> None:
-        """Write a HF model directory. Collective."""
-        self._ready.export(directory)
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-        if self._trainer is not None:
-            self._trainer.close()
+for _name in CALLS:
+    setattr(Trainer, _name, _handed_on(_name))

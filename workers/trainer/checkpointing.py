@@ -16,33 +16,23 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded, suggest
-from penstock.workers.files import download, is_url, upload
+from penstock.workers.files import SavedFile, download, is_url, saved_file, upload
 from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.flat_shards import FlatLoadPlanner, FlatSavePlanner
 from penstock.workers.trainer.process_group import ProcessGroup
 
 CARRIED = "carried.pickle"
 """The file of what is no tensor."""
-
-
-@dataclass(frozen=True)
-class SavedFile:
-    """What a rank has written. `checksum`: xxh3-128 of the bytes, hexadecimal."""
-
-    name: str
-    num_bytes: int
-    checksum: str
 
 
 class Saver:
@@ -236,12 +226,3 @@ def check_files(directory: str, files: Iterable[SavedFile]) -> None:
         if found != file:
             problem = "is missing" if found is None else "is damaged: its size or checksum is not what was written"
             raise CheckpointError(f"{path} {problem}. Resume from the checkpoint before it.")
-
-
-def saved_file(path: Path) -> SavedFile:
-    """Size and checksum of a file, read back."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as source:
-        while chunk := source.read(1 << 22):
-            digest.update(chunk)
-    return SavedFile(path.name, path.stat().st_size, digest.hexdigest())

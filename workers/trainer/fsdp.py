@@ -62,7 +62,7 @@ class FsdpEngine:
         self.root = self._fully_shard(mesh, config.dtype, is_offloaded)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for name, module in model.named_modules():
-            if isinstance(module, FSDPModule):
+            if module in self.units:
                 module.register_forward_pre_hook(partial(self._entered, name or "the embedding and the head"))
         if self._num_shards > 1:
             for unit in self.units:

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from penstock.workers.trainer.checkpointing import SavedFile, Saver, check_files, load, read_carried
+from penstock.workers.files import SavedFile
+from penstock.workers.trainer.checkpointing import Saver, check_files, load, read_carried
 from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.trainer import PolicyTrainer

@@ -12,7 +12,6 @@ Legend: _N rows (samples) of this rank.
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +20,7 @@ from penstock.conf.errors import LeaseExpired
 from penstock.store.rows import Rows
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
+from penstock.workers.trainer.report import StepReport, TrainedRows
 
 
 class Store(Protocol):
@@ -33,58 +33,6 @@ class Store(Protocol):
     def complete_shared(self, lease: Any) -> None: ...
 
     def write(self, lease: Any, row_ids: np.ndarray, columns: dict[str, Any]) -> None: ...
-
-
-@dataclass(frozen=True)
-class TrainedRows:
-    """What the step's metrics need of each row of this rank; small enough to send to the controller."""
-
-    reward_N: np.ndarray
-    """float64, NaN where the dataflow has no reward."""
-    response_tokens_N: np.ndarray
-    """int64."""
-    prompt_tokens_N: np.ndarray
-    """int64."""
-    clipped_N: np.ndarray
-    """bool: the response ended at `max_tokens`, not by itself."""
-    staleness_max_N: np.ndarray
-    """int64: of the row's oldest token, in policy updates; 0 where nothing was sampled."""
-    staleness_sum_N: np.ndarray
-    """float64: over the row's tokens."""
-
-    @classmethod
-    def of(cls, rows: Rows, version: int) -> "TrainedRows":
-        """`version`: of the policy that was updated. A token sampled under version u has staleness `version - u`."""
-        count = len(rows)
-        reward_N = rows.values("reward").astype(np.float64) if "reward" in rows else np.full(count, np.nan)
-        clipped_N = np.zeros(count, dtype=np.bool_)
-        if "finish_reason" in rows:
-            clipped_N = np.array([reason == "length" for reason in rows.strings("finish_reason")], dtype=np.bool_)
-        oldest_N, sum_N = np.zeros(count, np.int64), np.zeros(count)
-        if "token_versions" in rows:
-            for index, versions in enumerate(rows.arrays("token_versions")):
-                if len(versions):
-                    staleness = version - versions.astype(np.int64)
-                    oldest_N[index], sum_N[index] = staleness.max(), staleness.sum()
-        return cls(reward_N, rows.lengths("response_ids"), rows.lengths("prompt_ids"), clipped_N, oldest_N, sum_N)
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """One update, as one rank saw it."""
-
-    round: int
-    version: int
-    """Of the policy before the update; the update made `version + 1`."""
-    metrics: dict[str, float]
-    """`UpdateReport.metrics`: the same on every rank."""
-    rows: TrainedRows
-    """Of this rank."""
-    wait_s: float
-    """For the store to have a batch."""
-    train_s: float
-    seconds: dict[str, float]
-    """Parts of `train_s`: plan, forward, backward, optimizer."""
 
 
 class TrainerWorker:

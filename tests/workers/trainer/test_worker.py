@@ -17,8 +17,9 @@ from penstock.store.rows import Rows
 from penstock.store.spec import StoreSpec
 from penstock.store.store import Store
 from penstock.store.sync_client import SyncStoreClient
+from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.worker import ReferenceWorker, StepReport, TrainedRows, TrainerWorker
+from penstock.workers.trainer.worker import ReferenceWorker, TrainerWorker
 
 Make = Callable[..., PolicyTrainer]
 
