@@ -9,8 +9,8 @@ from typing import Any
 from penstock.workers.trainer.spec import TrainerSpec
 
 CALLS = (
-    "address", "start", "step", "run", "stats", "update", "logprobs", "begin_saving", "finish_saving", "load", "publish",
-    "connect", "prepare", "send", "take_device", "leave_device", "export", "close",
+    "address", "start", "step", "run", "stats", "update", "logprobs", "begin_saving", "finish_saving", "load",
+    "publish", "connect", "prepare", "send", "take_device", "leave_device", "export", "close",
 )  # fmt: skip
 """Methods of `rank.TrainerRank`, each handed on."""
 
