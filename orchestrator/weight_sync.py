@@ -8,7 +8,7 @@ What the two sides do is `workers/weights/`'s business; here are the order of th
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import STREAMS, choose_transport
@@ -48,8 +48,9 @@ class WeightSync:
         """All that must be done before weights change again: the publication, or the whole transfer."""
         phase = f"publish version {version}"
         if not self._streams:
-            return (await self._all(self._trainers, "publish", (str(self._root), version), phase, PHASES))[0]
-        update: Update = (await self._all(self._trainers, "prepare", (version,), phase))[0]
+            updates = await self._all(self._trainers, "publish", (str(self._root), version), phase, PHASES)
+            return cast(Update, updates[0])
+        update = cast(Update, (await self._all(self._trainers, "prepare", (version,), phase))[0])
         calls = [(name, handle.send.remote(version)) for name, handle in self._trainers]
         calls += [(name, handle.update.remote(update)) for name, handle in self._engines]
         await answers(calls, phase=f"send version {version}", timeout_s=PHASES * self._timeout_s)
