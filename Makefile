@@ -18,7 +18,7 @@ demo: setup ## a tiny model learns arithmetic by reinforcement learning, within 
 test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick round
 	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
 
-soak: setup ## the store's random histories, a million events and more: about a quarter of an hour
+soak: setup ## the store's random histories, a million events and more: about half an hour
 	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store -k "histories or staleness" $(ARGS)
 
 oracle: .venv-oracle/.locked ## the formulas against verl and TRL, in an environment of their own; ARGS="-k gspo" for some
@@ -52,6 +52,9 @@ bench: bench-env ## every benchmark, results in benchmarks/results/
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
 	$(BIN)/python -m benchmarks.store --json benchmarks/results/store.json $(ARGS)
+	$(BIN)/python -m benchmarks.weights --json benchmarks/results/weights.json $(ARGS)
+	$(BIN)/python -m benchmarks.training --json benchmarks/results/training.json $(ARGS)
+	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json $(ARGS)
 	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
