@@ -27,7 +27,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.trainer import batching
-from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm
 
 PROMPT_TOKENS = 16
@@ -62,7 +62,7 @@ class Fixed:
 
 class Penstock:
     def __init__(self, model_path: str, **options: Any) -> None:
-        self._trainer = FsdpTrainer(TrainerConfig(**options), model_path)
+        self._trainer = PolicyTrainer(TrainerConfig(**options), model_path)
 
     def cuts(self, lengths: np.ndarray) -> list[np.ndarray]:
         return batching.plan(lengths, self._trainer.config.max_tokens_per_microbatch)

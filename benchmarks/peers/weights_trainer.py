@@ -25,12 +25,12 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from penstock.conf.trainer import TrainerConfig
-from penstock.workers.trainer.fsdp import FsdpTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
 
 
 class Rank:
     def __init__(self, arguments: argparse.Namespace) -> None:
-        self.trainer = FsdpTrainer(
+        self.trainer = PolicyTrainer(
             TrainerConfig(),
             arguments.model,
             rank=arguments.rank,
