@@ -113,9 +113,16 @@ class ShmWorker:
     def __init__(self, model: Model) -> None:
         self.model = model
 
+    @staticmethod
+    def parse_init_info(info: dict[str, Any]) -> dict[str, Any]:
+        return info
+
+    def init_transfer_engine(self, info: dict[str, Any]) -> None:
+        """Word of the publication that comes next."""
+
     def update_weights(self, info: dict[str, Any]) -> None:
-        mapped = MappedWeights(open_publication(Publication(**info)))
-        mapped.verify()
+        mapped = MappedWeights(open_publication(Publication(info["directory"], info["version"])))
+        assert mapped.inode == info["verified_inode"]
         self.model.load_weights(mapped.tensors())
 
 

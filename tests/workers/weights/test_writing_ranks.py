@@ -3,12 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from penstock.conf.errors import WeightError
+from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.writing import publish
+from penstock.workers.weights.layout import compute_layout
 from penstock.workers.weights.publication import open_publication
 from penstock.workers.weights.reading import MappedWeights
 
@@ -26,22 +29,27 @@ class Group:
 
 
 @dataclass
-class Policy:
-    """Plays `ShardedPolicy`: the first rank has four of seven rows and the whole buffer."""
+class Engine:
+    """Plays a `TrainEngine`: the first rank has four of seven rows and the whole buffer."""
 
     group: Group
 
-    def shards(self) -> Iterator[tuple[str, tuple[int, ...], int, torch.Tensor]]:
+    def pieces(self) -> Iterator[Piece]:
         first = 4 * self.group.rank
-        yield "embed.weight", (7, 5), first, WEIGHT[first : first + 4]
-        yield "norm.scale", (3,), 0, BUFFER if self.group.rank == 0 else BUFFER[:0]
+        yield Piece("embed.weight", (7, 5), 5 * first, WEIGHT[first : first + 4].reshape(-1))
+        yield Piece("norm.scale", (3,), 0, BUFFER if self.group.rank == 0 else BUFFER[:0])
+
+
+def publish_of(rank: int, directory: Path, version: int, dtype: str) -> Any:
+    layout = compute_layout([("embed.weight", (7, 5), dtype), ("norm.scale", (3,), dtype)])
+    return publish(Engine(Group(rank)), str(directory), version, layout)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_ranks_publish_shards_and_buffers_in_the_engines_dtype(tmp_path: Path, dtype: str) -> None:
     for version in range(1, 5):
         for rank in (1, 0):
-            publication = publish(Policy(Group(rank)), str(tmp_path), version, dtype)  # type: ignore[arg-type]
+            publication = publish_of(rank, tmp_path, version, dtype)
     mapped = MappedWeights(open_publication(publication))
     mapped.verify()
     expected = {"embed.weight": WEIGHT, "norm.scale": BUFFER}
@@ -53,4 +61,4 @@ def test_ranks_publish_shards_and_buffers_in_the_engines_dtype(tmp_path: Path, d
 
 def test_a_rank_that_did_not_write_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match="rank 1 of 2 did not finish"):
-        publish(Policy(Group(0)), str(tmp_path), 1, "float32")  # type: ignore[arg-type]
+        publish_of(0, tmp_path, 1, "float32")
