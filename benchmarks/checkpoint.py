@@ -3,7 +3,8 @@
     python -m benchmarks.checkpoint --json checkpoint.json
 
 One rank with AdamW trains a random Qwen2 of the size; weights and moments are 12 bytes a parameter. *Held up* is what
-the save and the next update take together, less a plain update. Kinds alternate; medians over rounds.
+the save and the next update take together, less a plain update: on a CPU, the writing takes cores from it. *Blocked* is
+what the trainer waits for the save alone. Kinds alternate; medians over rounds.
 """
 
 import shutil
@@ -71,11 +72,13 @@ class Side:
         start = time.perf_counter()
         self.state.begin(str(target))
         files = self.state.finish() if wait else []
-        blocked = time.perf_counter() - start
+        blocked, waited = time.perf_counter() - start, self.state.waited_s
         update = self.update()
+        blocked += self.state.waited_s - waited
+        with_update = time.perf_counter() - start
         files = files or self.state.finish()
         total = time.perf_counter() - start
-        return {"blocked_s": blocked, "with_update_s": blocked + update, "total_s": total,
+        return {"blocked_s": blocked, "update_s": update, "with_update_s": with_update, "total_s": total,
                 "bytes": float(sum(file.num_bytes for file in files))}  # fmt: skip
 
     def resume(self) -> float:
@@ -106,10 +109,13 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
         return float(statistics.median(value(entry) for entry in rounds))
 
     update = median(lambda entry: entry["update_s"])
+    blocked = {kind: median(lambda entry, kind=kind: entry[kind]["blocked_s"])
+               for kind in ("synchronous", "asynchronous")}  # fmt: skip
     held = {kind: median(lambda entry, kind=kind: entry[kind]["with_update_s"]) - update
             for kind in ("synchronous", "asynchronous")}  # fmt: skip
     return {
         "update_s": update, **held, "share": max(0.0, held["asynchronous"]) / held["synchronous"],
+        "stall": blocked["asynchronous"], "stall_share": blocked["asynchronous"] / blocked["synchronous"],
         "copy_s": median(lambda entry: entry["copy_s"]), "resume_s": median(lambda entry: entry["resume_s"]),
         "written_s": median(lambda entry: entry["asynchronous"]["total_s"]),
         "gigabytes": median(lambda entry: entry["synchronous"]["bytes"]) / 1e9,
@@ -118,13 +124,13 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
 
 def print_rounds(by_size: dict[str, dict[str, float]]) -> None:
     table = Table(title="A checkpoint: seconds by which training is held up")
-    for column in ("parameters", "written", "update alone", "waited for", "not waited for", "share", "copied in",
+    for column in ("parameters", "written", "update alone", "waited for", "not waited for", "share", "blocked", "copied in",
                    "on disk after", "resumed in"):  # fmt: skip
         table.add_column(column, justify="right")
     for size, found in by_size.items():
         table.add_row(
             size, f"{found['gigabytes']:.2f} GB", f"{found['update_s']:.2f} s", f"{found['synchronous']:.2f} s",
-            f"{found['asynchronous']:.2f} s", f"{found['share']:.1%}", f"{found['copy_s']:.2f} s",
+            f"{found['asynchronous']:.2f} s", f"{found['share']:.1%}", f"{found['stall']:.3f} s", f"{found['copy_s']:.2f} s",
             f"{found['written_s']:.2f} s", f"{found['resume_s']:.2f} s",
         )  # fmt: skip
     Console(file=sys.stdout, width=130).print(table)
@@ -140,8 +146,12 @@ def main() -> None:
             rounds += measure(size, Path(folder), arguments.rounds or ROUNDS)
     by_size = {size: summary([entry for entry in rounds if entry["size"] == size]) for size in sizes}
     print_rounds(by_size)
-    name = f"held up by an asynchronous save, {sizes[-1]}"
-    targets = [Target(name, by_size[sizes[-1]]["share"], "of a synchronous one", "<=", 0.10)]
+    last = by_size[sizes[-1]]
+    unit = "of a synchronous one"
+    targets = [
+        Target(f"blocked by an asynchronous save, {sizes[-1]}", last["stall_share"], unit, "<=", 0.10),
+        Target(f"held up in all, cores shared with the writing, {sizes[-1]}", last["share"], unit, "<=", 0.10),
+    ]
     print_targets(targets)
     write_json(arguments.json, "checkpoint", rounds, targets)
 

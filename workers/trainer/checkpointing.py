@@ -8,6 +8,7 @@ Copies are kept and used again, since fresh memory costs more than the copying. 
 the files around it (marker, store, what is kept) are `orchestrator/checkpoints.py`'s.
 """
 
+import os
 import pickle
 import tempfile
 import threading
@@ -31,6 +32,8 @@ from penstock.workers.trainer.engine import Piece
 from penstock.workers.trainer.flat_shards import FlatLoadPlanner, FlatSavePlanner
 from penstock.workers.trainer.process_group import ProcessGroup
 
+LOWEST = 19
+"""Niceness of a thread that takes what others leave."""
 CARRIED = "carried.pickle"
 """The file of what is no tensor."""
 
@@ -55,6 +58,8 @@ class Saver:
         self._result: Future[list[SavedFile]] | None = None
         self.copied_s = 0.0
         """What the last copy took, most of it beside other work."""
+        self.waited_s = 0.0
+        """For how long `wait_until_copied` has held up its callers, in all."""
 
     def begin(self, pieces: Iterable[Piece], directory: str, carried: bytes = b"") -> None:
         """Start to write. The pieces' values may not change before `wait_until_copied` returns. `directory`: one that
@@ -73,7 +78,10 @@ class Saver:
 
     def wait_until_copied(self) -> None:
         """Raises `DeadlineExceeded`."""
-        if not self._copied.wait(self._timeout_s):
+        started = time.perf_counter()
+        copied = self._copied.wait(self._timeout_s)
+        self.waited_s += time.perf_counter() - started
+        if not copied:
             raise DeadlineExceeded(
                 f"checkpoint: rank {self._group.rank} did not copy its state within {self._timeout_s:g} s "
                 "(checkpoint.timeout_s)."
@@ -99,6 +107,7 @@ class Saver:
             shards = self._copy(pieces)
             self.copied_s = time.perf_counter() - started
             self._copied.set()
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)  # of this thread: training comes first
             with _local(directory) as local:
                 dcp.save(
                     _values(shards),

@@ -43,6 +43,11 @@ class TrainingState:
         """What the last copy took."""
         return self._saver.copied_s
 
+    @property
+    def waited_s(self) -> float:
+        """For how long copies have held up optimizer steps, in all."""
+        return self._saver.waited_s
+
     def finish(self) -> list[SavedFile]:
         """Wait for what `begin` started: the files that this rank wrote. Raises `CheckpointError`,
         `DeadlineExceeded`."""
