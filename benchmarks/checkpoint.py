@@ -124,14 +124,14 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
 
 def print_rounds(by_size: dict[str, dict[str, float]]) -> None:
     table = Table(title="A checkpoint: seconds by which training is held up")
-    for column in ("parameters", "written", "update alone", "waited for", "not waited for", "share", "blocked", "copied in",
-                   "on disk after", "resumed in"):  # fmt: skip
+    for column in ("parameters", "written", "update alone", "waited for", "not waited for", "share", "blocked",
+                   "copied in", "on disk after", "resumed in"):  # fmt: skip
         table.add_column(column, justify="right")
     for size, found in by_size.items():
         table.add_row(
             size, f"{found['gigabytes']:.2f} GB", f"{found['update_s']:.2f} s", f"{found['synchronous']:.2f} s",
-            f"{found['asynchronous']:.2f} s", f"{found['share']:.1%}", f"{found['stall']:.3f} s", f"{found['copy_s']:.2f} s",
-            f"{found['written_s']:.2f} s", f"{found['resume_s']:.2f} s",
+            f"{found['asynchronous']:.2f} s", f"{found['share']:.1%}", f"{found['stall']:.3f} s",
+            f"{found['copy_s']:.2f} s", f"{found['written_s']:.2f} s", f"{found['resume_s']:.2f} s",
         )  # fmt: skip
     Console(file=sys.stdout, width=130).print(table)
 
