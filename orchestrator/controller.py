@@ -80,7 +80,7 @@ class Controller:
     ) -> None:
         self.fleet, self.config, self.flow = fleet, config, flow
         self.directory, self.progress, self.sinks = directory, progress, sinks
-        self.weights_root, self.evaluator = weights_root, evaluator
+        self.evaluator = evaluator
         self.store = StoreClient(fleet.store)
         self.trainers, self.rollouts = fleet.role("trainer"), fleet.role("rollout")
         self.outcome = Outcome()

@@ -22,7 +22,7 @@ from penstock.workers.trainer.deepspeed_runtime import (
     shard_from_host,
 )
 from penstock.workers.trainer.engine import Piece
-from penstock.workers.trainer.fsdp import MOMENTS, buffer_pieces, make_adamw
+from penstock.workers.trainer.fsdp import MOMENTS, buffer_pieces, make_adamw, moments_of
 from penstock.workers.trainer.policy_model import PolicyModel
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.scalar_model import ScalarModel
@@ -116,9 +116,10 @@ class DeepSpeedEngine:
         yield from buffer_pieces(self.model.lm, self.group.rank)
 
     def state(self) -> Iterator[Piece]:
+        assert self.optimizer is not None
         for fragment in self._fragments.values():
             yield fragment.piece("weights/")
-            moments = self._moments(fragment.flat)
+            moments = moments_of(self.optimizer, fragment.flat)
             for moment in MOMENTS:
                 yield fragment.piece(f"{moment}/", moments[moment])
 
@@ -137,13 +138,3 @@ class DeepSpeedEngine:
         for fragment in self._fragments.values():
             fragment.refresh_shard()
         self.free()
-
-    def _moments(self, flat: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of a flat partition, which it has from its first step on: made here if asked for before."""
-        assert self.optimizer is not None
-        state = self.optimizer.state[flat]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(flat)
-        return state

@@ -194,7 +194,7 @@ class FsdpEngine:
         for name, parameter in self.model.lm.named_parameters():
             if not parameter.requires_grad:
                 continue
-            moments = self._moments(parameter)
+            moments = moments_of(self.optimizer, parameter)
             for kind, tensor in {"weights": parameter, **{moment: moments[moment] for moment in MOMENTS}}.items():
                 yield from self._own(f"{kind}/{name}", parameter, local(tensor).detach())
 
@@ -211,16 +211,6 @@ class FsdpEngine:
                 if not self._is_split(parameter):
                     for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
                         self.tensor.from_first(local(tensor).detach())
-
-    def _moments(self, parameter: Tensor) -> dict[str, Tensor]:
-        """AdamW's state of a parameter, which it has from its first step on: made here if it is asked for before."""
-        assert self.optimizer is not None
-        state = self.optimizer.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-            for moment in MOMENTS:
-                state[moment] = torch.zeros_like(parameter)
-        return state
 
     def _first_row(self, parameter: Tensor) -> int:
         """Where this rank's rows of a parameter start: tensor parallelism cuts first, FSDP2 cuts what it leaves."""
@@ -268,6 +258,16 @@ def make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch
         weight_decay=config.weight_decay,
         fused=True,
     )
+
+
+def moments_of(optimizer: torch.optim.AdamW, tensor: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of what it steps, which it has from its first step on: made here if it is asked for before."""
+    state: dict[str, Tensor] = optimizer.state[tensor]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+        for moment in MOMENTS:
+            state[moment] = torch.zeros_like(tensor)
+    return state
 
 
 def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:
