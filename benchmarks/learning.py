@@ -23,7 +23,7 @@ from rich.table import Table
 from benchmarks.harness import ROOT, Target, parse_arguments, print_targets, write_json
 
 RECIPES = (
-    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "online_dpo", "ppo", "dpo", "distill",
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "online_dpo", "ppo", "dpo", "kto", "distill",
 )  # fmt: skip
 OTHERS = {"ppo": "reward_model", "distill": "teacher"}
 """Models that a recipe makes first, kept for the seed."""
@@ -98,6 +98,7 @@ def main() -> None:
             for recipe in recipes:
                 rounds.append(measure(recipe, seed, work, steps))
                 print(rounds[-1], flush=True)
+                write_json(arguments.json, "learning", rounds, [])  # an hour's work should outlive its last run
     print_rounds(rounds)
     by_recipe = {recipe: [entry for entry in rounds if entry["recipe"] == recipe] for recipe in recipes}
     targets = [Target(f"{name}: gain of the worst seed", worst_gain(some), "", ">=", MARGIN)
