@@ -23,7 +23,8 @@ from rich.table import Table
 from benchmarks.harness import ROOT, Target, parse_arguments, print_targets, write_json
 
 RECIPES = (
-    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "online_dpo", "ppo", "dpo", "kto", "distill",
+    "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "ppo", "online_dpo", "dpo", "kto",
+    "distill",
 )  # fmt: skip
 OTHERS = {"ppo": "reward_model", "distill": "teacher"}
 """Models that a recipe makes first, kept for the seed."""
