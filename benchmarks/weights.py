@@ -5,7 +5,8 @@
 Qwen2 with 3M, 100M and 500M random float32 parameters, FSDP2 on two ranks (gloo), one vLLM engine (CPU, bfloat16).
 *Penstock*: every rank casts its shard into shared memory; the engine maps and loads it. *Naive*: the full state dict is
 gathered on rank 0, `ray.put`; the engine gets it and hands it to vLLM's `reload_weights`. The sides alternate in one
-run on the same trainer and the same engine. Medians over rounds; the first round of each is not counted.
+run on the same trainer and the same engine. Medians over rounds; the first two of each are not counted. Memory is
+watched in rounds of its own, since whoever samples it takes a core from those that copy.
 
 Rates are in published bytes (bfloat16; the trainer's side reads twice as many). `memcpy` copies as many bytes between
 warm pages, in the same round. The engine's pause stands beside two things: one memcpy of the bytes, and what vLLM
@@ -108,32 +109,39 @@ def start(model: Path, work: Path, root: Path, address: str) -> Cluster:
 
 
 def penstock_round(cluster: Cluster, version: int) -> dict[str, Any]:
-    with Peak(lambda: private_bytes(cluster.pids)) as private, Peak(lambda: folder_bytes(cluster.root)) as shared:
-        published = cluster.ask_ranks({"op": "publish", "root": str(cluster.root), "version": version})
-        updated = cluster.engine.ask({"op": "update", **published["info"]})
+    published = cluster.ask_ranks({"op": "publish", "root": str(cluster.root), "version": version})
+    updated = cluster.engine.ask({"op": "update", **published["info"]})
     reclaim(cluster.root, keep=2)
-    return _round(published, updated, private.growth, shared.most) | {"bytes": published["bytes"]}
+    return _seconds(published, updated) | {"bytes": published["bytes"]}
 
 
-def naive_round(cluster: Cluster, version: int, empty_store: int) -> dict[str, Any]:
-    with (
-        Peak(lambda: private_bytes(cluster.pids)) as private,
-        Peak(lambda: object_store_bytes(cluster.raylet)) as shared,
-    ):
-        gathered = cluster.ask_ranks({"op": "gather", "version": version})
-        loaded = cluster.engine.ask({"op": "load", **gathered["info"]})
-    return _round(gathered, loaded, private.growth, shared.most - empty_store)
+def naive_round(cluster: Cluster, version: int) -> dict[str, Any]:
+    gathered = cluster.ask_ranks({"op": "gather", "version": version})
+    loaded = cluster.engine.ask({"op": "load", **gathered["info"]})
+    return _seconds(gathered, loaded)
 
 
-def _round(sent: dict[str, Any], taken: dict[str, Any], private: int, shared: int) -> dict[str, Any]:
+def _seconds(sent: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
     return {
         "publish_s": sent["seconds"],
         "update_s": taken["seconds"],
         "pause_s": taken["pause_s"],
         "phases": taken["phases"],
-        "private_bytes": private,
-        "shared_bytes": shared,
     }
+
+
+def memory_round(cluster: Cluster, version: int, empty_store: int) -> dict[str, dict[str, int]]:
+    """Of each side: the most private memory above the start, and the most shared."""
+    with Peak(lambda: private_bytes(cluster.pids)) as private, Peak(lambda: folder_bytes(cluster.root)) as shared:
+        penstock_round(cluster, version)
+    sides = {"Penstock": {"private_bytes": private.growth, "shared_bytes": shared.most}}
+    with (
+        Peak(lambda: private_bytes(cluster.pids)) as private,
+        Peak(lambda: object_store_bytes(cluster.raylet)) as shared,
+    ):
+        naive_round(cluster, version + 1)
+    sides["naive"] = {"private_bytes": private.growth, "shared_bytes": shared.most - empty_store}
+    return sides
 
 
 def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
@@ -150,19 +158,20 @@ def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
         try:
             for number in range(-2, num_rounds):  # two files take turns: two rounds until both are warm
                 sides = {"Penstock": penstock_round(cluster, 2 * number + 5)}
-                sides["naive"] = naive_round(cluster, 2 * number + 6, empty_store)
+                sides["naive"] = naive_round(cluster, 2 * number + 6)
                 size_bytes = sides["Penstock"]["bytes"]
                 copied = cluster.ranks[0].ask({"op": "memcpy", "bytes": min(size_bytes, MEMCPY_BYTES)})
                 rates = {f"memcpy_{n}": min(size_bytes, MEMCPY_BYTES) / copied[f"seconds_{n}"] for n in (1, 2)}
                 common = {"size": size, "round": number, "parameters": parameters, "bytes": size_bytes, **rates}
                 rounds += [{**common, "side": side, **values} for side, values in sides.items() if number >= 0]
+            memory = memory_round(cluster, 2 * num_rounds + 5, empty_store)
         finally:
             cluster.close()
     finally:
         remove_root(root)
         ray.shutdown()
         shutil.rmtree(work / "model")
-    return rounds
+    return [entry | memory[entry["side"]] for entry in rounds]
 
 
 @dataclass(frozen=True)
@@ -195,8 +204,8 @@ class Summary:
             median("publish_s"), median("update_s"), median("pause_s"),
             statistics.median(entry["phases"]["load"] for entry in chosen), chosen[0]["bytes"],
             median("memcpy_1"), median("memcpy_2"),
-            max(entry["private_bytes"] for entry in chosen) / model_bytes,
-            max(entry["shared_bytes"] for entry in chosen) / model_bytes,
+            chosen[0]["private_bytes"] / model_bytes,
+            chosen[0]["shared_bytes"] / model_bytes,
         )  # fmt: skip
 
 
