@@ -10,6 +10,7 @@ Arrow IPC and JSON, no pickle: readable by anything, and nothing in it runs. `cu
 quick; the values behind it never change, so `write` may take its time in a thread while the store goes on.
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -220,11 +221,8 @@ def _corrupt(path: Path, name: str, problem: str) -> CorruptSnapshot:
 
 
 def _digest(file: Path) -> str:
-    digest = xxhash.xxh3_128()
     with file.open("rb") as source:
-        while chunk := source.read(1 << 22):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(source, xxhash.xxh3_128).hexdigest()
 
 
 def _write_synced(file: Path, content: bytes) -> None:

@@ -3,6 +3,7 @@
 Imports fsspec when a URL is met, so that plain paths need nothing.
 """
 
+import hashlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,8 +129,6 @@ def _open(url: str) -> tuple[Any, str]:
 
 def saved_file(path: Path) -> SavedFile:
     """Size and checksum of a file, read back."""
-    digest = xxhash.xxh3_128()
     with path.open("rb") as source:
-        while chunk := source.read(1 << 22):
-            digest.update(chunk)
-    return SavedFile(path.name, path.stat().st_size, digest.hexdigest())
+        checksum = hashlib.file_digest(source, xxhash.xxh3_128).hexdigest()
+    return SavedFile(path.name, path.stat().st_size, checksum)
