@@ -118,6 +118,12 @@ def validate(config: RunConfig) -> None:
             f"rollout.num_gpus_per_worker={config.rollout.num_gpus_per_worker:g} do not share a GPU. Give each a part, "
             "such as 0.5 and 0.5."
         )
+    if config.placement == "colocated" and on_gpus and config.rollout.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"placement=colocated: rollout.tensor_parallel_size={config.rollout.tensor_parallel_size} spreads an "
+            "engine over GPUs of which each belongs to another rank. Use rollout.tensor_parallel_size=1, or "
+            "placement=disaggregated."
+        )
     if config.resume == "auto" and config.name is None:
         raise ConfigError(
             "resume=auto looks for checkpoints of the run called `name`, which is not set. Add name=RUN, or give "

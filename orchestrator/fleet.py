@@ -19,6 +19,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport
 from penstock.orchestrator.checkpoints import Checkpoint
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
+from penstock.orchestrator.sharing import SharedDevices, plan_sharing
 from penstock.orchestrator.waiting import get_all
 from penstock.store.actor import create_store_actors
 from penstock.store.spec import StoreSpec
@@ -54,8 +55,12 @@ class Fleet:
     """The store's actors, one a partition."""
     actors: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self._devices = SharedDevices(plan_sharing(self.plan, self.config))
+
     def create(self) -> None:
         """Create every actor; models are not loaded yet."""
+        self._devices.reserve(self.config.rollout.start_timeout_s)
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
             partitions = self.config.store.num_partitions
@@ -111,6 +116,7 @@ class Fleet:
         for handle in [*self.actors.values(), *self.store]:
             with contextlib.suppress(RayError):
                 ray.kill(handle)
+        self._devices.release()
         self.actors.clear()
         self.store = []
 
@@ -124,6 +130,7 @@ class Fleet:
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,
             "max_concurrency": MANY_CALLS,
+            **self._devices.options(actor),
         }
         store = self.store or None
         if actor.role == "prompts":

@@ -33,7 +33,10 @@ def test_turns_on_gpus_need_parts_of_them():
     words = ["placement=colocated", "data.path=x.jsonl", "model=tiny", "rollout.engine=vllm"]
     with pytest.raises(ConfigError, match=r"do not share a GPU.*0\.5 and 0\.5"):
         load_config([*words, "trainer.num_gpus_per_rank=1", "rollout.num_gpus_per_worker=1"])
-    load_config([*words, "trainer.num_gpus_per_rank=0.5", "rollout.num_gpus_per_worker=0.5"])
+    halves = [*words, "trainer.num_gpus_per_rank=0.5", "rollout.num_gpus_per_worker=0.5"]
+    load_config(halves)
+    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 spreads an engine over GPUs"):
+        load_config([*halves, "rollout.tensor_parallel_size=2"])
 
 
 class Handle:
