@@ -4,8 +4,8 @@
                                                                       └▶ adapter_pieces: A and B (weights/adapter.py)
 
 The first make a publication that is a whole model, of which engines need not know that adapters made it; the second,
-with `trainer.lora.publish=adapter`, one of A and B alone. Called by `trainer.py` before the engine is made, by `fsdp.py`
-for publications and by `writing.py` for exports.
+with `trainer.lora.publish=adapter`, one of A and B alone. Called by `trainer.py` before the engine is made, by
+`fsdp.py` for publications, by `writing.py` for exports, and by `rollout/engine_vllm_adapter.py` for what to expect.
 """
 
 from collections.abc import Iterator
@@ -92,6 +92,17 @@ def target_layers(lm: Any, targets: list[str]) -> list[str]:
                 f"There are {', '.join(known) or 'none'}; [{ALL_LINEAR}] takes them all."
             )
     return [name for name in linear if any(_names(target, name) for target in targets)]
+
+
+def adapted_layers(model_path: str, config: LoraConfig) -> dict[str, tuple[int, int]]:
+    """`(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights. Raises
+    as `target_layers` does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    layers = {name: lm.get_submodule(name) for name in target_layers(lm, config.target_modules)}
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
 
 
 def adapters(lm: Any) -> Iterator[Adapter]:

@@ -8,11 +8,12 @@ are the run's configuration, which engines are started with, and the shapes are 
 changes. Named by `trainer/lora.py`, read by the rollout engines.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from penstock.conf.errors import WeightError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
+from penstock.workers.weights.layout import Layout, compute_layout
 from penstock.workers.weights.reading import Manifest, MappedWeights
 
 if TYPE_CHECKING:
@@ -46,6 +47,17 @@ def layer_shapes(manifest: Manifest, config: LoraConfig) -> dict[str, tuple[int,
             )
         shapes[layer] = (b.shape[0], a.shape[1])
     return shapes
+
+
+def layout_of(shapes: Mapping[str, tuple[int, int]], config: LoraConfig, dtype: str) -> Layout:
+    """Of an adapter of layers of these `(out, in)`."""
+    tensors = []
+    for layer, (num_out, num_in) in shapes.items():
+        tensors += [
+            (tensor_name(layer, "A"), (config.rank, num_in), dtype),
+            (tensor_name(layer, "B"), (num_out, config.rank), dtype),
+        ]
+    return compute_layout(tensors)
 
 
 def deltas(mapped: MappedWeights, config: LoraConfig) -> "Iterator[tuple[str, torch.Tensor]]":
