@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 TRANSPORTS = ("shm", "ipc", "nccl", "nccl_m2n")
 STREAMS = ("ipc", "nccl", "nccl_m2n")
 """Those that stream from GPU to GPU, while engines wait; vLLM's own weight-transfer backends, by its names."""
+VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM can make room for; an adapter gets the next larger one."""
 
 
 @dataclass
@@ -24,7 +26,8 @@ class WeightsConfig:
     nccl: broadcast from rank 0 to engines on GPUs of their own, also on other nodes.
     nccl_m2n: each FSDP2 rank's shard straight to where an engine wants it, without a whole tensor anywhere; needs
     NVIDIA's `nccl-extensions` and NCCL 2.30.5, which vLLM does not bring, so it is never chosen by itself.
-    auto takes ipc where trainer ranks and vLLM engines share GPUs, nccl where each has its own, and shm otherwise."""
+    auto takes ipc where trainer ranks and vLLM engines share GPUs, nccl where each has its own, and shm otherwise, as
+    well as for trainer.lora.publish=adapter."""
     bucket_mib: int = 256
     """ipc and nccl: bytes that are gathered and under way at a time, in MiB; at least the largest tensor. Larger
     buckets mean fewer calls and more GPU memory beside the weights: once it for ipc, up to four times for nccl."""
@@ -37,6 +40,9 @@ class WeightsConfig:
 def choose_transport(config: "RunConfig") -> str:
     """One of `TRANSPORTS`. Raises `ConfigError` for a choice that the rest of the run makes impossible."""
     wanted = config.weights.transport
+    if config.trainer.lora.publishes_adapter:
+        _check_adapter(wanted, config)
+        return "shm"
     if wanted == "auto":
         return _natural(config)
     if wanted in STREAMS:
@@ -49,6 +55,21 @@ def shares_gpus(config: "RunConfig") -> bool:
     it."""
     trainer, engine = config.trainer.num_gpus_per_rank, config.rollout.num_gpus_per_worker
     return 0 < trainer < 1 and 0 < engine < 1 and trainer + engine <= 1
+
+
+def _check_adapter(wanted: str, config: "RunConfig") -> None:
+    """What an adapter by itself cannot go through."""
+    if wanted in STREAMS:
+        raise ConfigError(
+            f"weights.transport={wanted}: it streams whole models, and trainer.lora.publish=adapter. Use "
+            "weights.transport=shm, or trainer.lora.publish=merged."
+        )
+    rank, largest = config.trainer.lora.rank, max(VLLM_LORA_RANKS)
+    if config.rollout.engine == "vllm" and rank > largest:
+        raise ConfigError(
+            f"trainer.lora.rank={rank}: vLLM serves adapters of rank {largest} at most. Lower it, or set "
+            "trainer.lora.publish=merged."
+        )
 
 
 def _natural(config: "RunConfig") -> str:

@@ -154,6 +154,7 @@ class Fleet:
         return RolloutSpec(
             actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt,
             bool(self.flow.of_kind("greedy_rollout")), choose_transport(config),
+            config.trainer.lora if config.trainer.lora.publishes_adapter else None,
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:

@@ -116,7 +116,8 @@ def _weights(config: RunConfig) -> str:
         return f"{transport}, as asked for"
     if transport != "shm":
         return f"{transport}: ranks and engines {'share' if shares_gpus(config) else 'each have'} GPUs"
-    return "shm: through the shared memory of the node"
+    what = "adapters alone, " if config.trainer.lora.publishes_adapter else ""
+    return f"shm: {what}through the shared memory of the node"
 
 
 def _reward(config: RunConfig) -> str:

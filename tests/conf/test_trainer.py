@@ -10,6 +10,11 @@ from penstock.conf.trainer import LoraConfig, TrainerConfig
         ({"rank": -1}, r"trainer\.lora\.rank=-1: must be at least 0"),
         ({"rank": 4, "alpha": 0}, r"trainer\.lora\.alpha=0: must be at least 1"),
         ({"rank": 4, "target_modules": []}, r"trainer\.lora\.target_modules=\[\]: nothing would be trained"),
+        ({"rank": 4, "publish": "adaptor"}, r"trainer\.lora\.publish=adaptor: unknown; did you mean 'adapter'"),
+        (
+            {"publish": "adapter"},
+            r"publish=adapter: there is none with trainer\.lora\.rank=0\. Set trainer\.lora\.rank",
+        ),
     ],
 )
 def test_adapters_that_could_not_learn_are_refused(options, message):
@@ -27,4 +32,5 @@ def test_by_default_each_rank_has_rows_of_its_own():
     config = TrainerConfig(num_ranks=3)
     assert config.ranks_per_row == 1
     assert config.lora.rank == 0
+    assert not config.lora.publishes_adapter
     assert not config.offload

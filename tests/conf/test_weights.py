@@ -8,17 +8,27 @@ from penstock.conf.algorithm import GrpoConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.conf.run import RunConfig, validate
-from penstock.conf.trainer import TrainerConfig
-from penstock.conf.weights import STREAMS, TRANSPORTS, WeightsConfig, choose_transport, shares_gpus
+from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.conf.weights import (
+    STREAMS,
+    TRANSPORTS,
+    VLLM_LORA_RANKS,
+    WeightsConfig,
+    choose_transport,
+    shares_gpus,
+)
 
 
-def run(transport="auto", trainer_gpus=0.0, engine_gpus=0.0, ranks=1, **rollout):
+def run(transport="auto", trainer_gpus=0.0, engine_gpus=0.0, ranks=1, lora=None, **rollout):
     return RunConfig(
         algorithm=GrpoConfig(),
         weights=WeightsConfig(transport=transport),
-        trainer=TrainerConfig(num_gpus_per_rank=trainer_gpus, num_ranks=ranks),
+        trainer=TrainerConfig(num_gpus_per_rank=trainer_gpus, num_ranks=ranks, lora=lora or LoraConfig()),
         rollout=RolloutConfig(num_gpus_per_worker=engine_gpus, **rollout),
     )
+
+
+ALONE = LoraConfig(rank=8, publish="adapter")
 
 
 @pytest.mark.parametrize(
@@ -36,6 +46,11 @@ def run(transport="auto", trainer_gpus=0.0, engine_gpus=0.0, ranks=1, **rollout)
         (run(trainer_gpus=1, engine_gpus=1, tensor_parallel_size=2), "nccl"),
         (run(trainer_gpus=1, engine_gpus=1, engine="hf"), "shm"),
         (run(engine="scripted"), "shm"),
+        (run(lora=ALONE), "shm"),
+        (run(trainer_gpus=1, engine_gpus=1, lora=ALONE), "shm"),
+        (run(trainer_gpus=0.5, engine_gpus=0.5, lora=ALONE), "shm"),
+        (run("shm", lora=ALONE), "shm"),
+        (run(trainer_gpus=1, engine_gpus=1, lora=LoraConfig(rank=8)), "nccl"),
     ],
 )
 def test_auto_takes_what_fits_the_placement(config, expected):
@@ -54,11 +69,35 @@ def test_auto_takes_what_fits_the_placement(config, expected):
         (run("nccl", 0.5, 0.5), r"transport=nccl: NCCL cannot connect two processes on one GPU"),
         (run("ipc", 0.5, 0.5, num_workers=2), r"rollout.num_workers=2 engines .* trainer.num_ranks=1"),
         (run("ipc", 0.5, 0.5, ranks=2, tensor_parallel_size=2), r"tensor_parallel_size=2 meet trainer.num_ranks=2"),
+        (run("nccl", 1, 1, lora=ALONE), r"transport=nccl: it streams whole models, and trainer.lora.publish=adapter"),
+        (run("ipc", 0.5, 0.5, lora=ALONE), r"transport=ipc: it streams whole models"),
+        (run(lora=LoraConfig(rank=513, publish="adapter")), r"trainer.lora.rank=513: .* of rank 512 at most"),
     ],
 )
 def test_a_choice_that_cannot_work_is_refused_with_its_keys(config, message):
     with pytest.raises(ConfigError, match=message):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        run(lora=LoraConfig(rank=512, publish="adapter")),
+        run(lora=LoraConfig(rank=513)),
+        run(lora=LoraConfig(rank=513, publish="adapter"), engine="hf"),
+    ],
+)
+def test_ranks_are_limited_where_vllm_serves_the_adapter(config):
+    validate(config)
+
+
+@pytest.mark.vllm
+def test_ranks_that_vllm_has_room_for_are_its_own():
+    from typing import get_args
+
+    lora = pytest.importorskip("vllm.config.lora", reason="vLLM is not installed: its ranks are not known")
+    assert set(VLLM_LORA_RANKS) <= set(get_args(lora.MaxLoRARanks))
+    assert max(VLLM_LORA_RANKS) == max(get_args(lora.MaxLoRARanks))
 
 
 def test_what_was_asked_for_is_taken_where_it_works():

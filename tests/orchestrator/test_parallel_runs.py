@@ -40,10 +40,21 @@ def test_a_run_whose_ranks_share_rows_is_the_run_of_one_rank(small_run, tmp_path
         torch.testing.assert_close(weights[name], weight, atol=1e-5, rtol=0, msg=name)
 
 
-def test_engines_serve_what_an_adapter_makes_of_the_model(small_run, tmp_path, one):
+@pytest.mark.parametrize(
+    ("engine", "publish"),
+    [
+        ("hf", "merged"),
+        ("hf", "adapter"),
+        pytest.param("vllm", "adapter", marks=pytest.mark.vllm),
+    ],
+)
+def test_engines_serve_what_an_adapter_makes_of_the_model(small_run, tmp_path, one, engine, publish):
     words = ["trainer.lora.rank=8", "trainer.optimizer.lr=1e-2"]
+    words += [f"rollout.engine={engine}", f"trainer.lora.publish={publish}", "trainer.max_steps=3"]
     steps, weights = steps_and_weights(small_run, tmp_path, "lora", *words)
+    assert len(steps) == 3
     assert all(line["mismatch/logprob_abs_mean"] < 1e-5 for line in steps)
+    assert all(line["staleness/max"] == 0 for line in steps)
     assert steps[-1]["actor/kl"] > 0
     assert torch.equal(weights["model.norm.weight"], torch.ones_like(weights["model.norm.weight"]))
     assert weights.keys() == one[1].keys()

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import LoraConfig
 from penstock.store.client import StoreClient
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
@@ -32,6 +33,8 @@ class RolloutSpec:
     """Serve the greedy stage as well."""
     transport: str = "shm"
     """By which new weights come: `conf/weights.py`."""
+    adapter: LoraConfig | None = None
+    """Those are adapters of this kind; None: whole models."""
 
 
 class Rollout:
@@ -39,7 +42,13 @@ class Rollout:
 
     def __init__(self, spec: RolloutSpec, store: Any | None) -> None:
         self._spec = spec
-        self._engine = make_engine(spec.config, spec.model_path, num_threads=spec.num_threads, transport=spec.transport)
+        self._engine = make_engine(
+            spec.config,
+            spec.model_path,
+            num_threads=spec.num_threads,
+            transport=spec.transport,
+            adapter=spec.adapter,
+        )
         self._workers: list[RolloutWorker] = []
         if store is not None:
             self._workers = [self._worker(store, greedy) for greedy in ((False, True) if spec.greedy else (False,))]

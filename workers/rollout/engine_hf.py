@@ -3,7 +3,8 @@ reason about.
 
 `generate` computes one group by itself (one prefill, then n rows without padding), so its result depends on the prompt,
 the seed and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after
-group; the event loop stays free. `update` slips in between two decode steps: tokens sampled afterwards carry the new
+group; the event loop stays free. Where adapters are published it adds them to the weights that it started with.
+`update` slips in between two decode steps: tokens sampled afterwards carry the new
 version, and the KV cache of the tokens before stays as it was. Called by `worker.py`; `generate_group` is the
 synchronous core, for straight-line programs.
 """
@@ -11,7 +12,7 @@ synchronous core, for straight-line programs.
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,8 +21,10 @@ import torch
 
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import LoraConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
+from penstock.workers.weights.adapter import deltas, layer_shapes
 from penstock.workers.weights.reading import MappedWeights, open_publication
 
 
@@ -39,8 +42,19 @@ class _Response:
 class HfEngine:
     """Lifecycle: `start`, then `generate` and `update` in any order and concurrency, then `close`."""
 
-    def __init__(self, config: RolloutConfig, model_path: str, *, num_threads: int = 1, version: int = 0) -> None:
-        """`version`: of the weights in `model_path`."""
+    def __init__(
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        num_threads: int = 1,
+        version: int = 0,
+        adapter: LoraConfig | None = None,
+    ) -> None:
+        """`version`: of the weights in `model_path`. `adapter`: publications are adapters of this kind."""
+        self._adapter = adapter
+        self._base: dict[str, torch.Tensor] = {}
+        """Weights of the start that adapters change."""
         self._config = config
         self._model_path = model_path
         self._num_threads = num_threads
@@ -208,13 +222,16 @@ class HfEngine:
         """The publication, checksums verified and tensors those of the model. Raises `WeightError`."""
         mapped = MappedWeights(open_publication(publication))
         mapped.verify()
-        places = mapped.manifest.layout.by_name
         state = self._model.state_dict()
-        tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
-        missing = sorted(name for name in state if name not in places and name not in tied)
-        strange = sorted(
-            name for name, place in places.items() if name not in state or state[name].shape != place.shape
-        )
+        missing: list[str] = []
+        if self._adapter is None:
+            shapes = {name: place.shape for name, place in mapped.manifest.layout.by_name.items()}
+            tied = set(getattr(self._model, "all_tied_weights_keys", None) or ())
+            missing = sorted(name for name in state if name not in shapes and name not in tied)
+        else:
+            layers = layer_shapes(mapped.manifest, self._adapter)
+            shapes = {f"{layer}.weight": shape for layer, shape in layers.items()}
+        strange = sorted(name for name, shape in shapes.items() if name not in state or state[name].shape != shape)
         if missing or strange:
             raise WeightError(
                 f"{mapped.manifest.file}: not the model that the engine serves ({self._model_path}): "
@@ -225,6 +242,15 @@ class HfEngine:
     @torch.inference_mode()
     def _load(self, mapped: MappedWeights, version: int) -> None:
         state = self._model.state_dict()
-        for name, tensor in mapped.tensors():
+        for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
             state[name].copy_(tensor)
         self._version = version
+
+    def _merged(self, mapped: MappedWeights, state: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The changed weights, float32: those of the start, which are kept for it, and the adapter's share."""
+        assert self._adapter is not None
+        for layer, delta in deltas(mapped, self._adapter):
+            name = f"{layer}.weight"
+            if name not in self._base:
+                self._base[name] = state[name].clone()
+            yield name, self._base[name] + delta.to(self._base[name].device)

@@ -8,7 +8,7 @@
 Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights
 had read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
 under which version. The engine process and its workers are children of this process. Called by `worker.py`; vLLM is
-imported in `start`.
+imported in `start`. Where adapters are published: `engine_vllm_adapter.py`.
 """
 
 import asyncio
@@ -164,14 +164,16 @@ class VllmEngine:
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
-            arguments = engine_arguments(self._config, self._model_path, self._transport)
             try:
-                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
+                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
             except (RuntimeError, ValueError, OSError) as error:
                 raise ResourceError(
                     f"the vLLM engine for {self._model_path} did not start: {error}. Its own log lines are above; a "
                     "smaller rollout.kv_cache_gib or rollout.max_model_len needs less memory."
                 ) from None
+
+    def _arguments(self) -> dict[str, Any]:
+        return engine_arguments(self._config, self._model_path, self._transport)
 
     async def _warm_up(self) -> None:
         """The first request with log-probabilities compiles a kernel for seconds, and so does the first seeded one."""
@@ -189,13 +191,19 @@ class VllmEngine:
         request_id = str(next(self._request_ids))
         output = None
         try:
-            async for latest in self._llm.generate({"prompt_token_ids": prompt_ids}, parameters, request_id=request_id):
+            async for latest in self._llm.generate(
+                {"prompt_token_ids": prompt_ids}, parameters, request_id=request_id, lora_request=self._lora_request()
+            ):
                 output = latest
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._died(error) from None
         if output is None or any(sample.finish_reason not in ("stop", "length") for sample in output.outputs):
             raise self._died("it ended a request without finishing it")
         return output
+
+    def _lora_request(self) -> Any:
+        """vLLM's, of the adapter that a request is to have; None for none."""
+        return None
 
     def _completion(self, sample: Any, detokenized: bool) -> Completion:
         token_ids = list(sample.token_ids)
@@ -210,7 +218,7 @@ class VllmEngine:
     async def _open(self, publication: Publication) -> "Opened":
         """All that can be done before the engine pauses: map the file here and in the engine's processes, verify it."""
         info = {"directory": publication.directory, "version": publication.version}
-        mapped = await self._phase(publication, "open", asyncio.to_thread(_mapped, publication))
+        mapped = await self._phase(publication, "open", asyncio.to_thread(mapped_publication, publication))
         await self._phase(publication, "prepare", self._llm.init_weight_transfer_engine(_init_request(info)))
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
         return Opened(mapped, info | {"verified_inode": mapped.inode})
@@ -224,14 +232,14 @@ class VllmEngine:
         try:
             if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
                 await self._phase(publication, "pause", self._llm.reset_prefix_cache())
-            await self._phase(publication, "start", self._llm.start_weight_update())
+            await self._begin(publication)
         except PenstockError:
             if paused:
                 await self._resume(publication)
             raise
         try:
             async with self._loaded(publication, opened):
-                await self._phase(publication, "finish", self._llm.finish_weight_update(weight_version=version))
+                await self._finish(publication)
                 served = await self._phase(publication, "version", self._llm.get_weight_version())
                 if served != version:
                     raise WeightError(f"weight update to version {version}: the engine says it serves {served!r}.")
@@ -252,6 +260,13 @@ class VllmEngine:
             assert not isinstance(update, Publication)
             async with self._inbox.received(update, partial(self._load, update)):
                 yield
+
+    async def _begin(self, update: Update) -> None:
+        await self._phase(update, "start", self._llm.start_weight_update())
+
+    async def _finish(self, update: Update) -> None:
+        call = self._llm.finish_weight_update(weight_version=str(update.version))
+        await self._phase(update, "finish", call)
 
     async def _load(self, update: Update, info: Info) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -317,7 +332,7 @@ class Opened:
     info: Info
 
 
-def _mapped(publication: Publication) -> MappedWeights:
+def mapped_publication(publication: Publication) -> MappedWeights:
     return MappedWeights(open_publication(publication))
 
 

@@ -2,14 +2,26 @@
 
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.rollout import ENGINES, RolloutConfig
+from penstock.conf.trainer import LoraConfig
 from penstock.workers.protocols import RolloutEngine
 
 
 def make_engine(
-    config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0, transport: str = "shm"
+    config: RolloutConfig,
+    model_path: str,
+    *,
+    num_threads: int,
+    version: int = 0,
+    transport: str = "shm",
+    adapter: LoraConfig | None = None,
 ) -> RolloutEngine:
     """An engine that is not started yet. `version`: of the weights in `model_path`. `transport`: by which others will
-    come; those that stream are vLLM's alone (`conf/weights.py`). Raises `ConfigError` for an unknown name."""
+    come; those that stream are vLLM's alone (`conf/weights.py`). `adapter`: they will be adapters of this kind, to be
+    served on top of those in `model_path`. Raises `ConfigError` for an unknown name."""
+    if config.engine == "vllm" and adapter is not None:
+        from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
+
+        return VllmAdapterEngine(config, model_path, adapter, num_threads=num_threads, version=version)
     if config.engine == "vllm":
         from penstock.workers.rollout.engine_vllm import VllmEngine
 
@@ -17,7 +29,7 @@ def make_engine(
     if config.engine == "hf":
         from penstock.workers.rollout.engine_hf import HfEngine
 
-        return HfEngine(config, model_path, num_threads=num_threads, version=version)
+        return HfEngine(config, model_path, num_threads=num_threads, version=version, adapter=adapter)
     if config.engine == "scripted":
         from penstock.workers.rollout.engine_scripted import ScriptedEngine
 

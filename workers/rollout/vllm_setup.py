@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import LoraConfig
+from penstock.conf.weights import VLLM_LORA_RANKS
 from penstock.workers.weights.transport import vllm_backend
 
 CPU_BATCHED_TOKENS = 4096
@@ -49,6 +51,12 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
     if config.tensor_parallel_size == 1:
         arguments["distributed_executor_backend"] = "uni"
     return arguments
+
+
+def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:
+    """Further ones, of an engine that serves one adapter at a time."""
+    room = min(rank for rank in VLLM_LORA_RANKS if rank >= adapter.rank)
+    return {"enable_lora": True, "max_lora_rank": room, "max_loras": 1}
 
 
 def shares_gpu(config: RolloutConfig) -> bool:

@@ -115,6 +115,10 @@ class DeepSpeedEngine:
                 yield frozen_piece(name, parameter, self.group.rank, self.group.num_ranks)
         yield from buffer_pieces(self.model.lm, self.group.rank)
 
+    def adapter_pieces(self) -> Iterator[Piece]:
+        """None: `conf/trainer.py` has adapters for fsdp only."""
+        return iter(())
+
     def state(self) -> Iterator[Piece]:
         assert self.optimizer is not None
         for fragment in self._fragments.values():

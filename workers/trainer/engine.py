@@ -73,6 +73,10 @@ class TrainEngine(Protocol):
         """The weights as a checkpoint of the model has them, by HF names: whole rows, tied weights once, persistent
         buffers too. Adapters are merged. Collective."""
 
+    def adapter_pieces(self) -> Iterator[Piece]:
+        """A and B of every adapter, whole rows, by PEFT's names (`weights/adapter.py`); nothing where there are none.
+        Collective."""
+
     def state(self) -> Iterator[Piece]:
         """What a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`, `exp_avg_sq/<name>` of
         what is trained. A rank may have several pieces of one tensor. Loading writes into the pieces' `values`, then

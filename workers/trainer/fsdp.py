@@ -184,10 +184,20 @@ class FsdpEngine:
             values = local(parameter)
             if name in changes:
                 values = values + changes[name].delta()
-            if self.tensor and self.tensor.split_dim(parameter) == 1:
-                values = self.tensor.whole_columns(values)
-            yield self._share(name, parameter, values)
+            yield self._share(name, parameter, self._whole_columns(parameter, values))
         yield from buffer_pieces(lm, self.group.rank)
+
+    @torch.no_grad()
+    def adapter_pieces(self) -> Iterator[Piece]:
+        for adapter in adapters(self.model.lm):
+            for name, parameter in adapter.tensors():
+                yield self._share(name, parameter, self._whole_columns(parameter, local(parameter)))
+
+    def _whole_columns(self, parameter: Tensor, rows: Tensor) -> Tensor:
+        """This rank's rows of a parameter over all columns. Collective where tensor parallelism splits those."""
+        if self.tensor and self.tensor.split_dim(parameter) == 1:
+            return self.tensor.whole_columns(rows)
+        return rows
 
     def state(self) -> Iterator[Piece]:
         assert self.optimizer is not None

@@ -1,9 +1,11 @@
 """LoRA (2106.09685) around a loaded model: PEFT's layers in place of linear ones, of which only A and B are trained.
 
-    load ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─▶ pieces: W + scale * B @ A under W's own name
+    load ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─┬▶ pieces: W + scale * B @ A under W's own name
+                                                                      └▶ adapter_pieces: A and B (weights/adapter.py)
 
-A publication is thus a whole model, and engines need not know of adapters. Called by `trainer.py` before the engine is
-made, by `fsdp.py` for publications and by `writing.py` for exports.
+The first make a publication that is a whole model, of which engines need not know that adapters made it; the second,
+with `trainer.lora.publish=adapter`, one of A and B alone. Called by `trainer.py` before the engine is made, by
+`fsdp.py` for publications, by `writing.py` for exports, and by `rollout/engine_vllm_adapter.py` for what to expect.
 """
 
 from collections.abc import Iterator
@@ -17,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
+from penstock.workers.weights.adapter import tensor_name
 
 ADAPTER = "default"
 """PEFT's name of the one adapter."""
@@ -40,6 +43,11 @@ class Adapter:
     def delta(self) -> Tensor:
         """What is added to this rank's part of W, with its shape. Collective: A's rows are gathered, B's are not."""
         return (_local(self.b) @ _whole_rows(self.a)) * self.scale
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """A and B with the names that PEFT and vLLM give them in a file."""
+        yield tensor_name(self.name, "A"), self.a
+        yield tensor_name(self.name, "B"), self.b
 
 
 def add_adapters(lm: Any, config: LoraConfig) -> None:
@@ -86,6 +94,17 @@ def target_layers(lm: Any, targets: list[str]) -> list[str]:
     return [name for name in linear if any(_names(target, name) for target in targets)]
 
 
+def adapted_layers(model_path: str, config: LoraConfig) -> dict[str, tuple[int, int]]:
+    """`(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights. Raises
+    as `target_layers` does."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
+    layers = {name: lm.get_submodule(name) for name in target_layers(lm, config.target_modules)}
+    return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
+
+
 def adapters(lm: Any) -> Iterator[Adapter]:
     """In the model's order; none where `add_adapters` was not called."""
     for name, module in lm.named_modules():
@@ -111,10 +130,10 @@ def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
 
     tensors = {}
     for adapter in adapters(lm):
-        for letter, weight in (("A", adapter.a), ("B", adapter.b)):
+        for name, weight in adapter.tensors():
             whole = _over_fsdp(weight).full_tensor() if isinstance(weight, DTensor) else weight
             if is_writer:
-                tensors[f"base_model.model.{adapter.name}.lora_{letter}.weight"] = whole.detach().cpu().contiguous()
+                tensors[name] = whole.detach().cpu().contiguous()
     if tensors:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})

@@ -13,7 +13,7 @@ Legend: B rows of the micro-batch, T response tokens, padded, N response tokens.
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -29,7 +29,7 @@ from penstock.store.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer import batching, deadlines, writing
 from penstock.workers.trainer.batching import MicroBatch
-from penstock.workers.trainer.engine import TrainEngine
+from penstock.workers.trainer.engine import Piece, TrainEngine
 from penstock.workers.trainer.fsdp import FsdpEngine
 from penstock.workers.trainer.lora import add_adapters
 from penstock.workers.trainer.loss_inputs import LossInputs
@@ -194,16 +194,21 @@ class PolicyTrainer:
         return UpdateReport(metrics, len(rows), num_tokens, dict(seconds))
 
     def publish(self, directory: str, version: int) -> Publication:
-        """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed.
-        Collective.
+        """Write version `version` under the root `directory`, every rank its shard; returns once it is sealed. The
+        model, or with `trainer.lora.publish=adapter` the adapter alone. Collective.
         """
         with self._phase(f"publication of version {version}"):
-            return writing.publish(self.engine, directory, version, self._layout)
+            return writing.publish(self.group, self._published(), directory, version, self._layout)
 
     @cached_property
     def _layout(self) -> Layout:
         """Of every publication. Collective where it is first asked for."""
-        return writing.layout_of(self.engine, self.engine_dtype)
+        return writing.layout_of(self._published(), self.engine_dtype)
+
+    def _published(self) -> Iterator[Piece]:
+        """What engines are sent. Collective."""
+        alone = self.trainable and self.config.lora.publishes_adapter
+        return self.engine.adapter_pieces() if alone else self.engine.pieces()
 
     def export(self, directory: str) -> None:
         """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype. Collective."""

@@ -1,18 +1,20 @@
 """The trainer's weights to files: publications in shared memory for the engines, and HF model directories for people.
 
-Every rank writes its own rows; rank 0 seals. Both have the same layout, so an exported model is a publication with its
+Every rank writes its own rows; rank 0 seals. An exported model is a publication of the whole model with its
 configuration and tokenizer beside it. Called by `trainer.py`.
 """
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from transformers import AutoTokenizer
 
 from penstock.workers.protocols import Publication
-from penstock.workers.trainer.engine import TrainEngine
+from penstock.workers.trainer.engine import Piece, TrainEngine
 from penstock.workers.trainer.lora import save_adapter
+from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.weights.layout import Layout, compute_layout
 from penstock.workers.weights.publication import PublicationWriter, publication_directory, seal
 from penstock.workers.weights.reading import WEIGHTS_NAME
@@ -32,20 +34,20 @@ WEIGHT_FILES = (
 )
 
 
-def layout_of(engine: TrainEngine, dtype: str) -> Layout:
-    """Names and shapes as `save_pretrained` has them: tied weights once."""
-    return compute_layout((piece.name, piece.shape, dtype) for piece in engine.pieces())
+def layout_of(pieces: Iterable[Piece], dtype: str) -> Layout:
+    """Of an engine's `pieces`: names and shapes as `save_pretrained` has them, tied weights once. Or of its
+    `adapter_pieces`."""
+    return compute_layout((piece.name, piece.shape, dtype) for piece in pieces)
 
 
-def publish(engine: TrainEngine, directory: str, version: int, layout: Layout) -> Publication:
+def publish(group: ProcessGroup, pieces: Iterable[Piece], directory: str, version: int, layout: Layout) -> Publication:
     """Version `version` under the root `directory`, in the layout's dtype. Collective: every rank returns once it is
-    sealed. `layout`: of `layout_of`, which is the same for every version.
+    sealed. `layout`: of `layout_of` of such pieces, which is the same for every version.
 
     Raises `WeightError`, e.g. when shared memory is full.
     """
-    group = engine.group
     writer = PublicationWriter(directory, version, layout, group.rank, group.num_ranks)
-    for piece in engine.pieces():
+    for piece in pieces:
         writer.write_elements(piece.name, piece.first, piece.values)
     writer.finish()
     group.barrier()
@@ -61,7 +63,8 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
     """
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
-    publish(engine, str(target / ".export"), 0, layout_of(engine, dtype))
+    layout = layout_of(engine.pieces(), dtype)
+    publish(engine.group, engine.pieces(), str(target / ".export"), 0, layout)
     if engine.group.rank == 0:
         os.replace(publication_directory(target / ".export", 0) / WEIGHTS_NAME, target / WEIGHTS_NAME)
         shutil.rmtree(target / ".export")

@@ -169,6 +169,10 @@ class MappedWeights:
         count = place.num_bytes // dtype.itemsize
         return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=place.offset).reshape(place.shape)
 
+    def copy_to(self, file: Path) -> None:
+        """The whole safetensors file, for a reader that wants one of its own."""
+        file.write_bytes(self._memory)
+
     def tensors(self) -> "Iterator[tuple[str, torch.Tensor]]":
         """All of them, layer by layer (by name): engines that repack a layer at a time then hold one layer at a
         time."""

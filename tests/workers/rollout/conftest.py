@@ -11,9 +11,11 @@ import torch
 
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import LoraConfig
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.factory import make_engine
+from penstock.workers.weights.adapter import tensor_name
 from penstock.workers.weights.publication import write_publication
 
 T = TypeVar("T")
@@ -33,18 +35,21 @@ class EngineUnderTest:
     """An engine on an event loop in a background thread, the weights that it should be serving, and a model to check
     against."""
 
+    adapter: LoraConfig | None = None
+
     def __init__(self, name: str, model_path: Path, root: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.set_num_threads(1)
         self.name = name
         self.root = root
+        self.model_path = model_path
         self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32).eval()
         self.version = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         config = RolloutConfig(engine=name, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.25, update_timeout_s=30)
-        self.engine = make_engine(config, str(model_path), num_threads=1)
+        self.engine = make_engine(config, str(model_path), num_threads=1, adapter=self.adapter)
         self.call(self.engine.start())
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 300) -> T:
@@ -69,12 +74,50 @@ class EngineUnderTest:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
 
-@pytest.fixture(scope="session", params=["hf", pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])])
+class AdapterEngineUnderTest(EngineUnderTest):
+    """One that is sent adapters. The checking model has them added to its weights."""
+
+    adapter = LoraConfig(rank=4, alpha=12, publish="adapter")
+
+    def change_weights(self, seed: int) -> Publication:
+        from safetensors.torch import load_file
+
+        generator = torch.Generator().manual_seed(seed)
+        base = load_file(self.model_path / "model.safetensors")
+        tensors = {}
+        for name, weight in self.weights().items():
+            if "proj" not in name or weight.ndim < 2:
+                continue
+            num_out, num_in = weight.shape
+            a = 0.3 * torch.randn(self.adapter.rank, num_in, generator=generator)
+            b = 0.05 * torch.randn(num_out, self.adapter.rank, generator=generator)
+            weight.copy_(base[name] + 3.0 * (b @ a))
+            tensors |= {
+                tensor_name(name.removesuffix(".weight"), letter): part for letter, part in (("A", a), ("B", b))
+            }
+        self.version += 1
+        return write_publication(self.root, self.version, tensors.items())
+
+
+KINDS = {"model": EngineUnderTest, "adapter": AdapterEngineUnderTest}
+VLLM = [pytest.mark.vllm, pytest.mark.slow]
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        "hf-model",
+        "hf-adapter",
+        pytest.param("vllm-model", marks=VLLM),
+        pytest.param("vllm-adapter", marks=VLLM),
+    ],
+)
 def served(
     request: pytest.FixtureRequest, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EngineUnderTest]:
-    if request.param == "vllm":
+    name, _, kind = request.param.partition("-")
+    if name == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
-    subject = EngineUnderTest(request.param, tiny_model, tmp_path_factory.mktemp(f"publications_{request.param}"))
+    subject = KINDS[kind](name, tiny_model, tmp_path_factory.mktemp(f"publications_{request.param}"))
     yield subject
     subject.close()

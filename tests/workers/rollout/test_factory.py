@@ -7,8 +7,11 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import LoraConfig
 from penstock.workers.rollout.engine_scripted import ScriptedEngine
 from penstock.workers.rollout.factory import make_engine
+
+LORA = LoraConfig(rank=8, publish="adapter")
 
 
 def test_the_scripted_engine_is_made_by_name() -> None:
@@ -22,12 +25,12 @@ def test_an_unknown_engine_is_named_with_the_nearest() -> None:
         make_engine(config, "", num_threads=1)
 
 
-@pytest.mark.parametrize("name", ["vllm", "scripted"])
-def test_making_an_engine_imports_neither_vllm_nor_torch(name: str) -> None:
+@pytest.mark.parametrize(("name", "adapter"), [("vllm", None), ("vllm", LORA), ("scripted", None), ("scripted", LORA)])
+def test_making_an_engine_imports_neither_vllm_nor_torch(name: str, adapter: LoraConfig | None) -> None:
     program = (
-        "import sys; from penstock.conf.rollout import RolloutConfig; "
+        "import sys; from penstock.conf.rollout import RolloutConfig; from penstock.conf.trainer import LoraConfig; "
         "from penstock.workers.rollout.factory import make_engine; "
-        f"make_engine(RolloutConfig(engine={name!r}), '', num_threads=1); "
+        f"make_engine(RolloutConfig(engine={name!r}), '', num_threads=1, adapter={adapter!r}); "
         "assert not {'vllm', 'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -6,6 +6,7 @@ rank and none of their ways to split the work are what they are compared to.
 """
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +95,10 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         trainers.append(kind(config, model, rank=rank, num_ranks=num_ranks, address=address))
         result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
         trainers[-1].publish(str(directory / scenario), 1)
+        if config.lora.rank:
+            trainers[-1].config = replace(config, lora=replace(config.lora, publish="adapter"))
+            del trainers[-1]._layout
+            trainers[-1].publish(str(directory / scenario / "alone"), 1)
         torch.save(result, directory / f"{scenario}.{rank}.pt")
         trainers[-1].export(str(directory / scenario / "exported"))
     trainers[0].close()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +23,19 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
-from penstock.workers.trainer.lora import hf_name, is_adapter, target_layers
+from penstock.workers.protocols import Publication
+from penstock.workers.trainer.lora import adapted_layers, hf_name, is_adapter, target_layers
 from penstock.workers.trainer.policy_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.weights.adapter import deltas, layer_shapes, layout_of
+from penstock.workers.weights.reading import MappedWeights, open_publication
 
 Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]
 Weights = Callable[[PolicyTrainer], dict[str, Tensor]]
 LORA = LoraConfig(rank=4, alpha=12)
+ALONE = LoraConfig(rank=4, alpha=12, publish="adapter")
 
 
 def trained(make_trainer: Make, make_rows: MakeRows, **options: Any) -> PolicyTrainer:
@@ -79,6 +84,57 @@ def test_what_is_published_is_what_peft_merges(
     assert published.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(published[name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+def test_an_adapter_published_alone_is_the_one_that_peft_loads(
+    make_trainer: Make, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    trainer = trained(make_trainer, make_rows, lora=ALONE)
+    publication = trainer.publish(str(tmp_path), 1)
+    trainer.export(str(tmp_path / "model"))
+    published = load_file(tmp_path / "v00000001" / "model.safetensors")
+    exported = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+    assert published.keys() == exported.keys()
+    assert all(torch.equal(published[name], weight) for name, weight in exported.items())
+    num_bytes = sum(weight.numel() * 4 for weight in exported.values())
+    assert num_bytes < publication.num_bytes == num_bytes + published_header(publication)
+
+
+def published_header(publication: Publication) -> int:
+    return len(open_publication(publication).layout.header)
+
+
+def test_what_is_published_alone_adds_up_to_what_is_published_merged(
+    make_trainer: Make, make_rows: MakeRows, weights_of: Weights, model_path: str, tmp_path: Path
+) -> None:
+    trainer = trained(make_trainer, make_rows, lora=ALONE)
+    base = load_file(Path(model_path) / "model.safetensors")
+    merged = weights_of(trainer)
+    mapped = MappedWeights(open_publication(trainer.publish(str(tmp_path), 1)))
+    changes = {f"{layer}.weight": delta for layer, delta in deltas(mapped, ALONE)}
+    assert len(changes) == 14
+    for name, weight in merged.items():
+        expected = base[name] + changes[name] if name in changes else base[name]
+        torch.testing.assert_close(weight, expected, atol=1e-7, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]])
+def test_an_engine_knows_the_layers_of_an_adapter_before_it_sees_one(
+    make_trainer: Make, model_path: str, tmp_path: Path, targets: list[str]
+) -> None:
+    config = replace(ALONE, target_modules=targets)
+    manifest = open_publication(make_trainer(lora=config).publish(str(tmp_path), 1))
+    layers = adapted_layers(model_path, config)
+    assert layer_shapes(manifest, config) == layers
+    assert layout_of(layers, config, "float32") == manifest.layout
+
+
+def test_a_reference_beside_a_trained_adapter_has_the_whole_model(
+    make_trainer: Make, weights_of: Weights, tmp_path: Path
+) -> None:
+    reference = make_trainer(lora=ALONE, trainable=False)
+    reference.publish(str(tmp_path), 1)
+    assert load_file(tmp_path / "v00000001" / "model.safetensors").keys() == weights_of(reference).keys()
 
 
 def test_an_export_loads_with_the_logits_of_what_was_trained(

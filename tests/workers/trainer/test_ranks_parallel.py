@@ -142,6 +142,15 @@ def test_the_exported_adapter_is_that_of_one_rank(one: Path, several: Several, n
     assert_same(ours, expected, atol=2e-6)
 
 
+@pytest.mark.parametrize(("num_ranks", "scenario"), [case for case in EVERY if "lora" in case[1]])
+def test_the_adapter_that_is_published_alone_is_the_one_that_is_exported(
+    several: Several, num_ranks: int, scenario: str
+) -> None:
+    directory = several(num_ranks) / scenario
+    exported = load_file(directory / "exported" / "adapter" / "adapter_model.safetensors")
+    assert_same(load_file(directory / "alone" / "v00000001" / "model.safetensors"), exported, atol=0)
+
+
 def whole_state(directory: Path, scenario: str, num_ranks: int) -> dict[str, torch.Tensor]:
     """The pieces of all ranks, put together; every element must be in one of them, and in one only."""
     flat: dict[str, torch.Tensor] = {}

@@ -1,0 +1,141 @@
+"""The vLLM engine where adapters are published: it keeps the base model and serves the newest adapter on top of it.
+
+    update ─▶ open ▸ verify ▸ stage ▸ pause ▸ load ▸ finish ▸ version ▸ resume
+
+vLLM knows one adapter, whose number never changes; an update replaces what it holds (vLLM's `load_inplace`). So the
+sequences in flight, which name the adapter by that number, go on under the new one with their prefix recomputed, just
+as they do when the whole model is exchanged, and the versions that vLLM reports for each token hold. Cached prefixes
+are dropped by the pause. Before the first update A and B are zeros: the engine is the base model, and has shown that
+it can serve such an adapter. Made by `factory.py`.
+"""
+
+import asyncio
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import ConfigError, WeightError
+from penstock.conf.rollout import RolloutConfig
+from penstock.conf.trainer import LoraConfig
+from penstock.workers.protocols import Publication
+from penstock.workers.rollout.engine_vllm import Opened, VllmEngine, mapped_publication
+from penstock.workers.rollout.vllm_setup import adapter_arguments
+from penstock.workers.weights.adapter import layer_shapes, layout_of, peft_config
+from penstock.workers.weights.layout import Layout
+from penstock.workers.weights.reading import MappedWeights
+from penstock.workers.weights.transport import Info, Update
+
+NAME, NUMBER = "policy", 1
+"""Of the one adapter, for vLLM."""
+CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
+
+
+class VllmAdapterEngine(VllmEngine):
+    """Lifecycle and failures are those of `VllmEngine`; publications are of adapters of one kind."""
+
+    def __init__(
+        self, config: RolloutConfig, model_path: str, adapter: LoraConfig, *, num_threads: int, version: int = 0
+    ) -> None:
+        """`adapter`: the trainer's. `version`: of the weights in `model_path`."""
+        super().__init__(config, model_path, num_threads=num_threads, version=version)
+        self._adapter = adapter
+        self._folder = AdapterFolder(adapter)
+        self._layers: dict[str, tuple[int, int]] = {}
+        """`(out, in)` of those that the adapter changes."""
+
+    async def close(self) -> None:
+        await super().close()
+        self._folder.remove()
+
+    def _arguments(self) -> dict[str, Any]:
+        return super()._arguments() | adapter_arguments(self._adapter)
+
+    async def _create(self) -> None:
+        from penstock.workers.trainer.lora import adapted_layers
+
+        self._layers = await asyncio.to_thread(adapted_layers, self._model_path, self._adapter)
+        self._folder.stage_zeros(self._version, layout_of(self._layers, self._adapter, self._config.dtype))
+        await super()._create()
+        call = self._llm.add_lora(self._lora_request())
+        try:
+            await self._in_time("adapter", call, self._config.start_timeout_s, "rollout.start_timeout_s")
+        except WeightError as error:
+            raise ConfigError(
+                f"trainer.lora.publish=adapter: vLLM cannot serve one of trainer.lora.target_modules="
+                f"{self._adapter.target_modules} with {self._model_path}: {error} Name other layers, or set "
+                "trainer.lora.publish=merged."
+            ) from None
+
+    def _lora_request(self) -> Any:
+        return self._request_of(self._version)
+
+    def _request_of(self, version: int, *, in_place: bool = False) -> Any:
+        """The path is part of vLLM's keys of cached prefixes, and so the version is, too."""
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(NAME, NUMBER, str(self._folder.of(version)), load_inplace=in_place)
+
+    async def _open(self, publication: Publication) -> Opened:
+        """Map, verify, check that it is an adapter of these layers (vLLM would take one of others, and leave out what
+        it does not know), and put it where vLLM can read it."""
+        mapped = await self._phase(publication, "open", asyncio.to_thread(mapped_publication, publication))
+        await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
+        if layer_shapes(mapped.manifest, self._adapter) != self._layers:
+            raise WeightError(
+                f"{mapped.manifest.file}: not an adapter of the layers {self._adapter.target_modules} of "
+                f"{self._model_path}, which the engine serves. Trainer and engines must have the same model.path and "
+                "trainer.lora.target_modules."
+            )
+        await self._phase(publication, "stage", asyncio.to_thread(self._folder.stage, mapped))
+        return Opened(mapped, {})
+
+    async def _begin(self, update: Update) -> None:
+        """vLLM checks the new adapter before it drops the old one: there is nothing to begin with."""
+
+    async def _load(self, update: Update, info: Info) -> None:
+        await self._phase(update, "load", self._llm.add_lora(self._request_of(update.version, in_place=True)))
+
+    async def _finish(self, update: Update) -> None:
+        await self._phase(update, "finish", self._llm.update_weight_version(str(update.version)))
+        self._folder.keep_only(update.version)
+
+
+class AdapterFolder:
+    """Versions of the adapter as directories of PEFT's form, which is how vLLM takes them.
+
+    Copies, since files of publications are written again (`slots.py`), while vLLM may read an adapter whenever a
+    request names it.
+    """
+
+    def __init__(self, config: LoraConfig) -> None:
+        self._config = json.dumps(peft_config(config))
+        self._root = tempfile.TemporaryDirectory(prefix="penstock-adapter-")
+
+    def of(self, version: int) -> Path:
+        return Path(self._root.name) / f"v{version:08d}"
+
+    def stage(self, mapped: MappedWeights) -> None:
+        """A publication's version; its bytes must have been verified."""
+        mapped.copy_to(self._made(mapped.manifest.version) / WEIGHTS_NAME)
+
+    def stage_zeros(self, version: int, layout: Layout) -> None:
+        """A version that changes nothing."""
+        with (self._made(version) / WEIGHTS_NAME).open("wb") as file:
+            file.write(layout.header)
+            file.truncate(layout.num_bytes)
+
+    def keep_only(self, version: int) -> None:
+        for path in Path(self._root.name).iterdir():
+            if path != self.of(version):
+                shutil.rmtree(path)
+
+    def remove(self) -> None:
+        self._root.cleanup()
+
+    def _made(self, version: int) -> Path:
+        path = self.of(version)
+        path.mkdir(exist_ok=True)
+        (path / CONFIG_NAME).write_text(self._config)
+        return path

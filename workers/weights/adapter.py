@@ -1,0 +1,91 @@
+"""An adapter as a publication of its own: A and B under the names that PEFT and vLLM give them, instead of the model.
+
+    base_model.model.<layer>.lora_A.weight  [rank, in]      W of the layer stands for W + alpha / rank * B @ A
+    base_model.model.<layer>.lora_B.weight  [out, rank]
+
+File, manifest, checksums and slots are those of any publication (`publication.py`). Rank and alpha are not in it: they
+are the run's configuration, which engines are started with, and the shapes are held against it here, before an engine
+changes. Named by `trainer/lora.py`, read by the rollout engines.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from penstock.conf.errors import WeightError
+from penstock.conf.trainer import ALL_LINEAR, LoraConfig
+from penstock.workers.weights.layout import Layout, compute_layout
+from penstock.workers.weights.reading import Manifest, MappedWeights
+
+if TYPE_CHECKING:
+    import torch
+
+PREFIX, SUFFIX = "base_model.model.", ".weight"
+LETTERS = ("A", "B")
+
+
+def tensor_name(layer: str, letter: str) -> str:
+    """Of A or B of a linear layer, e.g. `model.layers.0.self_attn.q_proj`, in the file."""
+    return f"{PREFIX}{layer}.lora_{letter}{SUFFIX}"
+
+
+def layer_shapes(manifest: Manifest, config: LoraConfig) -> dict[str, tuple[int, int]]:
+    """`(out, in)` of every layer that the adapter changes, in the file's order.
+
+    Raises `WeightError` for a publication that is not an adapter, lacks an A or B, or has another rank than `config`.
+    """
+    places = manifest.layout.by_name
+    layers = list(dict.fromkeys(_layer(manifest, name) for name in places))
+    shapes = {}
+    for layer in layers:
+        a, b = (places.get(tensor_name(layer, letter)) for letter in LETTERS)
+        if a is None or b is None:
+            raise WeightError(f"{manifest.file}: has only one of A and B of {layer!r}. Publish again.")
+        if (len(a.shape), len(b.shape)) != (2, 2) or a.shape[0] != config.rank or b.shape[1] != config.rank:
+            raise WeightError(
+                f"{manifest.file}: A {list(a.shape)} and B {list(b.shape)} of {layer!r} are not of rank {config.rank}, "
+                "for which the engine was started. Trainer and engines must have the same trainer.lora.rank."
+            )
+        shapes[layer] = (b.shape[0], a.shape[1])
+    return shapes
+
+
+def layout_of(shapes: Mapping[str, tuple[int, int]], config: LoraConfig, dtype: str) -> Layout:
+    """Of an adapter of layers of these `(out, in)`."""
+    tensors = []
+    for layer, (num_out, num_in) in shapes.items():
+        tensors += [
+            (tensor_name(layer, "A"), (config.rank, num_in), dtype),
+            (tensor_name(layer, "B"), (num_out, config.rank), dtype),
+        ]
+    return compute_layout(tensors)
+
+
+def deltas(mapped: MappedWeights, config: LoraConfig) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Layers and what their weights change by: `alpha / rank * B @ A`, `[out, in]` float32 on the CPU, one at a
+    time."""
+    for layer in layer_shapes(mapped.manifest, config):
+        a, b = (mapped.tensor(tensor_name(layer, letter)).float() for letter in LETTERS)
+        yield layer, (b @ a) * (config.alpha / config.rank)
+
+
+def peft_config(config: LoraConfig) -> dict[str, Any]:
+    """What PEFT's `adapter_config.json` has to say of such an adapter."""
+    targets = config.target_modules
+    return {
+        "peft_type": "LORA",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "target_modules": ALL_LINEAR if targets == [ALL_LINEAR] else targets,
+        "bias": "none",
+    }
+
+
+def _layer(manifest: Manifest, name: str) -> str:
+    for letter in LETTERS:
+        end = f".lora_{letter}{SUFFIX}"
+        if name.startswith(PREFIX) and name.endswith(end):
+            return name[len(PREFIX) : -len(end)]
+    raise WeightError(
+        f"{manifest.file}: has {name!r}, which is no part of an adapter, and the engine was started to serve adapters. "
+        "Trainer and engines must have the same trainer.lora.publish."
+    )
