@@ -98,6 +98,10 @@ class TrainerConfig:
     is computed. Slower, for models that do not fit. On CPUs it changes nothing. Engine fsdp only."""
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
+    compile: bool = False
+    """Compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first update, once
+    for any number of rows and tokens. What was compiled is kept for the next run, in TORCHINDUCTOR_CACHE_DIR (unset: in
+    the temporary directory). Changes results by rounding. Not for ZeRO's stage 3, nor for layers split over ranks."""
     logprob_chunk_mib: float = 128.0
     """Memory for logits and what is made of them, MiB. Those of a micro-batch that fit whole are kept for backward;
     others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result but for
@@ -135,12 +139,27 @@ class TrainerConfig:
                 self._check_left_out(key, getattr(self, key) == 1, 1)
             self._check_left_out("lora.rank", self.lora.rank == 0, 0)
             self._check_left_out("offload", not self.offload, "false and use trainer.deepspeed.offload_optimizer")
+        self._check_compile()
         for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
 
     def _check_left_out(self, key: str, is_left_out: bool, value: object) -> None:
         if not is_left_out:
             raise ConfigError(f"trainer.{key} is for trainer.engine=fsdp only. Choose that, or set it to {value}.")
+
+    def _check_compile(self) -> None:
+        """What gathers or communicates inside of a layer is nothing that a compiled layer could hold."""
+        if self.compile and self.engine == "deepspeed" and self.deepspeed.zero_stage == 3:
+            raise ConfigError(
+                "trainer.compile=true: ZeRO's stage 3 gathers weights inside of the layers, which then cannot be "
+                "compiled whole. Set trainer.deepspeed.zero_stage to 2 or 1, or trainer.engine=fsdp, or leave it out."
+            )
+        if self.compile and self.ranks_per_row > 1:
+            raise ConfigError(
+                f"trainer.compile=true: layers of trainer.tensor_parallel_size={self.tensor_parallel_size} and "
+                f"trainer.sequence_parallel_size={self.sequence_parallel_size} communicate inside, and are not "
+                "compiled. Set both to 1, or leave it out."
+            )
 
     @property
     def ranks_per_row(self) -> int:

@@ -31,6 +31,7 @@ from penstock.workers.trainer import batching, deadlines, writing
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.engine import TrainEngine
 from penstock.workers.trainer.fsdp import FsdpEngine
+from penstock.workers.trainer.layers import compile_layers
 from penstock.workers.trainer.lora import add_adapters
 from penstock.workers.trainer.loss_inputs import LossInputs
 from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm, max_length
@@ -108,6 +109,8 @@ class PolicyTrainer:
         self.model.requires_grad_(trainable)
         if trainable and config.lora.rank:
             add_adapters(self.model.lm, config.lora)
+        if config.compile:
+            compile_layers(self.model)
         self.trainable = trainable
         self.before_step: Callable[[], None] | None = None
         """Called before weights change: a checkpoint may still be copying them."""
