@@ -102,6 +102,9 @@ class TrainerConfig:
     """Compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first update, once
     for any number of rows and tokens. What was compiled is kept for the next run, in TORCHINDUCTOR_CACHE_DIR (unset: in
     the temporary directory). Changes results by rounding. Not for ZeRO's stage 3, nor for layers split over ranks."""
+    liger: bool = False
+    """Compute norms, rotary embeddings and gated activations by Liger's kernels (2410.10989): less memory, and faster.
+    GPUs only; wants the package liger-kernel. Log-probabilities stay Penstock's own."""
     logprob_chunk_mib: float = 128.0
     """Memory for logits and what is made of them, MiB. Those of a micro-batch that fit whole are kept for backward;
     others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result but for
@@ -140,6 +143,11 @@ class TrainerConfig:
             self._check_left_out("lora.rank", self.lora.rank == 0, 0)
             self._check_left_out("offload", not self.offload, "false and use trainer.deepspeed.offload_optimizer")
         self._check_compile()
+        if self.liger and not self.num_gpus_per_rank:
+            raise ConfigError(
+                "trainer.liger=true: Liger's kernels are for GPUs, and trainer.num_gpus_per_rank=0. Set that to 1, or "
+                "leave trainer.liger out."
+            )
         for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
 

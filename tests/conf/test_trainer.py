@@ -45,3 +45,9 @@ def test_layers_that_wait_for_other_ranks_are_not_compiled(options, message):
     with pytest.raises(ConfigError, match=rf"trainer\.compile=true: .*{message}"):
         TrainerConfig(compile=True, **options)
     assert TrainerConfig(compile=True, engine="deepspeed").compile
+
+
+def test_kernels_of_gpus_are_refused_on_cpus():
+    with pytest.raises(ConfigError, match=r"trainer\.liger=true: .* trainer\.num_gpus_per_rank=0\. Set that to 1"):
+        TrainerConfig(liger=True)
+    assert TrainerConfig(liger=True, num_gpus_per_rank=1).liger
