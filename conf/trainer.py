@@ -41,8 +41,6 @@ class DeepSpeedConfig:
     zero_stage: int = 2
     """What is spread over the ranks (1910.02054). 1: float32 masters and optimizer states. 2: gradients, too; costs no
     more communication than 1. 3: weights, too, gathered layer by layer: the least memory, the most communication."""
-    offload_optimizer: bool = False
-    """Keep masters and optimizer states in host memory and step there. On CPUs it saves nothing."""
 
     def __post_init__(self) -> None:
         within("trainer.deepspeed.zero_stage", self.zero_stage, 1, 3)
@@ -94,8 +92,9 @@ class TrainerConfig:
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
     offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory and step there; each layer comes to the GPU when it
-    is computed. Slower, for models that do not fit. On CPUs it changes nothing. Engine fsdp only."""
+    """Keep master weights, gradients and optimizer states in host memory and step there. Slower, for models that do
+    not fit. What is computed with comes to the GPU layer by layer with engine fsdp, and is a copy that stays there with
+    deepspeed. On CPUs it saves nothing."""
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
     compile: bool = False
@@ -124,11 +123,6 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
-        if self.engine == "fsdp" and self.deepspeed.offload_optimizer:
-            raise ConfigError(
-                "trainer.deepspeed.offload_optimizer=true: has no effect with trainer.engine=fsdp. Set "
-                "trainer.engine=deepspeed, or leave it out."
-            )
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
@@ -141,7 +135,6 @@ class TrainerConfig:
             for key in ("tensor_parallel_size", "sequence_parallel_size"):
                 self._check_left_out(key, getattr(self, key) == 1, 1)
             self._check_left_out("lora.rank", self.lora.rank == 0, 0)
-            self._check_left_out("offload", not self.offload, "false and use trainer.deepspeed.offload_optimizer")
         self._check_compile()
         if self.liger and not self.num_gpus_per_rank:
             raise ConfigError(

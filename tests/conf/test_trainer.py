@@ -47,6 +47,11 @@ def test_layers_that_wait_for_other_ranks_are_not_compiled(options, message):
     assert TrainerConfig(compile=True, engine="deepspeed").compile
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_both_engines_offload_by_the_same_key(engine):
+    assert TrainerConfig(engine=engine, offload=True).offload
+
+
 def test_kernels_of_gpus_are_refused_on_cpus():
     with pytest.raises(ConfigError, match=r"trainer\.liger=true: .* trainer\.num_gpus_per_rank=0\. Set that to 1"):
         TrainerConfig(liger=True)
