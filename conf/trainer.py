@@ -98,9 +98,10 @@ class TrainerConfig:
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
     compile: bool = False
-    """Compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first update, once
-    for any number of rows and tokens. What was compiled is kept for the next run, in TORCHINDUCTOR_CACHE_DIR (unset: in
-    the temporary directory). Changes results by rounding. Not for ZeRO's stage 3, nor for layers split over ranks."""
+    """Compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first updates:
+    once for several rows, and once where a micro-batch has only one. What was compiled is kept for the next run, in
+    TORCHINDUCTOR_CACHE_DIR (unset: in the temporary directory). Changes results by rounding. Not for ZeRO's stage 3,
+    nor for layers split over ranks."""
     liger: bool = False
     """Compute norms, rotary embeddings and gated activations by Liger's kernels (2410.10989): less memory, and faster.
     GPUs only; wants the package liger-kernel. Log-probabilities stay Penstock's own."""

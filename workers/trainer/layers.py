@@ -19,9 +19,9 @@ def compile_layers(model: PolicyModel | ScalarModel) -> None:
     """Have each layer compiled when it is first called, in place, so that no parameter changes its name. Before an
     engine puts its hooks on them: those stay as they are, between the compiled parts.
 
-    All layers share what is compiled, once with gradient and once without, for any number of rows and tokens. Where
-    activations are recomputed, transformers' checkpoint calls the compiled layer once more: compiling checkpoint and
-    layer together, which torch prefers, was seen to take several times as long to compile.
+    All layers share what is compiled, with gradient and without, for any number of tokens and for one row or more.
+    Where activations are recomputed, transformers' checkpoint calls the compiled layer once more: compiling checkpoint
+    and layer together, which torch prefers, was seen to take several times as long to compile.
     """
     for layer in decoder_layers(model):
         layer.compile(dynamic=True)
