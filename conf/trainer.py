@@ -42,8 +42,6 @@ class DeepSpeedConfig:
     zero_stage: int = 2
     """What is spread over the ranks (1910.02054). 1: float32 masters and optimizer states. 2: gradients, too; costs no
     more communication than 1. 3: weights, too, gathered layer by layer: the least memory, the most communication."""
-    offload_optimizer: bool = False
-    """Keep masters and optimizer states in host memory and step there. On CPUs it saves nothing."""
 
     def __post_init__(self) -> None:
         within("trainer.deepspeed.zero_stage", self.zero_stage, 1, 3)
@@ -110,10 +108,19 @@ class TrainerConfig:
     dtype: str = "float32"
     """Compute dtype: float32 or bfloat16. Master weights and optimizer are float32 either way."""
     offload: bool = False
-    """Keep weights, gradients and optimizer states in host memory and step there; each layer comes to the GPU when it
-    is computed. Slower, for models that do not fit. On CPUs it changes nothing. Engine fsdp only."""
+    """Keep master weights, gradients and optimizer states in host memory and step there. Slower, for models that do
+    not fit. What is computed with comes to the GPU layer by layer with engine fsdp, and is a copy that stays there with
+    deepspeed. On CPUs it saves nothing."""
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
+    compile: bool = False
+    """Compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first updates:
+    once for several rows, and once where a micro-batch has only one. What was compiled is kept for the next run, in
+    TORCHINDUCTOR_CACHE_DIR (unset: in the temporary directory). Changes results by rounding. Not for ZeRO's stage 3,
+    nor for layers split over ranks."""
+    liger: bool = False
+    """Compute norms, rotary embeddings and gated activations by Liger's kernels (2410.10989): less memory, and faster.
+    GPUs only; wants the package liger-kernel. Log-probabilities stay Penstock's own."""
     logprob_chunk_mib: float = 128.0
     """Memory for logits and what is made of them, MiB. Those of a micro-batch that fit whole are kept for backward;
     others are made tile by tile, and again in backward. Bounds memory at large vocabularies; changes no result but for
@@ -133,11 +140,6 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         one_of("trainer.engine", self.engine, ("fsdp", "deepspeed"))
-        if self.engine == "fsdp" and self.deepspeed.offload_optimizer:
-            raise ConfigError(
-                "trainer.deepspeed.offload_optimizer=true: has no effect with trainer.engine=fsdp. Set "
-                "trainer.engine=deepspeed, or leave it out."
-            )
         one_of("trainer.dtype", self.dtype, ("float32", "bfloat16"))
         for key in ("num_ranks", "max_steps", "groups_per_step", "num_minibatches", "max_tokens_per_microbatch"):
             at_least(f"trainer.{key}", getattr(self, key), 1)
@@ -150,13 +152,32 @@ class TrainerConfig:
             for key in ("tensor_parallel_size", "sequence_parallel_size"):
                 self._check_left_out(key, getattr(self, key) == 1, 1)
             self._check_left_out("lora.rank", self.lora.rank == 0, 0)
-            self._check_left_out("offload", not self.offload, "false and use trainer.deepspeed.offload_optimizer")
+        self._check_compile()
+        if self.liger and not self.num_gpus_per_rank:
+            raise ConfigError(
+                "trainer.liger=true: Liger's kernels are for GPUs, and trainer.num_gpus_per_rank=0. Set that to 1, or "
+                "leave trainer.liger out."
+            )
         for key in ("logprob_chunk_mib", "collective_timeout_s", "step_timeout_s"):
             above(f"trainer.{key}", getattr(self, key), 0)
 
     def _check_left_out(self, key: str, is_left_out: bool, value: object) -> None:
         if not is_left_out:
             raise ConfigError(f"trainer.{key} is for trainer.engine=fsdp only. Choose that, or set it to {value}.")
+
+    def _check_compile(self) -> None:
+        """What gathers or communicates inside of a layer is nothing that a compiled layer could hold."""
+        if self.compile and self.engine == "deepspeed" and self.deepspeed.zero_stage == 3:
+            raise ConfigError(
+                "trainer.compile=true: ZeRO's stage 3 gathers weights inside of the layers, which then cannot be "
+                "compiled whole. Set trainer.deepspeed.zero_stage to 2 or 1, or trainer.engine=fsdp, or leave it out."
+            )
+        if self.compile and self.ranks_per_row > 1:
+            raise ConfigError(
+                f"trainer.compile=true: layers of trainer.tensor_parallel_size={self.tensor_parallel_size} and "
+                f"trainer.sequence_parallel_size={self.sequence_parallel_size} communicate inside, and are not "
+                "compiled. Set both to 1, or leave it out."
+            )
 
     @property
     def ranks_per_row(self) -> int:

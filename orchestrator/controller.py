@@ -209,6 +209,8 @@ class Controller:
     ) -> None:
         usage = await self._usage.since_last(QUICK_S)
         store = await self.store.stats() | usage.dropped
+        if self.config.checkpoint.every_steps:
+            store["checkpoint/failed"] = float(self._saving.failed)
         now = time.time()
         train_s = max(report.train_s for report in reports)
         times = StepTimes(

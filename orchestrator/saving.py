@@ -4,8 +4,9 @@
                   │ all of one moment: no update is under way
     meanwhile: store.snapshot, trainers finish ─▶ manifest, marker ─▶ older ones go
 
-One at a time: a second waits for the first. One that fails is told and counted, and the run goes on, since its last
-good checkpoint is still there; only the last of a run must not fail.
+One at a time: a second waits for the first. One that fails is told and counted, what there is of it is removed (it may
+be what filled the disk), and the run goes on, since its last good checkpoint is still there; only the last of a run
+must not fail.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class CheckpointWriter:
         self._fleet, self._store, self._config = fleet, store, config
         self._directory, self._progress = directory, progress
         self._checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[PenstockError | None] | None = None
         self.failed = 0
         """Checkpoints that could not be written."""
 
@@ -71,29 +72,33 @@ class CheckpointWriter:
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
-        try:
-            await writing
-        except PenstockError as error:
-            self.failed += 1
-            self._directory.event("checkpoint_failed", error=type(error).__name__, message=str(error))
-            if strict:
-                raise
-            self._progress.note(f"a checkpoint could not be written, the one before stays: {error}")
+        error = await writing
+        if strict and error is not None:
+            raise error
 
-    async def _write_or_say(self, checkpoint: Checkpoint) -> None:
+    async def _write_or_say(self, checkpoint: Checkpoint) -> PenstockError | None:
+        """What it failed with, told and counted."""
         try:
             await self._write(checkpoint)
+            return None
         except OSError as error:
-            raise CheckpointError(f"{checkpoint.directory}: cannot be written: {error}") from None
+            failure: PenstockError = CheckpointError(f"{checkpoint.directory}: cannot be written: {error}")
+        except PenstockError as error:
+            failure = error
+        self.failed += 1
+        with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
+            await asyncio.to_thread(self._checkpoints.clear, checkpoint.step)
+        self._directory.event("checkpoint_failed", error=type(failure).__name__, message=str(failure))
+        self._progress.note(f"a checkpoint could not be written, the one before stays: {failure}")
+        return failure
 
     async def _write(self, checkpoint: Checkpoint) -> None:
         step, started = checkpoint.step, time.time()
-        calls = [(name, handle.finish_saving.remote()) for name, handle in self._fleet.role("trainer")]
+        calls = [
+            self._in_time(handle.finish_saving.remote(), name, step) for name, handle in self._fleet.role("trainer")
+        ]
         with _store_place(checkpoint) as root:
-            saved, _ = await asyncio.gather(
-                answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s),
-                self._in_time(self._store.snapshot(root, step, keep=1), "Store", step),
-            )
+            *saved, _ = await _all_ended(*calls, self._in_time(self._store.snapshot(root, step, keep=1), "Store", step))
             if root != checkpoint.store:
                 await asyncio.to_thread(self._checkpoints.add_directory, step, "store", Path(root))
         checkpoint.files.extend(file for files in saved for file in files)
@@ -105,6 +110,15 @@ class CheckpointWriter:
 
     async def _in_time(self, call: Awaitable[Any], name: str, step: int) -> Any:
         return await answer(call, name=name, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)
+
+
+async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
+    """Their results. Raises the first error once none of them writes any longer."""
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 def checkpoint_place(config: RunConfig, directory: RunDirectory) -> str:

@@ -35,6 +35,7 @@ def cards(directory: RunDirectory) -> list[Card]:
         _staleness(metrics, config),
         _mismatch(metrics),
         _dropped(metrics),
+        _failed_checkpoints(directory),
     ]
     return [card for card in found if card is not None]
 
@@ -141,3 +142,11 @@ def _dropped(metrics: Sequence[Mapping[str, Any]]) -> Card | None:
         return None
     reasons = ", ".join(f"{name.partition('/')[2]} {value:g}" for name, value in last.items())
     return Card("Dropped samples", f"{sum(last.values()):g}", reasons, False)
+
+
+def _failed_checkpoints(directory: RunDirectory) -> Card | None:
+    """From the events, since the last one may fail after the last step was logged."""
+    failed = [event for event in directory.read_events() if event.get("kind") == "checkpoint_failed"]
+    if not failed:
+        return None
+    return Card("Failed checkpoints", f"{len(failed)}", f"last: {failed[-1].get('message', '')}", False)

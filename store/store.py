@@ -311,7 +311,10 @@ class Store:
             await self.cut()
         assert self._cut is not None
         (state, mapped), self._cut = self._cut, None
-        return str(await asyncio.to_thread(snapshot.write, root, number, state, mapped.__getitem__, keep=keep))
+        try:
+            return str(await asyncio.to_thread(snapshot.write, root, number, state, mapped.__getitem__, keep=keep))
+        except OSError as error:
+            raise StoreError(f"{root}: the store's snapshot cannot be written: {error}") from None
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)

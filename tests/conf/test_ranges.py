@@ -87,11 +87,6 @@ def test_a_value_out_of_range_is_refused_by_its_full_key(config_class, key, valu
     assert str(caught.value).startswith(f"{key}={value}:")
 
 
-def test_an_option_of_deepspeed_is_refused_where_fsdp_trains():
-    with pytest.raises(ConfigError, match=r"trainer.deepspeed.offload_optimizer=true.*trainer.engine=deepspeed"):
-        TrainerConfig(deepspeed=DeepSpeedConfig(offload_optimizer=True))
-
-
 def test_every_default_is_within_its_range():
     validate(RunConfig(algorithm=GrpoConfig()))
 
@@ -117,7 +112,7 @@ def test_an_algorithm_of_ones_own_need_not_check_anything():
 
 @pytest.mark.parametrize(
     "options",
-    [{"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}, {"lora": LoraConfig(rank=4)}, {"offload": True}],
+    [{"tensor_parallel_size": 2}, {"sequence_parallel_size": 2}, {"lora": LoraConfig(rank=4)}],
 )
 def test_what_only_fsdp_does_is_refused_with_deepspeed(options):
     with pytest.raises(ConfigError, match=r"is for trainer\.engine=fsdp only"):

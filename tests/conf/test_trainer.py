@@ -1,7 +1,7 @@
 import pytest
 
 from penstock.conf.errors import ConfigError
-from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, TrainerConfig
 
 
 @pytest.mark.parametrize(
@@ -34,3 +34,31 @@ def test_by_default_each_rank_has_rows_of_its_own():
     assert config.lora.rank == 0
     assert not config.lora.publishes_adapter
     assert not config.offload
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"engine": "deepspeed", "deepspeed": DeepSpeedConfig(zero_stage=3)},
+            r"Set trainer\.deepspeed\.zero_stage to 2",
+        ),
+        ({"num_ranks": 2, "tensor_parallel_size": 2}, r"tensor_parallel_size=2 and .* communicate inside"),
+        ({"num_ranks": 2, "sequence_parallel_size": 2}, r"sequence_parallel_size=2 communicate inside"),
+    ],
+)
+def test_layers_that_wait_for_other_ranks_are_not_compiled(options, message):
+    with pytest.raises(ConfigError, match=rf"trainer\.compile=true: .*{message}"):
+        TrainerConfig(compile=True, **options)
+    assert TrainerConfig(compile=True, engine="deepspeed").compile
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+def test_both_engines_offload_by_the_same_key(engine):
+    assert TrainerConfig(engine=engine, offload=True).offload
+
+
+def test_kernels_of_gpus_are_refused_on_cpus():
+    with pytest.raises(ConfigError, match=r"trainer\.liger=true: .* trainer\.num_gpus_per_rank=0\. Set that to 1"):
+        TrainerConfig(liger=True)
+    assert TrainerConfig(liger=True, num_gpus_per_rank=1).liger

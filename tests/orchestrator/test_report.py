@@ -111,6 +111,16 @@ def test_a_broken_bound_is_marked(tmp_path: Path) -> None:
     assert card.good is False
 
 
+def test_checkpoints_that_failed_are_marked(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 3, ended=None)
+    assert "Failed checkpoints" not in {card.label for card in cards(directory)}
+    for step in (1, 2):
+        directory.event("checkpoint_failed", error="CheckpointError", message=f"step {step}: no room")
+    (card,) = [card for card in cards(directory) if card.label == "Failed checkpoints"]
+    assert (card.value, card.detail, card.good) == ("2", "last: step 2: no room", False)
+    assert "step 2: no room" in checked(write_report(directory.path, pngs=False))
+
+
 def test_numbers_that_are_missing_or_not_finite_leave_gaps(tmp_path: Path) -> None:
     directory = make_run(tmp_path, 12)
     with directory.metrics_file.open("a") as file:

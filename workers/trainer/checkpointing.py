@@ -10,6 +10,7 @@ the files around it (marker, store, what is kept) are `orchestrator/checkpoints.
 
 import os
 import pickle
+import shutil
 import tempfile
 import threading
 import time
@@ -102,6 +103,7 @@ class Saver:
             ) from None
 
     def _save(self, pieces: list[Piece], directory: str, carried: bytes, result: "Future[list[SavedFile]]") -> None:
+        free_bytes = None
         try:
             started = time.perf_counter()
             shards = self._copy(pieces)
@@ -109,6 +111,7 @@ class Saver:
             self._copied.set()
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)  # of this thread: training comes first
             with _local(directory) as local:
+                free_bytes = _free_bytes(local)
                 dcp.save(
                     _values(shards),
                     storage_writer=dcp.FileSystemWriter(local),
@@ -125,7 +128,10 @@ class Saver:
             result.set_result(written)
         except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001 - it is for `finish` to tell
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            result.set_exception(CheckpointError(f"{directory}: rank {self._group.rank} could not write: {reason[0]}"))
+            room = _too_little(free_bytes, sum(piece.values.nbytes for piece in pieces))
+            result.set_exception(
+                CheckpointError(f"{directory}: rank {self._group.rank} could not write: {reason[0]}{room}")
+            )
         finally:
             self._copied.set()
 
@@ -153,6 +159,23 @@ def _local(directory: str) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="penstock-checkpoint-") as folder:
         yield folder
+
+
+def _free_bytes(directory: str) -> int:
+    """Where a directory is or is to be made."""
+    path = Path(directory)
+    existing = next(place for place in (path, *path.absolute().parents) if place.is_dir())
+    return shutil.disk_usage(existing).free
+
+
+def _too_little(free_bytes: int | None, needed_bytes: int) -> str:
+    """What to say of room where that may be the trouble: other ranks and the store want some of it as well."""
+    if free_bytes is None or free_bytes > 2 * needed_bytes:
+        return ""
+    return (
+        f". Its part alone needs {needed_bytes:,} bytes, and {free_bytes:,} were free. Make room, lower "
+        "checkpoint.keep_last, or set checkpoint.directory to a place with more."
+    )
 
 
 def load(pieces: Iterable[Piece], directory: str, group: ProcessGroup, optional: Collection[str] = ()) -> set[str]:

@@ -99,7 +99,7 @@ def settings(config: TrainerConfig, device_type: str, num_trained: int) -> dict[
         "reduce_bucket_size": max(1, min(num_trained, MAX_BUCKET_ELEMENTS)),
         "stage3_param_persistence_threshold": PERSISTENT_ELEMENTS,
     }
-    if config.deepspeed.offload_optimizer and num_trained:
+    if config.offload and num_trained:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_gpu}
     return {
         "train_micro_batch_size_per_gpu": 1,  # the trainer counts micro-batches

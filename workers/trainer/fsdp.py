@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.engine import Piece
+from penstock.workers.trainer.layers import decoder_layers
 from penstock.workers.trainer.lora import adapters, hf_name, is_adapter
 from penstock.workers.trainer.policy_model import PolicyModel
 from penstock.workers.trainer.process_group import ProcessGroup
@@ -296,9 +297,3 @@ def local(tensor: Tensor) -> Tensor:
 def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
     """Where a rank's shard of dim 0 starts: shards are as large as the first one, the last may be short or empty."""
     return min(num_rows, rank * -(-num_rows // num_ranks))
-
-
-def decoder_layers(model: PolicyModel | ScalarModel) -> list[nn.Module]:
-    """The blocks that are sharded one by one: what the model's class calls indivisible."""
-    names = set(model.lm._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]

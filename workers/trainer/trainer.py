@@ -31,6 +31,7 @@ from penstock.workers.trainer import batching, deadlines, writing
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.engine import Piece, TrainEngine
 from penstock.workers.trainer.fsdp import FsdpEngine
+from penstock.workers.trainer.layers import compile_layers, use_liger
 from penstock.workers.trainer.lora import add_adapters
 from penstock.workers.trainer.loss_inputs import LossInputs
 from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm, max_length
@@ -106,8 +107,12 @@ class PolicyTrainer:
         checkpoint_layers = trainable and config.activation_checkpointing
         self.model, self.max_length = self._load(model_path, dtype, attention, checkpoint_layers)
         self.model.requires_grad_(trainable)
+        if config.liger:
+            use_liger(self.model.lm)
         if trainable and config.lora.rank:
             add_adapters(self.model.lm, config.lora)
+        if config.compile:
+            compile_layers(self.model)
         self.trainable = trainable
         self.before_step: Callable[[], None] | None = None
         """Called before weights change: a checkpoint may still be copying them."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from penstock.algorithms.losses import ppo_clip_loss, sft_loss
-from penstock.conf.trainer import DeepSpeedConfig, OptimizerConfig, TrainerConfig
+from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.trainer import deepspeed_runtime, fsdp
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -35,12 +35,13 @@ SCENARIOS: dict[str, dict[str, Any]] = {
     "tiled_by_layer_checkpointed": {"logprob_chunk_mib": 0.002, "activation_checkpointing": True},
     "bfloat16": {"dtype": "bfloat16"},
     "tiled_bfloat16": {"dtype": "bfloat16", "logprob_chunk_mib": 0.002},
+    "compiled": {"compile": True},
 }
 
 
 def plain(scenario: str) -> str:
-    """What the scenario must equal on one rank of FSDP2, which has nothing to offload."""
-    return {"offloaded": "even", "offloaded_bfloat16": "bfloat16"}.get(scenario, scenario)
+    """What the scenario must equal on one rank of FSDP2, which has nothing to offload and computes as torch does."""
+    return {"offloaded": "even", "offloaded_bfloat16": "bfloat16", "compiled": "even"}.get(scenario, scenario)
 
 
 def rows_of(scenario: str) -> Rows:
@@ -84,6 +85,8 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
     trainers: list[PolicyTrainer] = []
     for engine in engines:
         for scenario, options in scenarios_of(engine).items():
+            if num_ranks == 1 and plain(scenario) != scenario:
+                continue
             with gathered_by_layer() if "by_layer" in scenario else nullcontext():
                 budget = 8192 if num_ranks == 1 else 60
                 settings = ENGINES[engine] | {"max_tokens_per_microbatch": budget} | options
@@ -104,13 +107,15 @@ def run(rank: int, num_ranks: int, address: str | None, model: str, directory: P
 
 
 def scenarios_of(engine: str) -> dict[str, dict[str, Any]]:
-    """Stages 1 and 2 gather nothing by layer; only DeepSpeed offloads by this key."""
+    """Stages 1 and 2 gather nothing by layer, stage 3 compiles nothing; FSDP2 has nothing to offload on CPUs."""
     if engine == "fsdp":
         return SCENARIOS
-    offloaded = DeepSpeedConfig(zero_stage=int(engine[-1]), offload_optimizer=True)
-    scenarios = SCENARIOS | {"offloaded": {"deepspeed": offloaded}}
-    scenarios |= {"offloaded_bfloat16": {"deepspeed": offloaded, "dtype": "bfloat16"}}
-    return {name: options for name, options in scenarios.items() if engine == "zero3" or "by_layer" not in name}
+    scenarios = SCENARIOS | {
+        "offloaded": {"offload": True},
+        "offloaded_bfloat16": {"offload": True, "dtype": "bfloat16"},
+    }
+    others = "compiled" if engine == "zero3" else "by_layer"
+    return {name: options for name, options in scenarios.items() if others not in name}
 
 
 @contextmanager

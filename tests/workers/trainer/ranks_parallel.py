@@ -18,6 +18,7 @@ from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
 from penstock.workers.trainer import fsdp
 from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.tally import with_explained_variance
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
@@ -39,6 +40,8 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "summed_tensor": TENSOR,
         "bfloat16_tensor_lora": TENSOR | LORA | {"dtype": "bfloat16"},
         "bfloat16_sequence": SEQUENCE | {"dtype": "bfloat16"},
+        "critic": {},
+        "critic_minibatches": {"num_minibatches": 3},
         "critic_tensor": TENSOR,
         "critic_sequence": SEQUENCE,
     },
@@ -92,7 +95,8 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         fsdp.KEEP_WHOLE_BYTES = 0 if "gathered_by_layer" in scenario else 2**31
         kind = ScalarTrainer if "critic" in scenario else PolicyTrainer
         model = f"{models}/{'qwen3' if 'summed' in scenario else 'qwen2'}"
-        trainers.append(kind(config, model, rank=rank, num_ranks=num_ranks, address=address))
+        prefix = "critic" if "critic" in scenario else "actor"
+        trainers.append(kind(config, model, rank=rank, num_ranks=num_ranks, address=address, metrics_prefix=prefix))
         result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
         trainers[-1].publish(str(directory / scenario), 1)
         if config.lora.rank:
@@ -112,11 +116,12 @@ def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
     if isinstance(trainer, ScalarTrainer):
         returns = [np.linspace(-1, 1, length, dtype=np.float32) for length in rows.lengths("response_ids")]
         report = trainer.update(rows.with_column("returns", returns).with_column("old_values", before), value_loss)
+        metrics = with_explained_variance(report.metrics, "critic")
     else:
-        report = trainer.update(rows, ppo_clip_loss)
+        metrics = trainer.update(rows, ppo_clip_loss).metrics
     after = answers()
     state = wipe_and_restore(trainer.engine)
-    return {"metrics": report.metrics, "before": before, "after": after, "state": state, "restored": answers()}
+    return {"metrics": metrics, "before": before, "after": after, "state": state, "restored": answers()}
 
 
 @torch.no_grad()

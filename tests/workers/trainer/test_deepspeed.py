@@ -37,11 +37,9 @@ def test_the_configured_engine_trains(make_trainer: Make, engine: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_offloaded_masters_make_the_same_steps(make_trainer: Make, engine: str, dtype: str) -> None:
-    stage = int(engine[-1])
     rows, logprobs = random_rows(8), []
     for offload in (False, True):
-        options = DeepSpeedConfig(zero_stage=stage, offload_optimizer=offload)
-        trainer = make_trainer(lr=1e-2, dtype=dtype, deepspeed=options, max_tokens_per_microbatch=60)
+        trainer = make_trainer(lr=1e-2, dtype=dtype, offload=offload, max_tokens_per_microbatch=60)
         for _ in range(3):
             trainer.update(rows, sft_loss)
         logprobs.append(np.concatenate(trainer.logprobs(rows)))
@@ -95,8 +93,7 @@ def test_nothing_but_the_fused_adamw_of_torch_is_used_and_nothing_is_compiled(
     make_trainer: Make, engine: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    options = DeepSpeedConfig(zero_stage=int(engine[-1]), offload_optimizer=True)
-    trainer = make_trainer(deepspeed=options)
+    trainer = make_trainer(offload=True)
     trainer.update(random_rows(4), sft_loss)
     assert isinstance(trainer.engine, DeepSpeedEngine)
     assert type(trainer.engine.optimizer) is torch.optim.AdamW
@@ -107,7 +104,8 @@ def test_its_settings_are_those_of_the_trainer() -> None:
     config = TrainerConfig(
         engine="deepspeed",
         dtype="bfloat16",
-        deepspeed=DeepSpeedConfig(zero_stage=3, offload_optimizer=True),
+        deepspeed=DeepSpeedConfig(zero_stage=3),
+        offload=True,
         optimizer=OptimizerConfig(clip_norm=0.7),
     )
     ours = settings(config, "cuda", 1000)

@@ -118,6 +118,14 @@ def test_metrics_are_those_of_one_rank_on_every_rank(
             assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
+def test_what_a_critic_explains_is_of_the_rows_of_all_ranks(one: Path, several: Several) -> None:
+    explained = [result(one, "critic_minibatches")["metrics"]["critic/explained_variance"]]
+    for rank in range(2):
+        explained.append(result(several(2), "critic_minibatches", rank)["metrics"]["critic/explained_variance"])
+    assert abs(explained[0]) > 0.01
+    assert explained[1:] == pytest.approx(explained[:1] * 2, rel=1e-4)
+
+
 @pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
 @pytest.mark.parametrize("when", ["before", "after", "restored"])
 def test_each_row_gets_the_answers_that_it_gets_from_one_rank(

@@ -1,0 +1,68 @@
+"""Compiled layers compute what they computed before, under the same names. Two ranks: `test_ranks.py`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from penstock.algorithms.losses import ppo_clip_loss
+from penstock.conf.trainer import LoraConfig
+from penstock.store.rows import Rows
+from penstock.workers.trainer.trainer import PolicyTrainer
+
+pytestmark = pytest.mark.slow
+LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0]}
+"""AdamW whose step is -g / (|g| + 1): weights show the gradient."""
+Make = Callable[..., PolicyTrainer]
+
+
+@pytest.fixture(params=["fsdp", "zero1", "zero2"])
+def engine(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def names(trainer: PolicyTrainer, directory: Path) -> tuple[list[str], list[str]]:
+    """Of tensors in a publication, and in a checkpoint."""
+    publication = trainer.publish(str(directory), 1)
+    with safe_open(Path(publication.directory) / "model.safetensors", "pt") as file:
+        published = sorted(file.keys())
+    return published, [piece.name for piece in trainer.engine.state()]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"activation_checkpointing": True}, {"dtype": "bfloat16"}], ids=["plain", "recomputed", "bfloat16"]
+)
+def test_two_updates_are_those_of_the_eager_trainer(
+    make_trainer: Make, make_rows: Callable[..., Rows], weights_of: Callable[..., Any], tmp_path: Path, options: Any
+) -> None:
+    metrics, weights, logprobs, named = [], [], [], []
+    for compiled in (False, True):
+        trainer = make_trainer(compile=compiled, max_tokens_per_microbatch=60, **LINEAR, **options)
+        reports = [trainer.update(make_rows(12, seed=seed), ppo_clip_loss) for seed in range(2)]
+        metrics.append([(report.metrics["actor/pg_loss"], report.metrics["actor/grad_norm"]) for report in reports])
+        logprobs.append(np.concatenate(trainer.logprobs(make_rows(12, seed=2))))
+        weights.append(weights_of(trainer))
+        named.append(names(trainer, tmp_path / str(compiled)))
+    tolerance = 1e-4 if "dtype" not in options else 2e-2
+    np.testing.assert_allclose(metrics[1], metrics[0], atol=tolerance)
+    np.testing.assert_allclose(logprobs[1], logprobs[0], atol=tolerance)
+    for name, weight in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], weight, atol=tolerance, err_msg=name)
+    assert named[1] == named[0]
+
+
+@pytest.mark.parametrize("engine", ["fsdp"])
+def test_adapters_are_compiled_with_their_layers(
+    make_trainer: Make, make_rows: Callable[..., Rows], weights_of: Callable[..., Any]
+) -> None:
+    weights = []
+    for compiled in (False, True):
+        trainer = make_trainer(compile=compiled, lora=LoraConfig(rank=4), **LINEAR)
+        for seed in range(2):
+            trainer.update(make_rows(12, seed=seed), ppo_clip_loss)
+        weights.append(weights_of(trainer))
+    for name, weight in weights[0].items():
+        np.testing.assert_allclose(weights[1][name], weight, atol=1e-4, err_msg=name)
