@@ -1,4 +1,4 @@
-"""Models by name: `model=tiny` stands for these keys. Read by `orchestrator/compose.py`.
+"""Models by name: `model=tiny` stands for these keys. Read by `orchestrator/configuration/compose.py`.
 
 A preset sets what a model needs to run at all (where it is, its numbers' type, the accelerator); what is learned on it
 is the recipe's affair. On the command line a preset wins over the recipe; in a recipe, the recipe's own keys win over

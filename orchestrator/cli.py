@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(overrides: Sequence[str]) -> Any:
-    from penstock.orchestrator.compose import load_config
-    from penstock.orchestrator.recipes import packaged_recipes
+    from penstock.orchestrator.configuration.compose import load_config
+    from penstock.orchestrator.configuration.recipes import packaged_recipes
 
     if not overrides:
         raise ConfigError(
@@ -94,7 +94,7 @@ def _load(overrides: Sequence[str]) -> Any:
 
 def _run(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
-    from penstock.orchestrator.closing import (
+    from penstock.orchestrator.reporting.closing import (
         print_summary,
     )  # late: the configuration is in order, so it may take seconds
     from penstock.orchestrator.run import run
@@ -110,13 +110,13 @@ def _validate(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
     from rich.console import Console
 
-    from penstock.orchestrator.validate import validate_run
+    from penstock.orchestrator.configuration.validate import validate_run
 
     return validate_run(config, Console())
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.report import write_report
+    from penstock.orchestrator.reporting.report import write_report
 
     print(write_report(arguments.run))
     return 0
@@ -125,14 +125,14 @@ def _report(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from penstock.orchestrator.status import print_status
+    from penstock.orchestrator.reporting.status import print_status
 
     print_status(arguments.run, Console())
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.export import export_checkpoint
+    from penstock.orchestrator.checkpointing.export import export_checkpoint
 
     print(export_checkpoint(arguments.checkpoint, arguments.directory, arguments.dtype))
     return 0
@@ -142,7 +142,7 @@ def _recipes(_: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.table import Table
 
-    from penstock.orchestrator.recipes import find_recipe, packaged_recipes
+    from penstock.orchestrator.configuration.recipes import find_recipe, packaged_recipes
 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for name in packaged_recipes():

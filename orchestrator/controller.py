@@ -25,15 +25,15 @@ from typing import Any
 from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.metrics import StepArrays, StepTimes, step_metrics
-from penstock.orchestrator.progress import Progress
+from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.reporting.sinks import Sink
+from penstock.orchestrator.reporting.usage import Usage
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.orchestrator.saving import CheckpointWriter
-from penstock.orchestrator.sinks import Sink
 from penstock.orchestrator.turns import Turns
-from penstock.orchestrator.usage import Usage
 from penstock.orchestrator.waiting import answer, answers, translate
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client import StoreClient

@@ -17,7 +17,7 @@ from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.errors import ModelError
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport
-from penstock.orchestrator.checkpoints import Checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.sharing import SharedDevices, plan_sharing
 from penstock.orchestrator.waiting import get_all

@@ -28,12 +28,12 @@ from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.cluster import connect
+from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.placement import plan_actors
+from penstock.orchestrator.reporting.sinks import Sink, make_sinks
 from penstock.orchestrator.run import starting_model, weights_root
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.orchestrator.sinks import Sink, make_sinks
-from penstock.orchestrator.validate import check_run
 from penstock.orchestrator.waiting import get_all
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.balance import balance, row_cost

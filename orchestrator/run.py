@@ -18,20 +18,20 @@ from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
-from penstock.orchestrator.checkpoints import Checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
+from penstock.orchestrator.checkpointing.resuming import open_run
 from penstock.orchestrator.cluster import connect
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.controller import Controller, Outcome
 from penstock.orchestrator.evaluation import Evaluator, HeldOut
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.placement import ActorPlan, plan_actors
-from penstock.orchestrator.progress import Progress
-from penstock.orchestrator.report import write_report
-from penstock.orchestrator.resuming import open_run
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.reporting.report import write_report
+from penstock.orchestrator.reporting.sinks import Sink, make_sinks
+from penstock.orchestrator.reporting.status import note_connection
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.orchestrator.sinks import Sink, make_sinks
-from penstock.orchestrator.status import note_connection
-from penstock.orchestrator.validate import check_run, first_runs
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.weights.roots import SHARED_MEMORY, claim_root, remove_root, sweep_stale
 

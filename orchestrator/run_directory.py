@@ -25,8 +25,8 @@ import yaml
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.compose import recipe_name, to_yaml
-from penstock.orchestrator.timeline import Timeline
+from penstock.orchestrator.configuration.compose import recipe_name, to_yaml
+from penstock.orchestrator.reporting.timeline import Timeline
 
 STARTS = ("start", "resume")
 """Events with which a process takes a run up."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from penstock.algorithms.registry import algorithm as algorithm
     from penstock.conf.algorithm import AlgorithmConfig as AlgorithmConfig
     from penstock.conf.run import RunConfig as RunConfig
-    from penstock.orchestrator.compose import load_config as load_config
+    from penstock.orchestrator.configuration.compose import load_config as load_config
     from penstock.orchestrator.handles import session as session
     from penstock.orchestrator.run import run as run
     from penstock.store.rows import Rows as Rows

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.conf.errors import PenstockError
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 
 WARMUP_STEPS = 3

@@ -123,7 +123,7 @@ def test_a_finished_run_ends_with_zero_and_a_summary(
 def test_report_rebuilds_the_page_and_refuses_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from penstock.orchestrator.compose import load_config
+    from penstock.orchestrator.configuration.compose import load_config
 
     directory = RunDirectory.create(load_config([f"output_dir={tmp_path}", "name=demo"]))
     assert cli.main(["report", str(directory.path)]) == 0

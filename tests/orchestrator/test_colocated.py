@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 from penstock.orchestrator.turns import Turns
 

@@ -7,11 +7,11 @@ import pytest
 from penstock.conf.errors import ConfigError, ModelError
 from penstock.conf.run import WarmStartConfig
 from penstock.orchestrator import run as running
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.validate import first_runs
 from penstock.orchestrator.fleet import model_path
 from penstock.orchestrator.run import with_other_models
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.orchestrator.validate import first_runs
 
 
 def test_models_of_other_recipes_are_made_from_where_the_run_starts(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -10,8 +10,8 @@ from transformers import AutoModelForSequenceClassification
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
-from penstock.orchestrator.compose import load_config
-from penstock.orchestrator.recipes import find_recipe, packaged_recipes
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.recipes import find_recipe, packaged_recipes
 from penstock.orchestrator.run import run
 from penstock.workers.models.fresh import build_fresh_model
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from penstock.conf.errors import CheckpointError
 from penstock.orchestrator.cli import main
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -12,9 +12,9 @@ from pyarrow import parquet
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.reporting.timeline import Timeline
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.orchestrator.timeline import Timeline
 from penstock.store.rows import Rows
 
 
@@ -109,7 +109,7 @@ def test_a_text_with_unicode_line_ends_stays_one_line(tmp_path: Path) -> None:
 
 def test_a_run_killed_at_any_moment_leaves_whole_lines_but_perhaps_the_last(tmp_path: Path) -> None:
     script = (
-        "import sys, itertools\nfrom penstock.orchestrator.compose import load_config\n"
+        "import sys, itertools\nfrom penstock.orchestrator.configuration.compose import load_config\n"
         "from penstock.orchestrator.run_directory import RunDirectory\n"
         f"d = RunDirectory.create(load_config(['output_dir={tmp_path}', 'name=killed']))\n"
         "for step in itertools.count():\n    d.log_metrics({'step': step, 'text': 'x' * 5000})\n"

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from penstock.conf.model import FreshModelConfig
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 from penstock.workers.models.fresh import build_fresh_model
 

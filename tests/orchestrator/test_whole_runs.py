@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from penstock.conf.errors import RewardFailure
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]

@@ -13,7 +13,7 @@ from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import SURROGATES
 from penstock.algorithms.registry import ALGORITHMS, build_dataflow
 from penstock.orchestrator.cli import main
-from penstock.orchestrator.compose import load_config
+from penstock.orchestrator.configuration.compose import load_config
 
 PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
 REGISTRIES: tuple[dict[str, Any], ...] = (ALGORITHMS, ADVANTAGES, SURROGATES, CORRECTIONS)

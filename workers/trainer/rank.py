@@ -17,12 +17,12 @@ from penstock.store.rows import Rows
 from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.files import SavedFile
 from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.trainer.checkpointing.training_state import TrainingState
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.worker import ReferenceWorker, TrainerWorker
 from penstock.workers.weights.making import TrainerSide, make_transport
 from penstock.workers.weights.transport import Engines, Transport, Update

@@ -1,5 +1,5 @@
 """What a rank says of an update: numbers small enough to send to the controller. Made by `worker.py`; the step's
-metrics are made of it (`orchestrator/metrics.py`).
+metrics are made of it (`orchestrator/reporting/metrics.py`).
 
 Legend: _N rows (samples) of this rank.
 """

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from penstock.store.rows import Rows
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.loss_inputs import LossInputs
-from penstock.workers.trainer.policy_model import max_length
-from penstock.workers.trainer.scalar_model import ScalarModel, load_scalar_lm
+from penstock.workers.trainer.models.policy_model import max_length
+from penstock.workers.trainer.models.scalar_model import ScalarModel, load_scalar_lm
 from penstock.workers.trainer.tally import Tally
 from penstock.workers.trainer.trainer import PolicyTrainer, Step
 

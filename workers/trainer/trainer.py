@@ -29,14 +29,14 @@ from penstock.store.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer import batching, deadlines, writing
 from penstock.workers.trainer.batching import MicroBatch
-from penstock.workers.trainer.engine import Piece, TrainEngine
-from penstock.workers.trainer.fsdp import FsdpEngine
-from penstock.workers.trainer.layers import compile_layers, use_liger
-from penstock.workers.trainer.lora import add_adapters
+from penstock.workers.trainer.engines.engine import Piece, TrainEngine
+from penstock.workers.trainer.engines.fsdp import FsdpEngine
+from penstock.workers.trainer.engines.layers import compile_layers, use_liger
+from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.loss_inputs import LossInputs
-from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm, max_length
+from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm, max_length
+from penstock.workers.trainer.models.scalar_model import ScalarModel
 from penstock.workers.trainer.process_group import ProcessGroup
-from penstock.workers.trainer.scalar_model import ScalarModel
 from penstock.workers.trainer.schedule import learning_rate
 from penstock.workers.trainer.tally import Tally, add_mismatch
 from penstock.workers.weights.layout import Layout
@@ -328,7 +328,7 @@ class PolicyTrainer:
 def make_engine(model: PolicyModel | ScalarModel, group: ProcessGroup, config: TrainerConfig) -> TrainEngine:
     """`config.engine` around the model. Collective."""
     if config.engine == "deepspeed":
-        from penstock.workers.trainer.deepspeed import DeepSpeedEngine
+        from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine
 
         return DeepSpeedEngine(model, group, config)
     return FsdpEngine(model, group, config)

@@ -12,8 +12,8 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from penstock.workers.protocols import Publication
-from penstock.workers.trainer.engine import Piece, TrainEngine
-from penstock.workers.trainer.lora import save_adapter
+from penstock.workers.trainer.engines.engine import Piece, TrainEngine
+from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.weights.layout import Layout, compute_layout
 from penstock.workers.weights.publication import PublicationWriter, publication_directory, seal

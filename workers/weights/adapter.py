@@ -5,7 +5,7 @@
 
 File, manifest, checksums and slots are those of any publication (`publication.py`). Rank and alpha are not in it: they
 are the run's configuration, which engines are started with, and the shapes are held against it here, before an engine
-changes. Named by `trainer/lora.py`, read by the rollout engines.
+changes. Named by `trainer/engines/lora.py`, read by the rollout engines.
 """
 
 from collections.abc import Iterator, Mapping

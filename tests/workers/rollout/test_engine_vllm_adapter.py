@@ -19,7 +19,7 @@ from penstock.store.rows import Rows
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 from penstock.workers.rollout.vllm_setup import adapter_arguments
-from penstock.workers.trainer.lora import adapted_layers
+from penstock.workers.trainer.engines.lora import adapted_layers
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.adapter import layout_of, tensor_name
 from penstock.workers.weights.publication import write_publication

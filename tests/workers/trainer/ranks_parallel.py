@@ -16,7 +16,7 @@ import torch
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
-from penstock.workers.trainer import fsdp
+from penstock.workers.trainer.engines import fsdp
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.tally import with_explained_variance
 from penstock.workers.trainer.trainer import PolicyTrainer

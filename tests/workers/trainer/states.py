@@ -5,7 +5,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from penstock.workers.trainer.engine import Piece
+from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 

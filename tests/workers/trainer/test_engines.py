@@ -10,7 +10,7 @@ import torch
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
-from penstock.workers.trainer.policy_model import PolicyModel, load_causal_lm
+from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.trainer import PolicyTrainer, make_engine
 from tests.workers.trainer.conftest import ENGINES, random_rows

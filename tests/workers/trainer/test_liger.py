@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.layers import use_liger
-from penstock.workers.trainer.policy_model import load_causal_lm
+from penstock.workers.trainer.engines.layers import use_liger
+from penstock.workers.trainer.models.policy_model import load_causal_lm
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.store.rows import Rows
-from penstock.workers.trainer import fsdp, tensor_parallel, ulysses
-from penstock.workers.trainer.lora import add_adapters
-from penstock.workers.trainer.policy_model import load_causal_lm
+from penstock.workers.trainer.engines import fsdp, tensor_parallel, ulysses
+from penstock.workers.trainer.engines.lora import add_adapters
+from penstock.workers.trainer.models.policy_model import load_causal_lm
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ReferenceWorker, TrainerWorker

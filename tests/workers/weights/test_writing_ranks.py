@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from penstock.conf.errors import WeightError
-from penstock.workers.trainer.engine import Piece
+from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.writing import publish
 from penstock.workers.weights.layout import compute_layout
 from penstock.workers.weights.publication import open_publication

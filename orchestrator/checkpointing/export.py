@@ -1,0 +1,51 @@
+"""`penstock export CHECKPOINT DIRECTORY`: a checkpoint's weights as a HF model directory. Needs neither Ray nor
+the run.
+
+The model is made as the run made it (base weights, adapters, head), the trained weights are read into it, and it is
+written as `tracking.export_model` writes it at the end of a run.
+"""
+
+from dataclasses import replace
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.trainer import TrainerConfig
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, open_checkpoint
+from penstock.workers.files import is_url
+from penstock.workers.trainer.checkpointing.training_state import TrainingState
+from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
+
+
+def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> Path:
+    """Write the model of a checkpoint (or of a run's newest) to `directory`, which must be empty or not there.
+
+    `dtype`: float32 or bfloat16; empty: the run's own. Raises `CheckpointError`, `ConfigError`, `ModelError`.
+    """
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{directory} is there and not empty. Give the name of a new directory.")
+    checkpoint = open_checkpoint(place if is_url(place) else str(Path(place).expanduser().resolve()))
+    trainer = open_trainer(checkpoint, dtype)
+    try:
+        TrainingState({"policy": trainer}).load(checkpoint.trainer, checkpoint.files)
+        trainer.export(str(target))
+    finally:
+        trainer.close()
+    return target
+
+
+def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> PolicyTrainer:
+    """A single rank, as the run's were made."""
+    sections = checkpoint.config
+    config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), sections["trainer"]))
+    assert isinstance(config, TrainerConfig)
+    alone = replace(config, engine="fsdp", num_ranks=1, num_gpus_per_rank=0)
+    return (ScalarTrainer if checkpoint.head == "scores" else PolicyTrainer)(
+        alone,
+        checkpoint.model_path,
+        attention=str(sections["model"]["attention"]),
+        engine_dtype=dtype or str(sections["rollout"]["dtype"]),
+    )

@@ -1,0 +1,1 @@
+"""From words, recipes and user files to one `RunConfig`, of which all has been checked that can be beforehand."""

@@ -1,0 +1,265 @@
+"""From words of the command line to one checked `RunConfig`.
+
+    defaults (conf/*.py)  <  model preset of the recipe  <  recipe.yaml  <  model=PRESET  <  key=value words
+
+Called by the command line, by a warm start for its first run, and by tests. Hydra composes the groups (`algorithm`,
+`model`,
+`recipe`) over the dataclasses; the result is turned into objects once, here. Every fault is a `ConfigError` of one
+sentence.
+"""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any, cast
+
+from hydra import compose, initialize
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from penstock.conf import algorithm as algorithm_configs
+from penstock.conf import policy_gradient, ppo, preference
+from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.presets import MODEL_PRESETS
+from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.configuration.differences import differences_of
+from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
+from penstock.orchestrator.configuration.recipes import Recipe, find_recipe
+
+DEFAULT_ALGORITHM = "grpo"
+_LOG = logging.getLogger("penstock")
+
+
+def load_config(overrides: Sequence[str] = ()) -> RunConfig:
+    """The resolved and checked configuration of `penstock run <overrides>`.
+
+    Raises `ConfigError` for an unknown key, name or recipe (with the nearest one), a wrong type, a value out of range
+    and sections that contradict each other. Files named by `imports` or `algorithm=file.py:name` are imported.
+    """
+    words = parse(overrides)
+    choices = _choices(words)
+    assignments = [word for word in words if word.key not in choices]
+    recipe = find_recipe(choices["recipe"]) if "recipe" in choices else Recipe("run", Path.cwd(), {})
+    files = _load_imports(recipe, assignments)
+    algorithm, config_class = _find_algorithm(choices.get("algorithm"), recipe, files)
+    tree = _compose_groups(recipe, algorithm, config_class, choices)
+    for word in assignments:
+        apply(tree, word)
+    tree.imports = [str(file) for file in files]
+    try:
+        config = cast(RunConfig, OmegaConf.to_object(tree))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}.") from None
+    _infer_jsonl(config, {word.key for word in words})
+    _absolute_paths(config, recipe.directory)
+    validate(config)
+    return config
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every key, resolved: what `config.yaml` of a run holds."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def short_yaml(config: RunConfig) -> str:
+    """Only what differs from the defaults."""
+    return OmegaConf.to_yaml(OmegaConf.create(differences_of(asdict(config))))
+
+
+def recipe_name(config: RunConfig) -> str:
+    """The recipe's bare name, or `run` without one."""
+    return Path(config.recipe).name if config.recipe else "run"
+
+
+def _choices(words: list[Override]) -> dict[str, str]:
+    chosen: dict[str, str] = {}
+    for word in words:
+        if word.key in CHOICES:
+            if not isinstance(word.value, str | int | float):
+                raise ConfigError(f"{word.text}: {word.key}= takes a name. Set single keys as {word.key}.key=value.")
+            chosen[word.key] = word.text.partition("=")[2].strip("'\"")
+    return chosen
+
+
+def _load_imports(recipe: Recipe, assignments: list[Override]) -> list[Path]:
+    files = recipe.imports
+    for word in assignments:
+        if word.key == "imports":
+            names = word.value if isinstance(word.value, list) else [word.value]
+            files += [Path(str(name)).expanduser().resolve() for name in names]
+    files = list(dict.fromkeys(files))
+    if files:
+        from penstock.orchestrator.configuration.imports import load_file  # late: most runs bring no file
+
+        for file in files:
+            load_file(file, "imports")
+    return files
+
+
+def _known_algorithms() -> dict[str, type[AlgorithmConfig]]:
+    """Config classes by algorithm name. Penstock's own are known by their dataclass: the registry would import torch,
+    and a wrong key should not take seconds to be told. A file of one's own has imported the registry by now."""
+    known = {
+        cls.name: cls
+        for module in (algorithm_configs, policy_gradient, ppo, preference)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls is not AlgorithmConfig
+    }
+    registry = sys.modules.get("penstock.algorithms.registry")
+    return known | {name: entry.config_class for name, entry in (registry.ALGORITHMS if registry else {}).items()}
+
+
+def _find_algorithm(choice: str | None, recipe: Recipe, files: list[Path]) -> tuple[str, type[AlgorithmConfig]]:
+    """Name and config class of the chosen algorithm. `file.py:name` loads the file, and `files` then holds it."""
+    section = recipe.values.get("algorithm")
+    written = section.get("name") if isinstance(section, dict) else section
+    name = choice or str(written or DEFAULT_ALGORITHM)
+    if ".py:" in name:
+        base = Path.cwd() if choice else recipe.directory
+        name = _load_algorithm(name, base, files)
+    known = _known_algorithms()
+    if name not in known:
+        raise ConfigError(
+            f"algorithm={name}: unknown{suggest(name, known)} One's own: algorithm=my_file.py:my_algorithm."
+        )
+    return name, known[name]
+
+
+def _load_algorithm(name: str, base: Path, files: list[Path]) -> str:
+    """Import the file of `file.py:name`, and register the function if it has not done so itself. Returns the
+    registered name."""
+    from penstock.algorithms.registry import ALGORITHMS, algorithm
+    from penstock.orchestrator.configuration.imports import load_file
+
+    file_name, _, function_name = name.rpartition(":")
+    path = (base / Path(file_name).expanduser()).resolve()
+    module = load_file(path, "algorithm")
+    if path not in files:
+        files.append(path)
+    build = getattr(module, function_name, None)
+    for entry in ALGORITHMS.values():
+        if entry.build is build or (entry.name == function_name and entry.build.__module__ == module.__name__):
+            return entry.name
+    if not callable(build):
+        functions = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise ConfigError(f"algorithm={name}: {path} defines no {function_name!r}{suggest(function_name, functions)}")
+    algorithm(function_name)(build)
+    return function_name
+
+
+def _compose_groups(
+    recipe: Recipe, algorithm: str, config_class: type[AlgorithmConfig], choices: dict[str, str]
+) -> DictConfig:
+    values, preset = _recipe_values(recipe, config_class, algorithm_replaced="algorithm" in choices)
+    store = ConfigStore.instance()
+    store.store(name="penstock_schema", node=RunConfig)
+    store.store(group="algorithm", name="chosen", node=config_class)
+    store.store(group="recipe", name="chosen", node=values, package="_global_")
+    defaults: list[Any] = ["penstock_schema", {"algorithm": "chosen"}]
+    if preset:
+        defaults.append({"model": _store_preset(preset, "model")})
+    defaults.append({"recipe": "chosen"})
+    if "model" in choices:
+        defaults.append({"model_choice": _store_preset(choices["model"], "model_choice")})
+    name = choices.get("recipe")
+    packaged = name is None or not Path(name).exists() or recipe.name == name
+    main = {"recipe": name if packaged else str(recipe.directory), "algorithm": {"name": algorithm}}
+    store.store(name="penstock_run", node={"defaults": [*defaults, "_self_"], **main})
+    _check_recipe(recipe, values, config_class)
+    backup = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()  # a program that runs under Hydra itself may call us
+    try:
+        with initialize(version_base=None, config_path=None, job_name="penstock"):
+            return compose("penstock_run")
+    finally:
+        GlobalHydra.instance().hydra = backup
+
+
+def _store_preset(name: str, group: str) -> str:
+    if name not in MODEL_PRESETS:
+        raise ConfigError(
+            f"model={name}: unknown preset{suggest(name, MODEL_PRESETS)} "
+            f"For a model directory or hub id use model.path={name}."
+        )
+    ConfigStore.instance().store(group=group, name=name, node=MODEL_PRESETS[name], package="_global_")
+    return name
+
+
+def _recipe_values(
+    recipe: Recipe, config_class: type[AlgorithmConfig], *, algorithm_replaced: bool
+) -> tuple[dict[str, Any], str | None]:
+    """The recipe's keys as Hydra takes them, and its model preset.
+
+    With `algorithm=` on the command line the recipe's settings of its own algorithm stay where the new one has the
+    same key.
+    """
+    values = {key: value for key, value in recipe.values.items() if value is not None and key != "imports"}
+    section = values.pop("algorithm", None)
+    settings = {k: v for k, v in section.items() if k != "name"} if isinstance(section, dict) else {}
+    if algorithm_replaced:
+        known = {field.name for field in fields(config_class)}
+        settings = {key: value for key, value in settings.items() if key in known}
+    if settings:
+        values["algorithm"] = settings
+    model = values.pop("model", None)
+    if isinstance(model, str):
+        return values, model
+    preset = None
+    if isinstance(model, dict):
+        preset = model.get("preset")
+        values["model"] = {key: value for key, value in model.items() if key != "preset"}
+    return values, None if preset is None else str(preset)
+
+
+def _check_recipe(recipe: Recipe, values: dict[str, Any], config_class: type[AlgorithmConfig]) -> None:
+    """Unknown keys and wrong types of the YAML, with its file name; Hydra would name neither."""
+    tree = OmegaConf.structured(RunConfig)
+    tree.algorithm = OmegaConf.structured(config_class)
+    where = f"{recipe.file}: "
+    check_keys(tree, values, where)
+    try:
+        OmegaConf.merge(tree, values)
+    except OmegaConfBaseException as error:
+        key = str(error.full_key)
+        value = OmegaConf.select(OmegaConf.create(values), key.partition("[")[0])
+        raise wrong_type(tree, error, key, value, where) from None
+
+
+def _infer_jsonl(config: RunConfig, typed: set[str]) -> None:
+    """`data.path=train.jsonl` alone turns a recipe that reads the hub into one that reads the file."""
+    data = config.data
+    if data.source != "huggingface" or "data.source" in typed or not str(data.path).endswith((".jsonl", ".json")):
+        return
+    data.source, data.subset = "jsonl", None
+    if config.evaluation.every_steps and "evaluation.path" not in typed:
+        config.evaluation.path, config.evaluation.every_steps = None, 0
+        _LOG.warning(
+            "data.path is a file: held-out evaluation is off. Name a held-out file: evaluation.path=test.jsonl"
+        )
+
+
+def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
+    """Files and directories that exist get their absolute path: actors run elsewhere. Names of the hub stay as they
+    are."""
+
+    def absolute(value: str | None) -> str | None:
+        if not value:
+            return value
+        candidates = (base / Path(value).expanduser() for base in (Path.cwd(), recipe_directory))
+        return next((str(path.resolve()) for path in candidates if path.exists()), value)
+
+    if config.data.source != "reasoning_gym":
+        config.data.path = absolute(config.data.path)
+    if config.data.source == "jsonl":
+        config.evaluation.path = absolute(config.evaluation.path)
+    config.model.path = absolute(config.model.path)
+    config.model.reference_path = absolute(config.model.reference_path)
+    for section, key in ((config.reward, "function"), (config.data, "teacher"), (config.data, "rejected_teacher")):
+        file, colon, function = (getattr(section, key) or "").rpartition(":")
+        if colon and file.endswith(".py"):
+            setattr(section, key, f"{absolute(file)}:{function}")

@@ -1,0 +1,162 @@
+"""Everything that can be wrong with a run and can be known without starting anything.
+
+`check_run` is the first thing that `run` does: the first fault ends it. `penstock validate` shows the same checks one
+by one, with the resolved configuration, the dataflow and the plan of actors.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.algorithms.dataflow import Dataflow, Stage
+from penstock.algorithms.describe import draw
+from penstock.algorithms.registry import build_dataflow
+from penstock.conf.errors import PenstockError
+from penstock.conf.run import RunConfig, WarmStartConfig
+from penstock.conf.weights import choose_transport, shares_gpus
+from penstock.orchestrator.cluster import check_resources
+from penstock.orchestrator.configuration.compose import load_config, to_yaml
+from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
+from penstock.orchestrator.fleet import model_path
+from penstock.orchestrator.placement import ActorPlan, needed, plan_actors
+from penstock.workers.prompts.check import check_prompts
+from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.reward.registry import RewardSpec
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing to look at: `look` returns what it found, in a few words, or raises a `PenstockError`."""
+
+    name: str
+    look: Callable[[], str]
+
+
+def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
+    """In the order in which a fault is most worth hearing of; cheap ones first."""
+    yield Check("resources", lambda: _resources(config, plan))
+    if any(actor.role == "rollout" for actor in plan):
+        yield Check("weights", lambda: _weights(config))
+    yield Check("model", lambda: check_model(config))
+    if any(stage.function is None for stage in flow.of_kind("reward")) or config.evaluation.every_steps:
+        yield Check("reward", lambda: _reward(config))
+    yield Check("data", lambda: _data(config, flow))
+    others = [str(stage.model) for stage in flow.stages if _needs_path(stage)]
+    if others:
+        yield Check("other models", lambda: ", ".join(_other_model(config, name) for name in others))
+    if config.evaluation.every_steps:
+        yield Check("held-out data", lambda: _data(config, flow, held_out=True))
+    for start in first_runs(config):
+        name = "warm start" if start is config.warm_start else "first run"
+        yield Check(name, partial(_first_run, start))
+
+
+def check_run(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> None:
+    """Raise the first fault: `ConfigError`, `DataError`, `ModelError` or `ResourceError`."""
+    for check in checks(config, flow, plan):
+        check.look()
+
+
+def validate_run(config: RunConfig, console: Console) -> int:
+    """Print all that is known of the run, and all its faults. Returns the exit code."""
+    console.rule("configuration", align="left")
+    console.print(to_yaml(config).rstrip(), highlight=False, markup=False)
+    flow = build_dataflow(config.algorithm)
+    plan = plan_actors(flow, config)
+    console.rule("dataflow", align="left")
+    console.print(draw(flow), highlight=False, markup=False, soft_wrap=True)
+    console.rule("actors", align="left")
+    console.print(plan_table(plan))
+    console.rule("checks", align="left")
+    exit_code = 0
+    for check in checks(config, flow, plan):
+        try:
+            found = check.look()
+        except PenstockError as error:
+            exit_code = max(exit_code, error.exit_code)
+            console.print(f"[red]✗[/] {check.name}: ", end="")
+            console.print(str(error), highlight=False, markup=False, soft_wrap=True)
+        else:
+            console.print(f"[green]✓[/] {check.name}: ", end="")
+            console.print(found, highlight=False, markup=False, soft_wrap=True)
+    return exit_code
+
+
+def plan_table(plan: list[ActorPlan]) -> Table:
+    """Actors and what each reserves."""
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in ("actor", "stage", "CPUs", "GPUs"):
+        table.add_column(column, justify="right" if column.endswith("PUs") else "left")
+    for actor in plan:
+        table.add_row(actor.name, actor.stage or "", f"{actor.num_cpus:g}", f"{actor.num_gpus:g}")
+    cpus, gpus = needed(plan)
+    table.add_row("in all", "", f"{cpus:g}", f"{gpus:g}", style="bold")
+    return table
+
+
+def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
+    check_resources(plan, config)
+    cpus, gpus = needed(plan)
+    place = (
+        f"the cluster at {os.environ['RAY_ADDRESS']} is asked at the start"
+        if os.environ.get("RAY_ADDRESS")
+        else "a local Ray"
+    )
+    return f"{len(plan)} actors reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s); {place}"
+
+
+def _weights(config: RunConfig) -> str:
+    """The transport, and why that one where it was not asked for by name."""
+    transport = choose_transport(config)
+    if config.weights.transport != "auto":
+        return f"{transport}, as asked for"
+    if transport != "shm":
+        return f"{transport}: ranks and engines {'share' if shares_gpus(config) else 'each have'} GPUs"
+    what = "adapters alone, " if config.trainer.lora.publishes_adapter else ""
+    return f"shm: {what}through the shared memory of the node"
+
+
+def _reward(config: RunConfig) -> str:
+    RewardSpec.of(config.reward.function, config.reward.options, tuple(config.imports)).check()
+    return (
+        f"{config.reward.function}, {config.reward.num_processes} process(es), {config.reward.timeout_s:g} s a sample"
+    )
+
+
+def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
+    dataset = open_dataset(config.data, config.evaluation, held_out=held_out)
+    if dataset is None:
+        return "none"
+    rows_are = "prompts" if held_out else flow.rows_are
+    report = check_prompts(dataset, tokenizer_of(config), config, rows_are=rows_are)
+    found = f"{report.rows:,} rows, {report.read:,} read; longest prompt {report.longest_prompt} tokens"
+    if report.longest_response:
+        found += f", longest response {report.longest_response}"
+    return found + (f"; {report.skipped} too long and left out" if report.skipped else "")
+
+
+def _needs_path(stage: Stage) -> bool:
+    return stage.kind == "scores" or (stage.kind == "logprobs" and stage.model != "reference")
+
+
+def first_runs(config: RunConfig) -> list[WarmStartConfig]:
+    """The runs that come before this one, for its models."""
+    starts = [config.warm_start] if config.warm_start.recipe and config.model.path is None else []
+    return starts + [start for name, start in config.other_models.items() if name not in config.model.paths]
+
+
+def _other_model(config: RunConfig, name: str) -> str:
+    if name in config.other_models and name not in config.model.paths:
+        return f"{name} by {config.other_models[name].recipe}"
+    return model_path(config, name, "")
+
+
+def _first_run(start: WarmStartConfig) -> str:
+    first = load_config([f"recipe={start.recipe}", *start.overrides])
+    flow = build_dataflow(first.algorithm)
+    check_run(first, flow, plan_actors(flow, first))
+    return f"{start.recipe}, {first.trainer.max_steps} steps of {first.algorithm.name}"

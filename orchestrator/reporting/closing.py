@@ -1,0 +1,73 @@
+"""The last screen of `penstock run`: what came out, where it lies, and what to try next."""
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.compose import recipe_name
+from penstock.orchestrator.reporting.summary import cards
+from penstock.orchestrator.run_directory import RunDirectory
+
+
+def print_summary(directory: Path, config: RunConfig, console: Console | None = None) -> None:
+    """Called once, after the progress display has closed."""
+    console = console or Console(highlight=False)
+    run = RunDirectory.open(directory)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    for card in cards(run):
+        style = {True: "bold green", False: "bold red", None: "bold"}[card.good]
+        table.add_row(card.label, f"[{style}]{card.value}[/]", f"[dim]{card.detail}[/]")
+    console.print()
+    console.print(table)
+    console.print()
+    where = _short(run.path)
+    console.print(f"report    {_short(run.report)}", markup=False, soft_wrap=True)
+    if run.model.is_dir():
+        console.print(f"model     {_short(run.model)}", markup=False, soft_wrap=True)
+    console.print(f"all files {where}", markup=False, soft_wrap=True)
+    console.print("\n[bold]Try next[/]")
+    for command, meaning in next_steps(config, run):
+        console.print(f"  {command}", markup=False, soft_wrap=True)
+        console.print(f"      [dim]{meaning}[/]", soft_wrap=True)
+
+
+def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:
+    """Commands that make sense after this run, with what they show."""
+    recipe = config.recipe or "arithmetic"
+    steps = []
+    model = f" model.path={_short(run.model)}" if run.model.is_dir() else ""
+    if config.max_staleness == 0 and config.algorithm.name != "sft":
+        steps.append(
+            (
+                f"penstock run recipe={recipe} max_staleness=1",
+                "generation runs one step ahead of training: compare samples/s",
+            )
+        )
+    if recipe_name(config) == "arithmetic":
+        steps.append(
+            (
+                f"penstock run recipe={recipe} data.options.max_terms=3{model}",
+                "sums of three numbers, from the model just trained",
+            )
+        )
+        steps.append(
+            (f"penstock run recipe={recipe} reward.function=my_reward.py:score", "a reward of your own: see README.md")
+        )
+        steps.append(
+            (
+                "penstock run recipe=gsm8k model=tiny trainer.max_steps=2",
+                "word problems, by the path of larger models; downloads openai/gsm8k, or data.path=FILE.jsonl",
+            )
+        )
+    steps.append((f"penstock validate recipe={recipe}", "every key that can be set, and the dataflow"))
+    return steps
+
+
+def _short(path: Path) -> str:
+    """Relative to where the user is, if that is shorter."""
+    try:
+        return str(path.relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)

@@ -1,0 +1,151 @@
+"""The files of checkpoints: what counts as complete, what is kept, what is refused and by which name."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.conf.checkpoint import CheckpointConfig
+from penstock.conf.errors import CheckpointError, ConfigError
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints, open_checkpoint
+from penstock.orchestrator.checkpointing.resuming import open_run
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.workers.files import saved_file
+from penstock.workers.prompts.order import PromptCursor
+from penstock.workers.prompts.source import PromptStart
+
+
+def write(checkpoints: Checkpoints, step: int, *, model: str = "/", **values) -> Checkpoint:
+    """A complete one, with one trainer's file."""
+    directory = checkpoints.directory(step)
+    path = Path(directory.removeprefix("file://"))
+    (path / "trainer").mkdir(parents=True)
+    (path / "trainer" / "__0_0.distcp").write_bytes(b"weights" * step)
+    files = [saved_file(path / "trainer" / "__0_0.distcp")]
+    start = PromptStart(PromptCursor(1, step), 4 * step, (4 * step + 1,))
+    config = {"algorithm": {"name": "grpo"}}
+    made = Checkpoint(directory, step, start, model, {"teacher": "/t"}, 1, files, config, **values)
+    checkpoints.seal(made)
+    return made
+
+
+@pytest.fixture(params=["", "file://"])
+def checkpoints(request, tmp_path) -> Checkpoints:
+    return Checkpoints(f"{request.param}{tmp_path}/checkpoints", CheckpointConfig(keep_last=2))
+
+
+def test_what_is_written_is_what_is_opened(checkpoints):
+    made = write(checkpoints, 3, head="scores")
+    assert open_checkpoint(made.directory) == made == checkpoints.newest()
+
+
+def test_one_without_its_marker_does_not_exist(checkpoints, tmp_path):
+    write(checkpoints, 1)
+    write(checkpoints, 2)
+    (tmp_path / "checkpoints" / "global_step_2" / "COMPLETE").unlink()
+    assert checkpoints.steps() == [1]
+    with pytest.raises(CheckpointError, match=r"is no checkpoint.*COMPLETE.*The one before is .*global_step_1\."):
+        open_checkpoint(checkpoints.directory(2))
+    checkpoints.sweep()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_1"]
+
+
+def test_the_newest_stay_and_those_that_the_number_divides(tmp_path):
+    checkpoints = Checkpoints(str(tmp_path), CheckpointConfig(keep_last=2, keep_every_steps=4))
+    for step in (2, 4, 6, 8, 10):
+        write(checkpoints, step)
+    assert checkpoints.prune() == [2, 6]
+    assert checkpoints.steps() == [4, 8, 10]
+
+
+def test_a_runs_directory_means_its_newest_checkpoint(tmp_path):
+    checkpoints = Checkpoints(f"{tmp_path}/run/checkpoints", CheckpointConfig())
+    for step in (9, 10):
+        write(checkpoints, step)
+    for place in (f"{tmp_path}/run", f"{tmp_path}/run/checkpoints/", f"{tmp_path}/run/checkpoints/global_step_10"):
+        assert open_checkpoint(place).step == 10
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "manifest"])
+def test_a_damaged_one_is_refused_by_its_files_name_and_the_one_before_offered(tmp_path, damage):
+    checkpoints = Checkpoints(str(tmp_path), CheckpointConfig())
+    write(checkpoints, 1)
+    write(checkpoints, 2)
+    file = tmp_path / "global_step_2" / "trainer" / "__0_0.distcp"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(b"w")
+    else:
+        file = tmp_path / "global_step_2" / "manifest.json"
+        file.write_text("{")
+    with pytest.raises(CheckpointError) as raised:
+        open_checkpoint(checkpoints.directory(2))
+    assert str(file) in str(raised.value)
+    assert f"The one before is {tmp_path}/global_step_1." in str(raised.value)
+
+
+def run_words(tmp_path, *more):
+    return load_config([f"output_dir={tmp_path}", "model=tiny", "data.path=x.jsonl", *more])
+
+
+def test_resume_auto_without_such_a_run_is_a_new_run(tmp_path):
+    directory, resumed = open_run(run_words(tmp_path, "name=new", "resume=auto"))
+    assert resumed is None
+    assert [event["kind"] for event in directory.read_events()] == ["start"]
+
+
+def test_resume_auto_goes_on_in_the_runs_directory_and_drops_the_lines_that_come_again(tmp_path):
+    directory, _ = open_run(run_words(tmp_path, "name=again"))
+    for step in range(4):
+        directory.log_metrics({"step": step})
+    directory.close()
+    write(Checkpoints(str(directory.checkpoints), CheckpointConfig()), 2)
+    (directory.checkpoints / "global_step_3").mkdir()
+    again, resumed = open_run(run_words(tmp_path, "name=again", "resume=auto"))
+    assert resumed is not None
+    assert resumed.step == 2
+    assert again.path == directory.path
+    assert [line["step"] for line in again.read_metrics()] == [0, 1, 2]
+    assert [event["kind"] for event in again.read_events()] == ["start", "resume"]
+    assert again.attempt_name == "again-2"
+    assert not (directory.checkpoints / "global_step_3").exists()
+
+
+def test_resume_never_says_how_to_go_on(tmp_path):
+    open_run(run_words(tmp_path, "name=twice"))
+    with pytest.raises(ConfigError, match="Add resume=auto"):
+        open_run(run_words(tmp_path, "name=twice"))
+
+
+def test_resume_auto_wants_a_name(tmp_path):
+    with pytest.raises(ConfigError, match="Add name=RUN"):
+        run_words(tmp_path, "resume=auto")
+
+
+def test_another_runs_checkpoint_starts_a_new_run(tmp_path):
+    write(Checkpoints(f"{tmp_path}/old/checkpoints", CheckpointConfig()), 5)
+    directory, resumed = open_run(run_words(tmp_path, "name=fork", f"resume={tmp_path}/old"))
+    assert resumed is not None
+    assert resumed.step == 5
+    assert directory.path == tmp_path / "fork"
+
+
+def test_what_does_not_fit_is_told_before_anything_starts(tmp_path):
+    write(Checkpoints(f"{tmp_path}/old/checkpoints", CheckpointConfig()), 5)
+    place = f"resume={tmp_path}/old"
+    with pytest.raises(ConfigError, match=r"algorithm=sft.*is of grpo.*penstock export"):
+        open_run(run_words(tmp_path, "name=a", place, "algorithm=sft"))
+    with pytest.raises(ConfigError, match="was written with 1"):
+        open_run(run_words(tmp_path, "name=b", place, "store.num_partitions=2"))
+    write(Checkpoints(f"{tmp_path}/gone/checkpoints", CheckpointConfig()), 5, model=f"{tmp_path}/nowhere")
+    with pytest.raises(CheckpointError, match="nowhere, which is gone"):
+        open_run(run_words(tmp_path, "name=c", f"resume={tmp_path}/gone"))
+
+
+def test_the_manifest_is_plain_json(tmp_path):
+    made = write(Checkpoints(str(tmp_path), CheckpointConfig()), 7)
+    values = json.loads((tmp_path / "global_step_7" / "manifest.json").read_text())
+    assert values["step"] == 7
+    assert values["prompts"] == {"cursor": {"epoch": 1, "position": 7}, "first_group": 28, "skip": [29]}
+    assert values["files"][0] == {"name": "__0_0.distcp", "num_bytes": 49, "checksum": made.files[0].checksum}

@@ -1,0 +1,138 @@
+"""What can be known to be wrong is told before anything starts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from penstock.algorithms.registry import build_dataflow
+from penstock.conf.errors import ConfigError, DataError, ModelError, PenstockError, ResourceError
+from penstock.conf.model import FreshModelConfig
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.configuration.model_check import check_model, num_parameters
+from penstock.orchestrator.configuration.validate import check_run, checks
+from penstock.orchestrator.placement import plan_actors
+from penstock.workers.models.fresh import build_fresh_model
+
+SMALL = FreshModelConfig(
+    num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    build_fresh_model(directory, SMALL, seed=0)
+    return directory
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps({"question": f"{i} + 1?", "answer": str(i + 1)}) + "\n" for i in range(20)))
+    return file
+
+
+def check(*words: str) -> None:
+    config = load_config(words)
+    flow = build_dataflow(config.algorithm)
+    check_run(config, flow, plan_actors(flow, config))
+
+
+def test_responses_of_a_dataset_are_judged_without_an_engine() -> None:
+    def roles(*words: str) -> list[str]:
+        config = load_config(["recipe=kto", *words])
+        return [actor.role for actor in plan_actors(build_dataflow(config.algorithm), config)]
+
+    assert {"reward", "rollout"} <= set(roles())
+    without = roles("evaluation.every_steps=0")
+    assert "reward" in without
+    assert "rollout" not in without
+
+
+def refused(kind: type[PenstockError], *words: str) -> str:
+    with pytest.raises(kind) as caught:
+        check(*words)
+    assert caught.value.exit_code == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("recipe", ["arithmetic", "arithmetic_sft"])
+def test_the_recipes_for_a_cpu_pass(recipe: str) -> None:
+    check(f"recipe={recipe}")
+
+
+def test_gsm8k_with_the_tiny_model_passes_on_a_file_of_its_format(rows: Path) -> None:
+    check("recipe=gsm8k", "model=tiny", f"data.path={rows}")
+
+
+def test_gpus_that_are_not_there_are_refused(rows: Path) -> None:
+    assert "64 GPU(s)" in refused(
+        ResourceError, f"data.path={rows}", "rollout.num_workers=64", "rollout.num_gpus_per_worker=1"
+    )
+
+
+def test_a_model_directory_without_a_tokenizer_is_refused(model: Path, rows: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (bare / name).write_bytes((model / name).read_bytes())
+    words = (f"data.path={rows}", f"model.path={bare}", "rollout.max_model_len=256", "rollout.sampling.max_tokens=8")
+    assert "no tokenizer" in refused(ModelError, *words)
+    (bare / "config.json").unlink()
+    assert "no config.json" in refused(ModelError, *words)
+    assert "no such directory" in refused(ModelError, f"data.path={rows}", f"model.path={tmp_path}/gone")
+
+
+def test_a_length_that_the_model_does_not_take_is_refused(model: Path, rows: Path) -> None:
+    words = (f"data.path={rows}", f"model.path={model}")
+    message = refused(ConfigError, *words, "rollout.max_model_len=512")
+    assert "rollout.max_model_len=512" in message
+    assert "256" in message
+    assert "rollout.max_model_len" in refused(ConfigError, f"data.path={rows}", "rollout.max_model_len=4096")
+
+
+def test_a_dataset_that_is_not_there_or_empty_or_of_another_shape_is_refused(rows: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.write_text("")
+    assert "gone.jsonl" in refused(DataError, f"data.path={tmp_path}/gone.jsonl")
+    assert "empty.jsonl" in refused(DataError, f"data.path={empty}")
+    assert "data.path" in refused(DataError, "trainer.max_steps=1")
+    message = refused(DataError, f"data.path={rows}", "data.columns.prompt=questoin")
+    assert "line 1" in message
+    assert "'question'" in message
+
+
+def test_a_prompt_that_is_too_long_is_refused_with_its_row_and_the_key(rows: Path) -> None:
+    with rows.open("a") as file:
+        file.write(json.dumps({"question": "x" * 700, "answer": "1"}) + "\n")
+    message = refused(DataError, f"data.path={rows}")
+    assert "line 21" in message
+    assert "data.max_prompt_tokens" in message
+    check(f"data.path={rows}", "data.too_long=skip")
+
+
+def test_an_unknown_reward_is_refused_with_the_nearest(rows: Path) -> None:
+    assert "'digits'" in refused(ConfigError, f"data.path={rows}", "reward.function=digit")
+
+
+def test_the_parameters_of_a_fresh_model_are_counted_as_torch_counts_them(model: Path) -> None:
+    from safetensors import safe_open
+
+    with safe_open(model / "model.safetensors", "pt") as file:
+        counted = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118 - no mapping
+    assert num_parameters(SMALL) == counted
+    assert "3.0M" in check_model(load_config(["model=tiny"]))
+
+
+def test_the_transport_of_weights_is_told_and_one_that_cannot_work_refused(rows: Path) -> None:
+    config = load_config([f"data.path={rows}"])
+    flow = build_dataflow(config.algorithm)
+    found = {check.name: check for check in checks(config, flow, plan_actors(flow, config))}
+    assert found["weights"].look() == "shm: through the shared memory of the node"
+    assert "weights.transport=nccl" in refused(ConfigError, f"data.path={rows}", "weights.transport=nccl")

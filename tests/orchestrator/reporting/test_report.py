@@ -1,0 +1,183 @@
+"""The report is made from a run's directory alone, whatever is in there."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.reporting.closing import next_steps, print_summary
+from penstock.orchestrator.reporting.plots import charts, points_of, smoothed
+from penstock.orchestrator.reporting.report import write_report
+from penstock.orchestrator.reporting.summary import cards
+from penstock.orchestrator.reporting.svg import Scale, nice_step
+from penstock.orchestrator.run_directory import RunDirectory
+from penstock.store.rows import Rows
+
+VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "br"}
+
+
+class Checked(HTMLParser):
+    """Every tag that opens closes; nothing is loaded from elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in VOID:
+            self.open.append(tag)
+        for name, value in attrs:
+            assert name not in ("src", "href"), f"{tag} loads {value}"
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in VOID:
+            assert self.open.pop() == tag
+
+
+def checked(page: Path) -> str:
+    text = page.read_text()
+    parser = Checked()
+    parser.feed(text)
+    assert parser.open == []
+    assert "nan" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL).lower().replace("penstock", "")
+    return text
+
+
+def make_run(tmp_path: Path, num_steps: int, *words: str, ended: str | None = "end") -> RunDirectory:
+    directory = RunDirectory.create(load_config([f"output_dir={tmp_path}", "recipe=arithmetic", "name=demo", *words]))
+    directory.event("start")
+    if num_steps:
+        directory.log_metrics({"step": 0, "policy_version": 0, "accuracy/heldout": 0.5})
+    for step in range(1, num_steps + 1):
+        entry = {"step": step, "reward/mean": step / num_steps, "staleness/max": 1.0, "staleness/mean": 0.25}
+        entry |= {
+            "mismatch/logprob_abs_mean": 1e-5,
+            "timing_s/step": 2.0,
+            "timing_s/rollout": 1.0,
+            "timing_s/train": 0.5,
+        }
+        entry |= {"perf/samples_per_s": 64.0, "response_length/mean": 5.0, "dropped/reward_error": 0.0}
+        directory.log_metrics(entry | ({"accuracy/heldout": 0.9} if step == num_steps else {}))
+    if ended:
+        directory.event(ended, message="that is <all>")
+    directory.close()
+    return directory
+
+
+def test_a_finished_run_says_what_it_came_to(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 30, "max_staleness=1")
+    found = {card.label: card for card in cards(directory)}
+    assert found["Held-out accuracy"].value == "50.0% → 90.0%"
+    assert found["Held-out accuracy"].good
+    assert found["Policy updates"].value == "30"
+    assert found["Staleness"].value == "1 ≤ 1"
+    assert found["Samples per second"].value == "64.0"
+    assert "Dropped samples" not in found
+    text = checked(write_report(directory.path))
+    assert "finished" in text
+    assert "50.0% → 90.0%" in text
+    assert {file.stem for file in directory.plots.glob("*.png")} >= {
+        "reward",
+        "accuracy",
+        "staleness",
+        "time_by_phase",
+        "mismatch",
+    }
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "ended", "state"),
+    [(0, None, "not finished"), (1, "interrupted", "interrupted"), (2, "failed", "failed")],
+)
+def test_a_run_that_hardly_began_still_has_a_page(
+    tmp_path: Path, num_steps: int, ended: str | None, state: str
+) -> None:
+    directory = make_run(tmp_path, num_steps, ended=ended)
+    assert state in checked(write_report(directory.path, pngs=num_steps > 0))
+
+
+def test_a_critic_has_charts_of_its_own() -> None:
+    steps = [{"step": step, "critic/value_loss": 0.5, "critic/explained_variance": -0.25} for step in (1, 2)]
+    found = {chart.name: [series.label for series in chart.series] for chart in charts(steps)}
+    assert found == {"value_loss": ["value loss"], "critic": ["explained variance"]}
+
+
+def test_a_broken_bound_is_marked(tmp_path: Path) -> None:
+    (card,) = [card for card in cards(make_run(tmp_path, 3, "max_staleness=0")) if card.label == "Staleness"]
+    assert card.good is False
+
+
+def test_checkpoints_that_failed_are_marked(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 3, ended=None)
+    assert "Failed checkpoints" not in {card.label for card in cards(directory)}
+    for step in (1, 2):
+        directory.event("checkpoint_failed", error="CheckpointError", message=f"step {step}: no room")
+    (card,) = [card for card in cards(directory) if card.label == "Failed checkpoints"]
+    assert (card.value, card.detail, card.good) == ("2", "last: step 2: no room", False)
+    assert "step 2: no room" in checked(write_report(directory.path, pngs=False))
+
+
+def test_numbers_that_are_missing_or_not_finite_leave_gaps(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 12)
+    with directory.metrics_file.open("a") as file:
+        file.write(json.dumps({"step": 13, "reward/mean": None, "timing_s/step": 2.0}) + "\n")
+        file.write('{"step": 14, "reward/mean": NaN, "mismatch/logprob_abs_mean": 0.0}\n{"step": 15, "rew')
+    assert points_of(directory.read_metrics(), "reward/mean")[-1] == (12.0, 1.0)
+    checked(write_report(directory.path, pngs=True))
+
+
+def test_samples_are_shown_and_escaped(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 2)
+    task = json.dumps({"prompt": "1 < 2 & <b>?", "answer": "yes"})
+    columns = {"task": [task, task], "response_text": ["<script>alert(1)</script>", "yes"], "reward": [0.0, 1.0]}
+    directory.write_samples(2, Rows.from_lists(columns | {"token_versions": [[3, 4], [4, 4]]}))
+    text = checked(write_report(directory.path, pngs=False))
+    assert "<script>" not in text
+    assert "1 &lt; 2 &amp; &lt;b&gt;?" in text
+    assert ">3-4<" in text
+
+
+def test_a_samples_file_that_was_cut_off_gives_way_to_the_one_before(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 2)
+    directory.write_samples(1, Rows.from_lists({"response_text": ["first"], "reward": [1.0]}))
+    (directory.samples / "step_2.parquet").write_bytes(b"PAR1 and then nothing")
+    assert "Samples trained at step 1" in checked(write_report(directory.path, pngs=False))
+
+
+def test_the_closing_screen_has_the_numbers_the_files_and_what_to_try_next(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 5)
+    console = Console(record=True, width=120)
+    config = load_config(["recipe=arithmetic"])
+    print_summary(directory.path, config, console)
+    text = console.export_text()
+    assert "50.0% → 90.0%" in text
+    assert "report.html" in text
+    for command, _ in next_steps(config, directory):
+        assert command in text
+
+
+def test_every_command_that_is_recommended_composes(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 1)
+    for command, _ in next_steps(load_config(["recipe=arithmetic"]), directory):
+        _, _, *words = command.split()
+        load_config(words)
+
+
+def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
+    assert smoothed([(1, 2.0), (2, 2.0)]) == [(1, pytest.approx(2.0)), (2, pytest.approx(2.0))]
+    assert smoothed([(1, 1.0), (2, 0.0)], weight=0.5) == [(1, 1.0), (2, pytest.approx(1 / 3))]
+
+
+def test_a_chart_without_a_finite_value_is_left_out() -> None:
+    assert charts([]) == []
+    assert [chart.name for chart in charts([{"step": 1, "reward/mean": 0.5}])] == ["reward"]
+
+
+def test_axes_have_round_ticks() -> None:
+    assert [nice_step(value) for value in (0.11, 0.3, 1.0, 4.0, 60.0)] == [0.2, 0.5, 1.0, 5.0, 100.0]
+    assert Scale(0, 1, 0, 100).ticks(5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
+    assert Scale(1e-6, 1e-3, 0, 100, log=True).ticks() == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])

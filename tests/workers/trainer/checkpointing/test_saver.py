@@ -1,0 +1,138 @@
+"""A rank's share of a checkpoint: exact, written while training goes on, and refused where it does not fit."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from penstock.algorithms.losses import ppo_clip_loss
+from penstock.conf.errors import CheckpointError
+from penstock.conf.model import FreshModelConfig
+from penstock.store.rows import Rows
+from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.trainer.checkpointing.training_state import TrainingState
+from penstock.workers.trainer.trainer import PolicyTrainer
+
+Make = Callable[..., PolicyTrainer]
+MakeRows = Callable[..., Rows]
+
+
+def everything(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    return {piece.name: piece.values.clone() for piece in trainer.engine.state()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def trained(make_trainer: Make, make_rows: MakeRows) -> PolicyTrainer:
+    trainer = make_trainer(lr=1e-3)
+    for seed in range(2):
+        trainer.update(make_rows(8, seed=seed), ppo_clip_loss)
+    return trainer
+
+
+def test_a_resumed_trainer_goes_on_bit_for_bit(
+    trained: PolicyTrainer, make_trainer: Make, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    state = TrainingState({"policy": trained})
+    state.begin(str(tmp_path / "saved"))
+    state.finish()
+    trained.update(make_rows(8, seed=2), ppo_clip_loss)
+    other = make_trainer(lr=1e-3)
+    TrainingState({"policy": other}).load(str(tmp_path / "saved"))
+    assert other.step == 2
+    other.update(make_rows(8, seed=2), ppo_clip_loss)
+    assert same(everything(other), everything(trained))
+
+
+def test_a_checkpoint_is_of_the_moment_at_which_it_was_begun(
+    trained: PolicyTrainer, make_trainer: Make, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    before = everything(trained)
+    state = TrainingState({"policy": trained})
+    state.begin(str(tmp_path))
+    trained.update(make_rows(8, seed=2), ppo_clip_loss)  # at once: its optimizer step waits for the copy
+    state.finish()
+    other = make_trainer()
+    TrainingState({"policy": other}).load(str(tmp_path))
+    assert same(everything(other), before)
+
+
+def test_a_second_checkpoint_uses_the_first_ones_copies(trained: PolicyTrainer, tmp_path: Path) -> None:
+    state = TrainingState({"policy": trained})
+    state.begin(str(tmp_path / "1"))
+    state.finish()
+    first = {name: copy.data_ptr() for name, copy in state._saver._copies.items()}
+    state.begin(str(tmp_path / "2"))
+    state.finish()
+    assert {name: copy.data_ptr() for name, copy in state._saver._copies.items()} == first
+
+
+def test_files_are_listed_with_size_and_checksum(trained: PolicyTrainer, tmp_path: Path) -> None:
+    state = TrainingState({"policy": trained})
+    state.begin(str(tmp_path))
+    files = {file.name: file for file in state.finish()}
+    assert files.keys() == {"__0_0.distcp", ".metadata", "carried.pickle"} == {path.name for path in tmp_path.iterdir()}
+    assert files["__0_0.distcp"].num_bytes == (tmp_path / "__0_0.distcp").stat().st_size > 3 * 4 * 20_000
+    assert state.finish() == []
+
+
+def test_it_can_be_kept_behind_a_url(trained: PolicyTrainer, make_trainer: Make, tmp_path: Path) -> None:
+    state = TrainingState({"policy": trained})
+    state.begin(f"file://{tmp_path}/bucket/run")
+    state.finish()
+    other = make_trainer()
+    TrainingState({"policy": other}).load(f"file://{tmp_path}/bucket/run")
+    assert same(everything(other), everything(trained))
+
+
+def test_what_draws_random_numbers_goes_on_from_where_it_was(
+    trained: PolicyTrainer, make_trainer: Make, tmp_path: Path
+) -> None:
+    state = TrainingState({"policy": trained})
+    state.begin(str(tmp_path))
+    state.finish()
+    expected = torch.rand(3)
+    TrainingState({"policy": make_trainer()}).load(str(tmp_path))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_another_architecture_is_refused_by_name_and_changes_nothing(
+    trained: PolicyTrainer, make_trainer: Make, tmp_path: Path
+) -> None:
+    state = TrainingState({"policy": trained})
+    state.begin(str(tmp_path / "saved"))
+    state.finish()
+    wider = FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=48, num_heads=2, num_kv_heads=1)
+    build_fresh_model(tmp_path / "wider", wider, seed=3)
+    other = make_trainer(str(tmp_path / "wider"))
+    before = everything(other)
+    with pytest.raises(CheckpointError, match=r"elements, and this model's has .* another architecture"):
+        TrainingState({"policy": other}).load(str(tmp_path / "saved"))
+    assert same(everything(other), before)
+    with pytest.raises(CheckpointError, match="has no 'critic/"):
+        TrainingState({"critic": make_trainer()}).load(str(tmp_path / "saved"))
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_truncated_file_is_one_error(trained: PolicyTrainer, make_trainer: Make, tmp_path: Path, name: str) -> None:
+    state = TrainingState({"policy": trained})
+    state.begin(str(tmp_path))
+    state.finish()
+    file = tmp_path / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(CheckpointError, match=str(tmp_path)):
+        TrainingState({"policy": make_trainer()}).load(str(tmp_path))
+
+
+def test_a_place_that_cannot_be_written_is_told_by_finish(trained: PolicyTrainer, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    state = TrainingState({"policy": trained})
+    state.begin(str(tmp_path / "file" / "below"))
+    with pytest.raises(CheckpointError, match="rank 0 could not write"):
+        state.finish()
+    state.begin(str(tmp_path / "elsewhere"))
+    assert state.finish()

@@ -1,0 +1,206 @@
+"""Adapters on one rank. On more of them: `test_ranks_parallel.py`."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from penstock.algorithms.losses import sft_loss
+from penstock.conf.errors import ConfigError
+from penstock.conf.model import FreshModelConfig
+from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.store.rows import Rows
+from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.protocols import Publication
+from penstock.workers.trainer.engines.lora import adapted_layers, hf_name, is_adapter, target_layers
+from penstock.workers.trainer.models.policy_model import load_causal_lm
+from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.weights.adapter import deltas, layer_shapes, layout_of
+from penstock.workers.weights.reading import MappedWeights, open_publication
+
+Make = Callable[..., PolicyTrainer]
+MakeRows = Callable[..., Rows]
+Weights = Callable[[PolicyTrainer], dict[str, Tensor]]
+LORA = LoraConfig(rank=4, alpha=12)
+ALONE = LoraConfig(rank=4, alpha=12, publish="adapter")
+
+
+def trained(make_trainer: Make, make_rows: MakeRows, **options: Any) -> PolicyTrainer:
+    trainer = make_trainer(**{"lora": LORA, "lr": 1e-2} | options)
+    for seed in range(3):
+        trainer.update(make_rows(6, seed=seed), sft_loss)
+    return trainer
+
+
+def test_a_new_adapter_changes_no_weight(make_trainer: Make, weights_of: Weights, model_path: str) -> None:
+    original = load_file(Path(model_path) / "model.safetensors")
+    published = weights_of(make_trainer(lora=LORA))
+    assert published.keys() == original.keys()
+    assert all(torch.equal(published[name], weight) for name, weight in original.items())
+
+
+def test_only_adapters_are_trained_and_only_they_have_optimizer_state(
+    make_trainer: Make, make_rows: MakeRows, model_path: str
+) -> None:
+    trainer = trained(make_trainer, make_rows)
+    original = dict(AutoModelForCausalLM.from_pretrained(model_path).named_parameters())
+    for name, parameter in trainer.model.lm.named_parameters():
+        value = parameter.full_tensor()
+        if is_adapter(name):
+            assert parameter.requires_grad
+            assert value.abs().max() > 0, name
+        else:
+            assert torch.equal(value, original[hf_name(name)]), name
+    kinds = {piece.name.partition("/")[0] for piece in trainer.engine.state()}
+    names = {piece.name.partition("/")[2] for piece in trainer.engine.state()}
+    assert kinds == {"weights", "exp_avg", "exp_avg_sq"}
+    assert names == {name for name, _ in trainer.model.lm.named_parameters() if is_adapter(name)}
+    assert len(trainer.engine.optimizer.state) == len(names) == 2 * 2 * 7
+
+
+def test_what_is_published_is_what_peft_merges(
+    make_trainer: Make, make_rows: MakeRows, model_path: str, tmp_path: Path
+) -> None:
+    trainer = trained(make_trainer, make_rows)
+    trainer.publish(str(tmp_path), 1)
+    trainer.export(str(tmp_path / "model"))
+    plain = AutoModelForCausalLM.from_pretrained(model_path)
+    merged = PeftModel.from_pretrained(plain, str(tmp_path / "model" / "adapter")).merge_and_unload()
+    published = load_file(tmp_path / "v00000001" / "model.safetensors")
+    expected = {name: parameter.detach() for name, parameter in merged.named_parameters()}
+    assert published.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(published[name], weight, atol=1e-6, rtol=0, msg=name)
+
+
+def test_an_adapter_published_alone_is_the_one_that_peft_loads(
+    make_trainer: Make, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    trainer = trained(make_trainer, make_rows, lora=ALONE)
+    publication = trainer.publish(str(tmp_path), 1)
+    trainer.export(str(tmp_path / "model"))
+    published = load_file(tmp_path / "v00000001" / "model.safetensors")
+    exported = load_file(tmp_path / "model" / "adapter" / "adapter_model.safetensors")
+    assert published.keys() == exported.keys()
+    assert all(torch.equal(published[name], weight) for name, weight in exported.items())
+    num_bytes = sum(weight.numel() * 4 for weight in exported.values())
+    assert num_bytes < publication.num_bytes == num_bytes + published_header(publication)
+
+
+def published_header(publication: Publication) -> int:
+    return len(open_publication(publication).layout.header)
+
+
+def test_what_is_published_alone_adds_up_to_what_is_published_merged(
+    make_trainer: Make, make_rows: MakeRows, weights_of: Weights, model_path: str, tmp_path: Path
+) -> None:
+    trainer = trained(make_trainer, make_rows, lora=ALONE)
+    base = load_file(Path(model_path) / "model.safetensors")
+    merged = weights_of(trainer)
+    mapped = MappedWeights(open_publication(trainer.publish(str(tmp_path), 1)))
+    changes = {f"{layer}.weight": delta for layer, delta in deltas(mapped, ALONE)}
+    assert len(changes) == 14
+    for name, weight in merged.items():
+        expected = base[name] + changes[name] if name in changes else base[name]
+        torch.testing.assert_close(weight, expected, atol=1e-7, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]])
+def test_an_engine_knows_the_layers_of_an_adapter_before_it_sees_one(
+    make_trainer: Make, model_path: str, tmp_path: Path, targets: list[str]
+) -> None:
+    config = replace(ALONE, target_modules=targets)
+    manifest = open_publication(make_trainer(lora=config).publish(str(tmp_path), 1))
+    layers = adapted_layers(model_path, config)
+    assert layer_shapes(manifest, config) == layers
+    assert layout_of(layers, config, "float32") == manifest.layout
+
+
+def test_a_reference_beside_a_trained_adapter_has_the_whole_model(
+    make_trainer: Make, weights_of: Weights, tmp_path: Path
+) -> None:
+    reference = make_trainer(lora=ALONE, trainable=False)
+    reference.publish(str(tmp_path), 1)
+    assert load_file(tmp_path / "v00000001" / "model.safetensors").keys() == weights_of(reference).keys()
+
+
+def test_an_export_loads_with_the_logits_of_what_was_trained(
+    make_trainer: Make, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    trainer, rows = trained(make_trainer, make_rows), make_rows(1)
+    trainer.export(str(tmp_path / "model"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    prompt, response = rows.lists("prompt_ids")[0], rows.lists("response_ids")[0]
+    with torch.no_grad():
+        logits = loaded(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1)[range(len(response)), response]
+    torch.testing.assert_close(torch.from_numpy(trainer.logprobs(rows)[0]), expected, atol=1e-5, rtol=0)
+
+
+def test_the_loss_falls(make_trainer: Make) -> None:
+    trainer = make_trainer(lora=LORA, lr=1e-2)
+    rows = Rows.from_lists({"prompt_ids": [[5, 6]] * 4, "response_ids": [[7, 8, 9, 10]] * 4})
+    losses = [trainer.update(rows, sft_loss).metrics["actor/loss"] for _ in range(20)]
+    assert losses[-1] < losses[0] - 0.3  # frozen random embeddings, 0.02 wide, allow no more than 0.6
+
+
+def test_a_critic_trains_its_head_whole(model_path: str, make_rows: MakeRows) -> None:
+    critic = ScalarTrainer(TrainerConfig(lora=LORA), model_path)
+    whole = [name for name, parameter in critic.model.lm.named_parameters() if parameter.requires_grad]
+    assert [name for name in whole if not is_adapter(name)] == ["score.weight"]
+    critic.close()
+
+
+def test_a_reference_has_no_adapter(make_trainer: Make) -> None:
+    reference = make_trainer(lora=LORA, trainable=False)
+    assert not any(is_adapter(name) for name, _ in reference.model.named_parameters())
+
+
+def test_targets_are_ends_of_names(model_path: str) -> None:
+    lm = load_causal_lm(model_path)
+    assert target_layers(lm, ["q_proj", "1.mlp.up_proj"]) == [
+        "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.1.mlp.up_proj"
+    ]  # fmt: skip
+    assert len(target_layers(lm, ["all-linear"])) == 14
+
+
+@pytest.mark.parametrize("target", ["c_attn", "lm_head", "proj", "embed_tokens"])
+def test_a_target_that_names_no_linear_layer_is_refused_with_those_that_exist(make_trainer: Make, target: str) -> None:
+    message = rf"no linear layer of Qwen2ForCausalLM is called '{target}'\. There are down_proj, gate_proj, k_proj, "
+    with pytest.raises(ConfigError, match=message):
+        make_trainer(lora=LoraConfig(rank=4, target_modules=["q_proj", target]))
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_vllm_serves_the_exported_adapter_with_the_trainers_logprobs(make_trainer: Make, tmp_path: Path) -> None:
+    base = str(tmp_path / "base")
+    shape = FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2)
+    build_fresh_model(base, shape, seed=3)
+    rows = Rows.from_lists({"prompt_ids": [[5, 6, 7, 8]], "response_ids": [[7, 8, 9, 10, 11, 12]]})
+    trainer = make_trainer(base, lora=LoraConfig(rank=8), lr=1e-2)
+    before = trainer.logprobs(rows)[0]
+    for _ in range(5):
+        trainer.update(rows, sft_loss)
+    trainer.export(str(tmp_path / "model"))
+    environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    command = [sys.executable, str(Path(__file__).parents[1] / "vllm_adapter.py")]
+    words = [base, str(tmp_path / "model" / "adapter"), "5,6,7,8,7,8,9,10,11,12"]
+    done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    served = np.array(json.loads(done.stdout.splitlines()[-1])[3:])
+    np.testing.assert_allclose(served, trainer.logprobs(rows)[0], atol=1e-5)
+    assert np.abs(served - before).max() > 0.1

@@ -1,0 +1,144 @@
+"""DeepSpeed's ZeRO around a model: float32 masters and AdamW in flat partitions, gradients that add up.
+
+Stage 1 shards optimizer states and masters, stage 2 gradients, too, stage 3 weights, too. DeepSpeed wants to own the
+training loop: it averages over ranks, counts micro-batches, clips, and skips steps. Here it gets what makes all of that
+the same mathematics as FSDP2's (`fsdp.py`). A `TrainEngine` (`engine.py`), made by `trainer.py`.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.engines.deepspeed_partition import Fragment, fragments_of, frozen_piece
+from penstock.workers.trainer.engines.deepspeed_runtime import (
+    keep_deadline,
+    leave_process_group,
+    load_deepspeed,
+    settings,
+    shard_from_host,
+)
+from penstock.workers.trainer.engines.engine import Piece
+from penstock.workers.trainer.engines.fsdp import MOMENTS, buffer_pieces, make_adamw, moments_of
+from penstock.workers.trainer.models.policy_model import PolicyModel
+from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.process_group import ProcessGroup
+
+
+class DeepSpeedEngine:
+    """One rank of a model under ZeRO. Every rank makes the same calls, since most of them communicate.
+
+    Without parameters that require gradients there is no optimizer; stage 3 shards such a model all the same, stages 1
+    and 2 leave it whole on every rank.
+    """
+
+    def __init__(self, model: PolicyModel | ScalarModel, group: ProcessGroup, config: TrainerConfig) -> None:
+        """`model`: loaded, on the CPU. Raises `ConfigError` where DeepSpeed is not installed or computes elsewhere."""
+        self.model = model
+        self.group = group
+        self.stage = config.deepspeed.zero_stage
+        trained = {name: parameter for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
+        self.optimizer = make_adamw(list(trained.values()), config.optimizer) if trained else None
+        self.where = ""
+        self._engine: Any = None
+        self._fragments: dict[str, Fragment] = {}
+        if self.optimizer is None and self.stage < 3:
+            model.to(group.device)
+            return
+        # DeepSpeed copies parameters into its masters when they are in the compute dtype already.
+        loaded = {name: parameter.data for name, parameter in trained.items()} if config.dtype == "bfloat16" else {}
+        how = settings(config, group.device.type, sum(parameter.numel() for parameter in trained.values()))
+        deepspeed = load_deepspeed(group)
+        if self.stage == 3:
+            shard_from_host(deepspeed, model, how, getattr(torch, config.dtype), group.device)
+        self._engine, *_ = deepspeed.initialize(
+            model=model, optimizer=self.optimizer, config=how, dist_init_required=False
+        )
+        keep_deadline(self._engine, config.collective_timeout_s)
+        if self.optimizer is not None:
+            self._fragments = {
+                fragment.name: fragment for fragment in fragments_of(trained, self._engine.optimizer, group.rank)
+            }
+            for name, values in loaded.items():
+                self._fragments[name].take(values)
+
+    def take_device(self) -> None:
+        """DeepSpeed's own, for ZeRO-3; the other stages stay where they are."""
+        if self.stage == 3 and self.group.device.type != "cpu":
+            self._engine.reload_states()
+
+    def leave_device(self) -> None:
+        if self.stage == 3 and self.group.device.type != "cpu":
+            self._engine.offload_states()
+
+    def forward(self, *arguments: Any) -> Any:
+        return (self._engine or self.model)(*arguments)
+
+    def before_backward(self, is_last: bool) -> None:
+        self._engine.set_gradient_accumulation_boundary(is_last)
+
+    def backward(self, loss: Tensor) -> None:
+        """ZeRO divides what it sums by the number of ranks: multiply by it beforehand."""
+        self._engine.backward(loss * self.group.num_ranks, scale_wrt_gas=False)
+
+    def step(self, rate: float) -> float:
+        assert self.optimizer is not None
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = rate
+        self._engine.step()
+        norm = float(self._engine.get_global_grad_norm())
+        return norm if math.isfinite(norm) and norm >= 0 else math.inf
+
+    def free(self) -> None:
+        if self.stage == 3:
+            self._engine.optimizer.empty_partition_cache()  # the engine's own collects garbage each time
+
+    def close(self) -> None:
+        """Take hooks off the model. Who owns the process group leaves it here, since DeepSpeed holds on to it."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.destroy()
+        if self.group.owned:
+            leave_process_group()
+
+    # What lies where
+
+    def pieces(self) -> Iterator[Piece]:
+        """Trained weights as their masters have them."""
+        for name, parameter in self.model.lm.named_parameters():
+            if name in self._fragments:
+                yield self._fragments[name].piece()
+            else:
+                yield frozen_piece(name, parameter, self.group.rank, self.group.num_ranks)
+        yield from buffer_pieces(self.model.lm, self.group.rank)
+
+    def adapter_pieces(self) -> Iterator[Piece]:
+        """None: `conf/trainer.py` has adapters for fsdp only."""
+        return iter(())
+
+    def state(self) -> Iterator[Piece]:
+        assert self.optimizer is not None
+        for fragment in self._fragments.values():
+            yield fragment.piece("weights/")
+            moments = moments_of(self.optimizer, fragment.flat)
+            for moment in MOMENTS:
+                yield fragment.piece(f"{moment}/", moments[moment])
+
+    def num_optimizer_steps(self) -> int:
+        assert self.optimizer is not None
+        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+
+    @torch.no_grad()
+    def loaded(self, num_optimizer_steps: int) -> None:
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            state["step"].fill_(num_optimizer_steps)
+        if self.stage < 3:
+            self._engine.optimizer.update_lp_params()
+            return
+        for fragment in self._fragments.values():
+            fragment.refresh_shard()
+        self.free()

@@ -1,0 +1,92 @@
+"""What holds a sharded model and its optimizer, whoever shards it: FSDP2 (`fsdp.py`) or DeepSpeed (`deepspeed.py`).
+
+`trainer.py` decides what is computed; an engine decides where parameters, gradients and optimizer states lie while it
+is. Every rank makes the same calls in the same order, since most of them communicate.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from penstock.workers.trainer.models.policy_model import PolicyModel
+from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.process_group import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements of one tensor that one rank has. Over all ranks every element is in exactly one piece."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Of the full tensor."""
+    first: int
+    """Index of `values[0]` in the flattened full tensor."""
+    values: Tensor
+    """`[n]`, where the engine keeps it; empty where this rank has nothing of it. That of `state` shares memory with
+    what the engine computes with, so that writing into it changes the engine's state; that of `pieces` is to be
+    read."""
+
+
+class TrainEngine(Protocol):
+    """The loop that calls it, once an optimizer step:
+
+    for number, batch in enumerate(batches):
+        engine.before_backward(is_last=number == len(batches) - 1)
+        engine.backward(loss(engine.forward(batch.input_ids_BL, ...)))
+    norm = engine.step(rate)
+    """
+
+    group: ProcessGroup
+    model: PolicyModel | ScalarModel
+    """As loaded; its parameters may be shards. Not to be called: see `forward`."""
+
+    where: str
+    """The part of the model that was gathered last, for messages."""
+
+    def take_device(self) -> None:
+        """Bring weights and optimizer states back to the device. Nothing to do on a CPU."""
+
+    def leave_device(self) -> None:
+        """Bring them to the host's memory, so that an engine has the device. Nothing to do on a CPU."""
+
+    def forward(self, *arguments: Any) -> Any:
+        """The model's forward. Collective."""
+
+    def before_backward(self, is_last: bool) -> None:
+        """Of each micro-batch, before its forward. `is_last`: of the optimizer step."""
+
+    def backward(self, loss: Tensor) -> None:
+        """`loss`: `[]`, this micro-batch's share of the step's. Gradients are *summed* over micro-batches and ranks,
+        since losses are already divided by the totals of the whole batch. Collective."""
+
+    def step(self, rate: float) -> float:
+        """Clip, step at this learning rate, clear the gradients. The norm of the whole gradient before clipping; where
+        it is not finite, weights and optimizer stay as they were. Collective."""
+
+    def free(self) -> None:
+        """Let go of gathered parameters, which an optimizer step outdates. Called after passes without backward."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """The weights as a checkpoint of the model has them, by HF names: whole rows, tied weights once, persistent
+        buffers too. Adapters are merged. Collective."""
+
+    def adapter_pieces(self) -> Iterator[Piece]:
+        """A and B of every adapter, whole rows, by PEFT's names (`weights/adapter.py`); nothing where there are none.
+        Collective."""
+
+    def state(self) -> Iterator[Piece]:
+        """What a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`, `exp_avg_sq/<name>` of
+        what is trained. A rank may have several pieces of one tensor. Loading writes into the pieces' `values`, then
+        calls `loaded`. Collective."""
+
+    def num_optimizer_steps(self) -> int:
+        """Steps of AdamW so far, which its bias correction counts."""
+
+    def loaded(self, num_optimizer_steps: int) -> None:
+        """`state` was overwritten: bring copies of it up to date. Collective."""
+
+    def close(self) -> None:
+        """Let go of what outlives the engine otherwise. Called once, last, before the process group is left."""

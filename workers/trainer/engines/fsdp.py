@@ -1,0 +1,299 @@
+"""FSDP2 around a model: float32 master weights in shards, AdamW, sums of gradients, and which elements a rank has.
+
+Every decoder layer is one unit and the rest (embedding, last norm, output layer) is the root. Parameters are DTensors
+split along dim 0, so that a rank's part of one is a range of its elements. Tensor parallelism splits them before that
+(`tensor_parallel.py`), sequence parallelism splits what they are applied to (`ulysses.py`). A `TrainEngine`
+(`engine.py`), made by `trainer.py`.
+
+Legend: T ranks of tensor parallelism, F ranks that FSDP2 splits over; rank = f * T + t.
+"""
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from penstock.conf.trainer import OptimizerConfig, TrainerConfig
+from penstock.workers.trainer.engines.engine import Piece
+from penstock.workers.trainer.engines.layers import decoder_layers
+from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
+from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
+from penstock.workers.trainer.engines.ulysses import SequenceParallel
+from penstock.workers.trainer.models.policy_model import PolicyModel
+from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.process_group import ProcessGroup
+
+KEEP_WHOLE_BYTES = 2 * 2**30
+"""A model up to this size (float32) is gathered once an optimizer step, and its gradients are reduced once: less
+communication, and whole gradients and parameters on each rank meanwhile. A larger one is gathered layer by layer,
+forward and backward.
+"""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class FsdpEngine:
+    """One rank's shard of a model and of its optimizer. Every rank makes the same calls, since most of them
+    communicate."""
+
+    def __init__(self, model: PolicyModel | ScalarModel, group: ProcessGroup, config: TrainerConfig) -> None:
+        """`model`: loaded, on the CPU; without parameters that require gradients it gets no optimizer."""
+        num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
+        self.model = model
+        self.group = group
+        # On a CPU everything is where offloading would put it, and there is nothing to pin memory for.
+        is_offloaded = config.offload and group.device.type != "cpu"
+        self.keeps_whole = num_bytes <= KEEP_WHOLE_BYTES and not is_offloaded
+        self.tensor: TensorParallel | None = None
+        if config.tensor_parallel_size > 1:
+            self.tensor = TensorParallel(model.lm, group, config.tensor_parallel_size)
+        self.sequence: SequenceParallel | None = None
+        if config.sequence_parallel_size > 1:
+            peers = group.subgroup(config.tensor_parallel_size, config.sequence_parallel_size)
+            self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
+        mesh = self.tensor.fsdp_mesh if self.tensor else init_device_mesh(group.device.type, (group.num_ranks,))
+        self.where = ""
+        self._num_shards, self._shard = mesh.size(), mesh.get_local_rank()
+        self.root = self._fully_shard(mesh, config.dtype, is_offloaded)
+        self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        for name, module in model.named_modules():
+            if module in self.units:
+                module.register_forward_pre_hook(partial(self._entered, name or "the embedding and the head"))
+        if self._num_shards > 1:
+            for unit in self.units:
+                unit.set_gradient_divide_factor(1.0)
+                unit.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
+        self._clip_norm = config.optimizer.clip_norm
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.optimizer = make_adamw(trained, config.optimizer) if trained else None
+
+    def _fully_shard(self, mesh: DeviceMesh, dtype: str, is_offloaded: bool) -> FSDPModule:
+        """Each decoder layer, then the rest; the root."""
+        policy = MixedPrecisionPolicy()
+        if dtype == "bfloat16":
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        offload = CPUOffloadPolicy() if is_offloaded else OffloadPolicy()
+        options: dict[str, Any] = {"mesh": mesh, "mp_policy": policy, "offload_policy": offload}
+        for layer in decoder_layers(self.model):
+            fully_shard(layer, reshard_after_forward=not self.keeps_whole, **options)
+        root: FSDPModule = fully_shard(self.model, reshard_after_forward=False, **options)
+        if not is_offloaded:
+            self.model.to(self.group.device)  # buffers
+        return root
+
+    def _entered(self, name: str, *_: Any) -> None:
+        self.where = name
+
+    def take_device(self) -> None:
+        self._move(self.group.device)
+
+    def leave_device(self) -> None:
+        self.free()
+        self._move(torch.device("cpu"))
+
+    def _move(self, device: torch.device) -> None:
+        """Weights with `Module.to`, which FSDP2 allows for its shards, and AdamW's states beside them."""
+        if self.group.device.type == "cpu":
+            return
+        self.model.to(device)
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            for name, value in state.items():
+                state[name] = value.to(device, non_blocking=True)
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+    def forward(self, *arguments: Any) -> Any:
+        return self.sequence(self.model, *arguments) if self.sequence else self.model(*arguments)
+
+    def before_backward(self, is_last: bool) -> None:
+        """Gradients of a step's micro-batches add up unreduced until the last one, where they may be kept whole."""
+        if self.keeps_whole:
+            self.root.set_requires_gradient_sync(is_last)
+            self.root.set_reshard_after_backward(is_last)
+            self.root.set_is_last_backward(is_last)
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    @torch.no_grad()
+    def step(self, rate: float) -> float:
+        assert self.optimizer is not None
+        for param_group in self.optimizer.param_groups:
+            param_group["lr"] = rate
+        if self.tensor:
+            self.tensor.add_up_gradients()
+        norm = self._grad_norm()
+        value = float(norm)
+        if math.isfinite(value):
+            if self._clip_norm:
+                scale = (self._clip_norm / (norm + 1e-6)).clamp(max=1.0)
+                for gradient in self._local_gradients():
+                    gradient.mul_(scale)
+            self.optimizer.step()
+        self.optimizer.zero_grad()
+        return value
+
+    def free(self) -> None:
+        for unit in self.units:
+            unit.reshard()
+
+    def close(self) -> None:
+        """Nothing outlives it."""
+
+    def _local_gradients(self, *, split: bool | None = None) -> list[Tensor]:
+        """This rank's shards, in the model's order; `split`: only those of parameters that tensor parallelism splits,
+        or only the others'."""
+        return [
+            local(parameter.grad)
+            for parameter in self.model.parameters()
+            if parameter.grad is not None and split in (None, self._is_split(parameter))
+        ]
+
+    def _is_split(self, parameter: Tensor) -> bool:
+        return self.tensor is not None and self.tensor.split_dim(parameter) is not None
+
+    def _grad_norm(self) -> Tensor:
+        """Norm of the whole gradient, `[]`, the same on every rank. Collective."""
+        if self.group.num_ranks == 1:
+            return nn.utils.get_total_norm(self._local_gradients())
+        if self.tensor is None:
+            square = nn.utils.get_total_norm(self._local_gradients()).square()
+        else:  # what is not split is on T ranks, and counts once
+            square = nn.utils.get_total_norm(self._local_gradients(split=True)).square()
+            square += nn.utils.get_total_norm(self._local_gradients(split=False)).square() / self.tensor.size
+        dist.all_reduce(square)
+        return square.sqrt()
+
+    # What lies where
+
+    @torch.no_grad()
+    def pieces(self) -> Iterator[Piece]:
+        """With LoRA or tensor parallelism values are copies, each made as it is asked for: never more than one tensor
+        at a time."""
+        lm = self.model.lm
+        changes = {f"{adapter.name}.weight": adapter for adapter in adapters(lm)}
+        for own_name, parameter in lm.named_parameters():
+            if is_adapter(own_name):
+                continue
+            name = hf_name(own_name)
+            values = local(parameter)
+            if name in changes:
+                values = values + changes[name].delta()
+            yield self._share(name, parameter, self._whole_columns(parameter, values))
+        yield from buffer_pieces(lm, self.group.rank)
+
+    @torch.no_grad()
+    def adapter_pieces(self) -> Iterator[Piece]:
+        for adapter in adapters(self.model.lm):
+            for name, parameter in adapter.tensors():
+                yield self._share(name, parameter, self._whole_columns(parameter, local(parameter)))
+
+    def _whole_columns(self, parameter: Tensor, rows: Tensor) -> Tensor:
+        """This rank's rows of a parameter over all columns. Collective where tensor parallelism splits those."""
+        if self.tensor and self.tensor.split_dim(parameter) == 1:
+            return self.tensor.whole_columns(rows)
+        return rows
+
+    def state(self) -> Iterator[Piece]:
+        assert self.optimizer is not None
+        for name, parameter in self.model.lm.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            moments = moments_of(self.optimizer, parameter)
+            for kind, tensor in {"weights": parameter, **{moment: moments[moment] for moment in MOMENTS}}.items():
+                yield from self._own(f"{kind}/{name}", parameter, local(tensor).detach())
+
+    def num_optimizer_steps(self) -> int:
+        assert self.optimizer is not None
+        return max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+
+    def loaded(self, num_optimizer_steps: int) -> None:
+        assert self.optimizer is not None
+        for state in self.optimizer.state.values():
+            state["step"].fill_(num_optimizer_steps)
+        if self.tensor:
+            for parameter, state in self.optimizer.state.items():
+                if not self._is_split(parameter):
+                    for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
+                        self.tensor.from_first(local(tensor).detach())
+
+    def _first_row(self, parameter: Tensor) -> int:
+        """Where this rank's rows of a parameter start: tensor parallelism cuts first, FSDP2 cuts what it leaves."""
+        num_rows = parameter.shape[0] if parameter.ndim else 1
+        if self.tensor and self.tensor.split_dim(parameter) == 0:
+            num_rows //= self.tensor.size
+            return self.tensor.rank * num_rows + first_row(num_rows, self._shard, self._num_shards)
+        return first_row(num_rows, self._shard, self._num_shards)
+
+    def _share(self, name: str, parameter: Tensor, rows: Tensor) -> Piece:
+        """Whole rows for others to read. T ranks that have the same ones give a share each."""
+        first = self._first_row(parameter)
+        if self.tensor and self.tensor.split_dim(parameter) != 0:
+            start, end = (first_row(len(rows), self.tensor.rank + more, self.tensor.size) for more in (0, 1))
+            first, rows = first + start, rows[start:end]
+        shape = tuple(parameter.shape)
+        return Piece(name, shape, first * math.prod(shape[1:]), rows.detach().reshape(-1))
+
+    def _own(self, name: str, parameter: Tensor, rows: Tensor) -> Iterator[Piece]:
+        """This rank's part for others to read and to write. Of T ranks that have the same the first counts; where they
+        split columns, each row is a piece, since a row's part is what lies together in the full tensor."""
+        first, shape = self._first_row(parameter), tuple(parameter.shape)
+        row_elements = math.prod(shape[1:])
+        split_dim = self.tensor.split_dim(parameter) if self.tensor else 0
+        if self.tensor and split_dim == 1:
+            column = self.tensor.rank * (row_elements // self.tensor.size)
+            for number, row in enumerate(rows):
+                yield Piece(name, shape, (first + number) * row_elements + column, row)
+            return
+        if self.tensor and split_dim is None and self.tensor.rank > 0:
+            rows = rows[:0]
+        yield Piece(name, shape, first * row_elements, rows.reshape(-1))
+
+
+def make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
+    """Parameters of one mesh are one group, since an operation on several DTensors wants them all on the same."""
+    by_mesh: dict[Any, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return torch.optim.AdamW(
+        [{"params": some} for some in by_mesh.values()],
+        lr=config.lr,
+        betas=(config.betas[0], config.betas[1]),
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+    )
+
+
+def moments_of(optimizer: torch.optim.AdamW, tensor: Tensor) -> dict[str, Tensor]:
+    """AdamW's state of what it steps, which it has from its first step on: made here if it is asked for before."""
+    state: dict[str, Tensor] = optimizer.state[tensor]
+    if not state:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=tensor.device)
+        for moment in MOMENTS:
+            state[moment] = torch.zeros_like(tensor)
+    return state
+
+
+def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:
+    """Persistent buffers, which every rank has whole: rank 0's count."""
+    persistent = lm.state_dict().keys()
+    for name, buffer in lm.named_buffers():
+        if name in persistent:
+            yield Piece(name, tuple(buffer.shape), 0, buffer.reshape(-1) if rank == 0 else buffer.reshape(-1)[:0])
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor; shares memory with it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
+    """Where a rank's shard of dim 0 starts: shards are as large as the first one, the last may be short or empty."""
+    return min(num_rows, rank * -(-num_rows // num_ranks))

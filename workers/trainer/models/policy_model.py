@@ -1,0 +1,110 @@
+"""A causal language model that answers with the log-probabilities of given tokens, never with whole logits.
+
+The hidden states of the response positions, and only those, go through the output layer, which scores them tile by
+tile (`token_scores.py`): `[tokens, vocabulary]` never exists at once, unless it is small. Used by `trainer.py`, which
+shards it, and by straight-line loops.
+
+Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from penstock.conf.errors import ModelError, suggest
+from penstock.workers.trainer.models.token_scores import ENTROPY, OutputLayer
+
+LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_enabled")
+"""Settings of models that do something between the output layer and the logits."""
+
+
+class PolicyModel(nn.Module):
+    """Wraps a HF causal language model (`.lm`); its parameters are the model's own.
+
+    model = PolicyModel(load_causal_lm(path), temperature=1.0)
+    logprobs_N, entropy_N = model(batch.input_ids_BL, batch.positions_N, batch.targets_N)
+    """
+
+    def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_mib: float = 128.0) -> None:
+        """`temperature`: of the sampling distribution; logits are divided by it. `chunk_mib`: memory for logits and
+        what is made of them.
+
+        `lm`'s output layer is replaced by one that scores tokens too, with the same parameters. Raises `ModelError`
+        for models whose logits are more than a linear layer's result.
+        """
+        super().__init__()
+        for name in LOGIT_CHANGES:
+            if getattr(lm.config, name, None) not in (None, False, 1, 1.0):
+                raise ModelError(
+                    f"the model {lm.config.model_type!r} sets {name}={getattr(lm.config, name)}, which the trainer "
+                    "would leave out: its log-probabilities would be wrong. Choose another model.path."
+                )
+        layer = lm.get_output_embeddings()
+        if type(layer) not in (nn.Linear, OutputLayer):
+            raise ModelError(
+                f"the model {lm.config.model_type!r} has a {type(layer).__name__} for an output layer; the trainer "
+                "scores tokens with plain linear ones only. Choose another model.path, or leave its output layer as "
+                "it is."
+            )
+        lm.set_output_embeddings(OutputLayer.of(layer))
+        self.lm = lm
+        self.temperature = temperature
+        self.budget_bytes = int(chunk_mib * 2**20)
+
+    def forward(
+        self, input_ids_BL: Tensor, positions_N: Tensor, targets_N: Tensor, entropy: str = "none"
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
+        float32.
+
+        `input_ids_BL`: int64, padded on the right. No mask and no positions are needed: attention is causal, so what
+        is on the right reaches no real token, and each row starts at position 0. `positions_N`: int64, places in the
+        flattened `[B * L]` that predict `targets_N` (a target's own place minus one). `entropy`: "none"; "value",
+        without gradient; "gradient".
+        """
+        if entropy not in ENTROPY:
+            raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
+        hidden_BLH = self.lm.base_model(input_ids=input_ids_BL, use_cache=False).last_hidden_state
+        hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, positions_N)
+        output_layer = self.lm.get_output_embeddings()
+        logprobs_N, entropy_N = output_layer(
+            hidden_NH, targets_N, temperature=self.temperature, entropy=entropy, budget_bytes=self.budget_bytes
+        )
+        return logprobs_N, entropy_N
+
+
+def load_causal_lm(
+    path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
+) -> Any:
+    """A HF model from a directory or hub id, on the CPU, dropout switched off, ready to be trained.
+
+    `dtype`: of the parameters. `attention`: transformers' name. `checkpoint_layers`: recompute every layer in
+    backward. Dropout is off because the policy that is trained must be the one that sampled. Raises `ModelError` if
+    there is no such model.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = without_dropout(AutoConfig.from_pretrained(path))
+        lm = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention
+        )
+    except (OSError, ValueError) as error:
+        raise ModelError(f"model.path={path}: no causal language model can be loaded from there: {error}") from error
+    if checkpoint_layers:
+        lm.gradient_checkpointing_enable({"use_reentrant": False})
+    return lm.train()
+
+
+def without_dropout(config: Any) -> Any:
+    """The model's configuration, changed in place: what is trained must be what sampled."""
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "pdrop")) and isinstance(value, float):
+            setattr(config, name, 0.0)
+    return config
+
+
+def max_length(lm: Any) -> int | None:
+    """Longest sequence that the model has positions for, in tokens; None: unbounded."""
+    return getattr(lm.config, "max_position_embeddings", None)
