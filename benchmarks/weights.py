@@ -5,8 +5,8 @@
 Qwen2 with 3M, 100M and 500M random float32 parameters, FSDP2 on two ranks (gloo), one vLLM engine (CPU, bfloat16).
 *Penstock*: every rank casts its shard into shared memory; the engine maps and loads it. *Naive*: the full state dict is
 gathered on rank 0, `ray.put`; the engine gets it and hands it to vLLM's `reload_weights`. The sides alternate in one
-run on the same trainer and the same engine. Medians over rounds; the first two of each are not counted. Memory is
-watched in rounds of its own, since whoever samples it takes a core from those that copy.
+run on the same trainer and the same engine; medians over rounds. Memory is watched in each side's first rounds, which
+are not timed: whoever samples it takes a core from those that copy.
 
 Rates are in published bytes (bfloat16; the trainer's side reads twice as many). `memcpy` copies as many bytes between
 warm pages, in the same round. The engine's pause stands beside two things: one memcpy of the bytes, and what vLLM
@@ -130,16 +130,18 @@ def _seconds(sent: dict[str, Any], taken: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def memory_round(cluster: Cluster, version: int, empty_store: int) -> dict[str, dict[str, int]]:
-    """Of each side: the most private memory above the start, and the most shared."""
+def memory_rounds(cluster: Cluster, empty_store: int) -> dict[str, dict[str, int]]:
+    """Of each side: the most private memory above the start, and the most shared. Each side's first rounds, before a
+    process has kept anything of the other's; with Penstock two, until both files are there."""
     with Peak(lambda: private_bytes(cluster.pids)) as private, Peak(lambda: folder_bytes(cluster.root)) as shared:
-        penstock_round(cluster, version)
+        for version in (1, 2):
+            penstock_round(cluster, version)
     sides = {"Penstock": {"private_bytes": private.growth, "shared_bytes": shared.most}}
     with (
         Peak(lambda: private_bytes(cluster.pids)) as private,
         Peak(lambda: object_store_bytes(cluster.raylet)) as shared,
     ):
-        naive_round(cluster, version + 1)
+        naive_round(cluster, 3)
     sides["naive"] = {"private_bytes": private.growth, "shared_bytes": shared.most - empty_store}
     return sides
 
@@ -156,22 +158,22 @@ def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
         cluster = start(work / "model", work, root, context.address_info["gcs_address"])
         empty_store = object_store_bytes(cluster.raylet)
         try:
-            for number in range(-2, num_rounds):  # two files take turns: two rounds until both are warm
-                sides = {"Penstock": penstock_round(cluster, 2 * number + 5)}
-                sides["naive"] = naive_round(cluster, 2 * number + 6)
+            memory = memory_rounds(cluster, empty_store)
+            for number in range(num_rounds):
+                sides = {"Penstock": penstock_round(cluster, 2 * number + 4)}
+                sides["naive"] = naive_round(cluster, 2 * number + 5)
                 size_bytes = sides["Penstock"]["bytes"]
                 copied = cluster.ranks[0].ask({"op": "memcpy", "bytes": min(size_bytes, MEMCPY_BYTES)})
                 rates = {f"memcpy_{n}": min(size_bytes, MEMCPY_BYTES) / copied[f"seconds_{n}"] for n in (1, 2)}
                 common = {"size": size, "round": number, "parameters": parameters, "bytes": size_bytes, **rates}
-                rounds += [{**common, "side": side, **values} for side, values in sides.items() if number >= 0]
-            memory = memory_round(cluster, 2 * num_rounds + 5, empty_store)
+                rounds += [{**common, "side": side, **values, **memory[side]} for side, values in sides.items()]
         finally:
             cluster.close()
     finally:
         remove_root(root)
         ray.shutdown()
         shutil.rmtree(work / "model")
-    return [entry | memory[entry["side"]] for entry in rounds]
+    return rounds
 
 
 @dataclass(frozen=True)

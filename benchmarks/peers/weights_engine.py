@@ -79,8 +79,9 @@ class Engine:
         operations = {"update": self.update, "load": self.load}
         while line := await asyncio.to_thread(sys.stdin.readline):
             request = json.loads(line)
-            await self._answer(await operations[request["op"]](request))
+            answer = await operations[request["op"]](request)
             await self.engine.generate([5, 6, 7], 1, Sampling(max_tokens=2, ignore_eos=True))  # it serves on
+            await self._answer(answer)
         await self.engine.close()
 
     async def _answer(self, content: dict[str, Any]) -> None:
