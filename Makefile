@@ -15,8 +15,11 @@ setup: ## .venv from the lock: minutes the first time, nothing after that
 demo: setup ## a tiny model learns arithmetic by reinforcement learning, within ten minutes on two cores
 	$(BIN)/penstock run recipe=arithmetic $(ARGS)
 
-test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick round
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+# Much of a whole run is waiting for processes to start, so two test processes share the cores, a file at a time. Threads that
+# wait by spinning would keep the cores from those that compute.
+WORKERS := 2
+test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick round, WORKERS=0 for one process
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 soak: setup ## the store's random histories, a million events and more: about half an hour
 	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store -k "histories or staleness" $(ARGS)
