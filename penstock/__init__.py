@@ -33,7 +33,7 @@ _HOMES = {
     "RunConfig": "conf.run",
     "Stage": "algorithms.dataflow",
     "algorithm": "algorithms.registry",
-    "load_config": "orchestrator.compose",
+    "load_config": "orchestrator.configuration.compose",
     "reward": "workers.reward.registry",
     "run": "orchestrator.run",
     "session": "orchestrator.handles",
