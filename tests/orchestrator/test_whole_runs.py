@@ -125,7 +125,7 @@ def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_
         submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:28265", "--", str(scripts / "penstock"), "run"]
         words = [*small_run, "rollout.engine=hf", "trainer.max_steps=2", f"output_dir={tmp_path}", "name=job"]
         _wait_for_port(28265, timeout_s=90)
-        done = subprocess.run([*submit, *words], env=environment, capture_output=True, text=True, timeout=240)
+        done = _submitted([*submit, *words], environment, timeout_s=60)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
         assert len(metrics_of(tmp_path / "job")) == 2
     finally:
@@ -137,6 +137,16 @@ def ray_directory():
     """A place for the cluster's sockets, and for the note by which clients find it. Sockets need short paths."""
     with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
         yield directory
+
+
+def _submitted(command, environment, timeout_s):
+    """Ray listens before the agent that takes jobs is there, and says then that one should try again later."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+        if "No available agent" not in done.stderr + done.stdout or time.monotonic() > deadline:
+            return done
+        time.sleep(1)
 
 
 def _wait_for_port(port, timeout_s):
