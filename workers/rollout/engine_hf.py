@@ -4,9 +4,9 @@ reason about.
 `generate` computes one group by itself (one prefill, then n rows without padding), so its result depends on the prompt,
 the seed and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after
 group; the event loop stays free. Where adapters are published it adds them to the weights that it started with.
-`update` slips in between two decode steps: tokens sampled afterwards carry the new
-version, and the KV cache of the tokens before stays as it was. Called by `worker.py`; `generate_group` is the
-synchronous core, for straight-line programs.
+`update` slips in between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the
+tokens before stays as it was. Called by `worker.py`; `generate_group` is the synchronous core, for straight-line
+programs.
 """
 
 import asyncio

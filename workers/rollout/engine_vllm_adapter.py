@@ -22,14 +22,13 @@ from penstock.conf.trainer import LoraConfig
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import Opened, VllmEngine, mapped_publication
 from penstock.workers.rollout.vllm_setup import adapter_arguments
-from penstock.workers.weights.adapter import layer_shapes, layout_of, peft_config
+from penstock.workers.weights.adapter import CONFIG_NAME, FILE_NAME, layer_shapes, layout_of, peft_config
 from penstock.workers.weights.layout import Layout
 from penstock.workers.weights.reading import MappedWeights
 from penstock.workers.weights.transport import Info, Update
 
 NAME, NUMBER = "policy", 1
 """Of the one adapter, for vLLM."""
-CONFIG_NAME, WEIGHTS_NAME = "adapter_config.json", "adapter_model.safetensors"
 
 
 class VllmAdapterEngine(VllmEngine):
@@ -118,11 +117,11 @@ class AdapterFolder:
 
     def stage(self, mapped: MappedWeights) -> None:
         """A publication's version; its bytes must have been verified."""
-        mapped.copy_to(self._made(mapped.manifest.version) / WEIGHTS_NAME)
+        mapped.copy_to(self._made(mapped.manifest.version) / FILE_NAME)
 
     def stage_zeros(self, version: int, layout: Layout) -> None:
         """A version that changes nothing."""
-        with (self._made(version) / WEIGHTS_NAME).open("wb") as file:
+        with (self._made(version) / FILE_NAME).open("wb") as file:
             file.write(layout.header)
             file.truncate(layout.num_bytes)
 

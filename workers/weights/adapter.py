@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 PREFIX, SUFFIX = "base_model.model.", ".weight"
 LETTERS = ("A", "B")
+FILE_NAME, CONFIG_NAME = "adapter_model.safetensors", "adapter_config.json"
+"""What PEFT and vLLM look for in an adapter's directory."""
 
 
 def tensor_name(layer: str, letter: str) -> str:

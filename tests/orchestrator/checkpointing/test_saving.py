@@ -1,12 +1,9 @@
 """A disk that fills up while a checkpoint is written costs that checkpoint only."""
 
-import subprocess
-import sys
 from pathlib import Path
 
-import pytest
+from tests.tmpfs import run_in_tmpfs
 
-ROOT = Path(__file__).parents[3]
 SMALL_TMPFS = """
 import asyncio, sys
 from pathlib import Path
@@ -91,13 +88,8 @@ print([call.args[0] for call in directory.event.call_args_list])
 
 
 def test_a_full_disk_costs_the_attempt_only(tmp_path: Path) -> None:
-    mount = f'mount -t tmpfs -o size=8m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("this container may not mount a tmpfs: test_resume.py has a place that cannot be written")
-    command = ["unshare", "-rm", "sh", "-c", mount, SMALL_TMPFS]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    message, events = result.stdout.splitlines()[-2:]
+    output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "test_resume.py has a place that cannot be written")
+    message, events = output.splitlines()[-2:]
     failed = ["checkpoint_failed"]
     assert events == str(["checkpoint", "checkpoint", *failed, *failed, "checkpoint", *failed])
     assert message.startswith(f"{tmp_path}/global_step_6/trainer: rank 0 could not write: ")

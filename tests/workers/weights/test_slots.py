@@ -26,6 +26,7 @@ from penstock.workers.weights.publication import (
 )
 from penstock.workers.weights.reading import MappedWeights
 from penstock.workers.weights.slots import publication_directories, publication_directory
+from tests.tmpfs import run_in_tmpfs
 
 ELEMENTS = 300_000
 
@@ -241,9 +242,5 @@ print("the last publication was whole")
 
 
 def test_a_small_tmpfs_that_fills_up_costs_the_attempt_only(tmp_path: Path) -> None:
-    mount = f'mount -t tmpfs -o size=8m none {tmp_path} && exec {sys.executable} -c "$0" {tmp_path}'
-    if subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
-        pytest.skip("this container may not mount a tmpfs: covered only by the simulated ENOSPC above")
-    result = subprocess.run(["unshare", "-rm", "sh", "-c", mount, SMALL_TMPFS], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    assert result.stdout == "the last publication was whole\n"
+    output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "covered only by the simulated ENOSPC above")
+    assert output == "the last publication was whole\n"

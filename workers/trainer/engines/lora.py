@@ -19,13 +19,12 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
-from penstock.workers.weights.adapter import tensor_name
+from penstock.workers.weights.adapter import FILE_NAME, tensor_name
 
 ADAPTER = "default"
 """PEFT's name of the one adapter."""
 INITIAL_SEED = 0
 """Of A. The same in every rank, or their shards would be of different tensors."""
-WEIGHTS_NAME = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
                 tensors[name] = whole.detach().cpu().contiguous()
     if tensors:
         directory.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, directory / WEIGHTS_NAME, metadata={"format": "pt"})
+        save_file(tensors, directory / FILE_NAME, metadata={"format": "pt"})
         lm.peft_config[ADAPTER].save_pretrained(str(directory))
 
 
