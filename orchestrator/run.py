@@ -6,8 +6,8 @@ directory is left valid and no process is left behind.
 
 import asyncio
 import contextlib
-import os
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,8 +32,8 @@ from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
 from penstock.orchestrator.reporting.status import note_connection
 from penstock.orchestrator.run_directory import RunDirectory
+from penstock.store.roots import PREFIX, SHARED_MEMORY, claim_root, remove_root, sweep_stale
 from penstock.workers.models.fresh import build_fresh_model
-from penstock.workers.weights.roots import SHARED_MEMORY, claim_root, remove_root, sweep_stale
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,10 @@ def _starting_text(plan: list[ActorPlan], config: RunConfig) -> str:
 
 @contextlib.contextmanager
 def weights_root(run_id: str) -> Iterator[Path]:
-    """A directory in shared memory for this run's publications; what dead runs left is swept first."""
+    """A directory in shared memory that only this user may enter, for this run's publications; what dead runs left is
+    swept first."""
     sweep_stale()
-    root = claim_root(Path(SHARED_MEMORY) / f"penstock-{run_id}-{os.getpid()}")
+    root = claim_root(Path(SHARED_MEMORY) / f"{PREFIX}{run_id}-{uuid.uuid4().hex[:12]}")
     try:
         yield root
     finally:

@@ -1,0 +1,80 @@
+"""Directories that belong to one process: only its user may enter them, and they do not outlive it for long.
+
+A run's publications and a store's large batches lie in such directories, in shared memory and on disk. Each has an
+`owner.pid`; the next run or store that starts on the machine sweeps what dead owners left. Shared memory is RAM: nobody
+else would give it back before a reboot. Used by `segments.py` and `orchestrator/run.py`.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+SHARED_MEMORY = "/dev/shm"
+PREFIX = "penstock-"
+OWNER_NAME = "owner.pid"
+PRIVATE = 0o700
+
+
+def claim_root(root: str | Path) -> Path:
+    """Make the directory, owned by this process: it lives until this process is dead or removes it.
+
+    Raises `FileExistsError` if the name is taken: what lies there is another's, who may be of another user.
+    """
+    path = Path(root)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.mkdir(mode=PRIVATE)
+    (path / OWNER_NAME).write_text(" ".join(_identity(os.getpid())))
+    return path
+
+
+def remove_root(root: str | Path) -> None:
+    """Give the memory back at the end of a run."""
+    shutil.rmtree(root, ignore_errors=True)
+
+
+def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
+    """Remove roots whose owner is dead; returns them. Roots of other machines (on a disk that several share), of other
+    users or PID namespaces, and unclaimed ones, stay."""
+    removed = []
+    for path in Path(root_parent).glob(f"{PREFIX}*"):
+        try:
+            owner = (path / OWNER_NAME).read_text().split()
+        except OSError:
+            continue
+        if len(owner) == 4 and owner[2:] == [_namespace(), _boot()] and not _alive(owner):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(str(path))
+    return removed
+
+
+def _identity(pid: int) -> tuple[str, str, str, str]:
+    """PID, start time, PID namespace and boot: a PID alone is reused, and means something else in another container
+    or on another machine."""
+    return str(pid), _start_ticks(str(pid)) or "0", _namespace(), _boot()
+
+
+def _start_ticks(pid: str) -> str | None:
+    """Clock ticks from boot to the process's start (proc(5), stat field 22): unlike a date, no clock change moves
+    it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except OSError:
+        return None
+
+
+def _namespace() -> str:
+    try:
+        return str(os.stat("/proc/self/ns/pid").st_ino)
+    except OSError:
+        return "0"
+
+
+def _boot() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return "0"
+
+
+def _alive(owner: list[str]) -> bool:
+    return _start_ticks(owner[0]) == owner[1]

@@ -1,0 +1,64 @@
+"""Directories of dead processes are removed; those of living ones are not touched, and no other user enters them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.store.roots import OWNER_NAME, claim_root, sweep_stale
+
+CLAIM = "import sys; from penstock.store.roots import claim_root; claim_root(sys.argv[1])"
+
+
+def test_the_root_of_a_dead_process_is_removed(tmp_path: Path) -> None:
+    root = tmp_path / "penstock-dead"
+    subprocess.run([sys.executable, "-c", CLAIM, str(root)], check=True)
+    (root / "v00000001").mkdir()
+    assert sweep_stale(tmp_path) == [str(root)]
+    assert not root.exists()
+
+
+def test_the_root_of_a_living_process_stays(tmp_path: Path) -> None:
+    root = claim_root(tmp_path / "penstock-alive")
+    assert sweep_stale(tmp_path) == []
+    assert root.exists()
+
+
+def test_a_reused_pid_does_not_keep_a_root_alive(tmp_path: Path) -> None:
+    root = claim_root(tmp_path / "penstock-reused")
+    pid, _, *where = (root / OWNER_NAME).read_text().split()
+    (root / OWNER_NAME).write_text(" ".join([pid, "1", *where]))
+    assert sweep_stale(tmp_path) == [str(root)]
+
+
+@pytest.mark.parametrize("place", [2, 3], ids=["namespace", "boot"])
+def test_a_pid_of_another_namespace_or_machine_says_nothing(tmp_path: Path, place: int) -> None:
+    root = claim_root(tmp_path / "penstock-elsewhere")
+    owner = ["999999999", *(root / OWNER_NAME).read_text().split()[1:]]
+    owner[place] = "1"
+    (root / OWNER_NAME).write_text(" ".join(owner))
+    assert sweep_stale(tmp_path) == []
+
+
+def test_unclaimed_roots_and_other_names_stay(tmp_path: Path) -> None:
+    (tmp_path / "penstock-unclaimed").mkdir()
+    (tmp_path / "somebody-else").mkdir()
+    assert sweep_stale(tmp_path) == []
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_only_its_user_may_enter_a_root_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        root = claim_root(tmp_path / "deep" / "penstock-private")
+    finally:
+        os.umask(before)
+    assert root.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_name_that_is_taken_is_another_s_and_refused(tmp_path: Path) -> None:
+    (tmp_path / "penstock-taken").mkdir()
+    with pytest.raises(FileExistsError):
+        claim_root(tmp_path / "penstock-taken")
