@@ -17,6 +17,24 @@ BESIDE = 1 << 14
 """Buffers of so many bytes travel beside the pickle; smaller ones are cheaper within."""
 SCRATCH = 1 << 16
 """Bytes of small messages that are read at a time."""
+MOST_BESIDE = 1024
+"""Buffers beside one pickle at most, the others lie within: a message's head and sizes must fit the scratch buffer."""
+
+
+def pieces(value: Any, beside: int = BESIDE) -> "list[bytes | memoryview]":
+    """What a message consists of, in order. Raises what pickle raises."""
+    buffers: list[memoryview] = []
+
+    def within(buffer: pickle.PickleBuffer) -> bool:
+        raw = buffer.raw()
+        if raw.nbytes < beside or len(buffers) == MOST_BESIDE:
+            return True
+        buffers.append(raw)
+        return False
+
+    body = pickle.dumps(value, protocol=5, buffer_callback=within)
+    sizes = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
+    return [HEAD.pack(len(buffers), len(body)) + sizes + body, *buffers]
 
 
 class Wire(asyncio.BufferedProtocol):
@@ -25,8 +43,9 @@ class Wire(asyncio.BufferedProtocol):
     A message that does not fit the scratch buffer is received into a buffer of its own, where its arrays stay.
     """
 
-    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[], None]) -> None:
-        self._on_message, self._on_lost = on_message, on_lost
+    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[], None], beside: int = BESIDE) -> None:
+        """`beside`: bytes from which a buffer travels beside the pickle."""
+        self._on_message, self._on_lost, self._beside = on_message, on_lost, beside
         self._transport: asyncio.WriteTransport | None = None
         self._scratch = bytearray(SCRATCH)
         self._start = self._end = 0
@@ -40,23 +59,12 @@ class Wire(asyncio.BufferedProtocol):
         return self._transport is not None
 
     def send(self, value: Any) -> None:
-        """Hand a message to the kernel, or keep what it does not take yet. Raises `ConnectionError` when closed."""
+        """Hand a message to the kernel, or keep what it does not take yet. Raises `ConnectionError` when closed, and
+        what pickle raises, before anything is sent."""
         if self._transport is None:
             raise ConnectionError("the connection is closed.")
-        buffers: list[memoryview] = []
-
-        def within(buffer: pickle.PickleBuffer) -> bool:
-            raw = buffer.raw()
-            if raw.nbytes < BESIDE:
-                return True
-            buffers.append(raw)
-            return False
-
-        body = pickle.dumps(value, protocol=5, buffer_callback=within)
-        sizes = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
-        self._transport.write(HEAD.pack(len(buffers), len(body)) + sizes + body)
-        for buffer in buffers:
-            self._transport.write(buffer)
+        for piece in pieces(value, self._beside):
+            self._transport.write(piece)
 
     def close(self) -> None:
         if self._transport is not None:

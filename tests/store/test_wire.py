@@ -36,22 +36,29 @@ def messages() -> list[Any]:
     return ["name", (1, "spec", ()), (2, "many", [("write", (np.arange(9000), "é"))]), batch, (3, b"x" * SCRATCH), None]
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000, SCRATCH - 1, SCRATCH, 10**9])
-def test_messages_arrive_whole_and_in_order_however_they_are_cut(chunk: int) -> None:
-    recorder, heard = Recorder(), []
-    sender = Wire(lambda _: None, lambda: None)
+def carried(sent: list[Any], chunk: int, **options: Any) -> list[Any]:
+    """What arrives, read in pieces of at most `chunk` bytes."""
+    recorder, heard = Recorder(), list[Any]()
+    sender = Wire(lambda _: None, lambda: None, **options)
     sender.connection_made(recorder)  # type: ignore[arg-type]
     receiver = Wire(heard.append, lambda: None)
-    sent = messages() * (1 if chunk < 100 else 3)
     for message in sent:
         sender.send(message)
     data, position = memoryview(recorder.data), 0
     while position < len(data):
         room = receiver.get_buffer(-1)
+        assert len(room), "asyncio ends a connection that has no room for what has come"
         count = min(len(room), chunk, len(data) - position)
         room[:count] = data[position : position + count]
         position += count
         receiver.buffer_updated(count)
+    return heard
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000, SCRATCH - 1, SCRATCH, 10**9])
+def test_messages_arrive_whole_and_in_order_however_they_are_cut(chunk: int) -> None:
+    sent = messages() * (1 if chunk < 100 else 3)
+    heard = carried(sent, chunk)
     assert len(heard) == len(sent)
     for found, expected in zip(heard, sent, strict=True):
         if isinstance(expected, pa.RecordBatch):
@@ -60,6 +67,13 @@ def test_messages_arrive_whole_and_in_order_however_they_are_cut(chunk: int) -> 
             assert (found[2][0][1][0] == expected[2][0][1][0]).all()
         else:
             assert found == expected
+
+
+@pytest.mark.parametrize("count", [1024, 1025, 8191, 20_000])
+def test_a_message_may_have_any_number_of_large_buffers(count: int) -> None:
+    arrays = [np.full(1, number) for number in range(count)]
+    (heard,) = carried([arrays], SCRATCH, beside=8)
+    assert np.concatenate(heard).tolist() == list(range(count))
 
 
 def serve(tmp_path: Path, body: Callable[[Store, Endpoint], Awaitable[None]], **changes: Any) -> None:
