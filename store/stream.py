@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
@@ -19,7 +18,8 @@ class LeaseStream(Generic[L]):
             async for lease in leases:
                 ...
 
-    Leaving the block gives back what was fetched and not yet handed out. What is fetched ahead is renewed like any
+    Leaving the block gives back what was fetched and not yet handed out, and raises what fetching ahead raised, unless
+    the block itself raised. What is fetched ahead is renewed like any
     other lease, and nobody else can work on it: keep `ahead` small where units are long and workers are many.
     """
 
@@ -44,12 +44,31 @@ class LeaseStream(Generic[L]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._asking is not None:
-            self._asking.cancel()
-            with suppress(asyncio.CancelledError):
-                self._ready.extend(await self._asking or [])
-        while self._ready and self._release is not None:
-            await self._release(self._ready.popleft())
+        try:
+            failures = await self._stop_asking()
+        finally:  # also when the caller is cancelled meanwhile
+            given_back = await self._give_back()
+        if kind is None and (failures := failures + given_back):
+            raise failures[0]
+
+    async def _stop_asking(self) -> list[BaseException]:
+        """What was being asked for is withdrawn, or has come and is ready; the error if it failed."""
+        if self._asking is None:
+            return []
+        self._asking.cancel()
+        (leases,) = await asyncio.gather(self._asking, return_exceptions=True)
+        if not isinstance(leases, BaseException):
+            self._ready.extend(leases or [])
+            return []
+        return [] if isinstance(leases, asyncio.CancelledError) else [leases]
+
+    async def _give_back(self) -> list[BaseException]:
+        """Each, whatever becomes of the others; the errors."""
+        if self._release is None:
+            return []
+        fetched, self._ready = self._ready, deque()
+        results = await asyncio.gather(*map(self._release, fetched), return_exceptions=True)
+        return [result for result in results if result is not None]
 
     def __aiter__(self) -> Self:
         return self

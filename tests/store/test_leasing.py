@@ -7,7 +7,10 @@ import pytest
 from penstock.store.client import StoreClient
 from penstock.store.errors import StoreError
 from penstock.store.group import TURN_BITS, priority_of, turn_of
+from penstock.store.lease import Lease
+from penstock.store.rows import Rows
 from penstock.store.store import Store
+from penstock.store.stream import LeaseStream
 from tests.store.driver import Driver, make_spec
 from tests.store.players import group, run
 
@@ -125,6 +128,80 @@ def test_a_stream_passes_on_what_the_store_refuses() -> None:
                 await anext(leases)
 
     run(body)
+
+
+class Fetching:
+    """The store behind a stream: three leases for the first call, then an error. Notes what is given back."""
+
+    def __init__(self, refused: int | None = None) -> None:
+        self.refused = refused
+        self.released: list[int] = []
+
+    async def ask(self, count: int) -> list[Lease] | None:
+        if count == 1:
+            raise StoreError("fetched in vain")
+        return [Lease(number, "rollout", Rows.from_lists({})) for number in range(3)]
+
+    async def release(self, lease: Lease) -> None:
+        self.released.append(lease.id)
+        if lease.id == self.refused:
+            raise StoreError(f"lease {lease.id} is refused")
+
+    async def play(self, then: Exception | None = None) -> None:
+        """Work on the first lease while the fourth is asked for, and leave."""
+        async with LeaseStream(self.ask, self.release, ahead=3) as leases:
+            await anext(leases)
+            await asyncio.sleep(0)
+            if then is not None:
+                raise then
+
+
+@pytest.mark.parametrize("refused", [None, 1])
+def test_an_error_while_fetching_ahead_keeps_nothing_from_being_given_back(refused: int | None) -> None:
+    store = Fetching(refused)
+    with pytest.raises(StoreError, match="in vain"):
+        asyncio.run(store.play())
+    assert store.released == [1, 2]
+
+
+def test_the_error_of_a_streams_block_is_the_one_that_is_told() -> None:
+    store = Fetching(refused=1)
+    with pytest.raises(ValueError, match="the cause"):
+        asyncio.run(store.play(then=ValueError("the cause")))
+    assert store.released == [1, 2]
+
+
+def test_whoever_is_cancelled_while_a_stream_ends_is_cancelled() -> None:
+    async def main() -> None:
+        released: list[int] = []
+        ending, withdrawn = asyncio.Event(), asyncio.Event()
+
+        async def ask(count: int) -> list[Lease] | None:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ending.set()
+                await withdrawn.wait()
+            return None
+
+        async def release(lease: Lease) -> None:
+            released.append(lease.id)
+
+        async def work() -> None:
+            async with LeaseStream(ask, release, ahead=1) as leases:
+                leases._ready.append(Lease(0, "rollout", Rows.from_lists({})))
+                leases._fetch()
+                await asyncio.sleep(0)
+
+        working = asyncio.ensure_future(work())
+        await ending.wait()
+        working.cancel()
+        withdrawn.set()
+        with pytest.raises(asyncio.CancelledError):
+            await working
+        assert released == [0]
+
+    asyncio.run(main())
 
 
 # Ghosts.
