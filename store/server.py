@@ -6,6 +6,7 @@ what it held goes back, at once and without a deadline. Made by `Store.endpoint`
 
 import asyncio
 import contextlib
+import pickle
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,11 +95,17 @@ class Visitor:
             value = await getattr(self._store, method)(*arguments)
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller hears it
             error = failure
-        with contextlib.suppress(ConnectionError):
-            if self.wire.is_open:
-                for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
-                    self._segments.use(client, placed.segment)
-            self.wire.send((number, value, error, self._segments.notice(client)))
+        if not self.wire.is_open:
+            return
+        notice = self._segments.notice(client)
+        try:
+            self.wire.send((number, value, _loadable(error), notice))
+        except Exception as failure:  # noqa: BLE001 - pickle raises what it likes; the caller hears it
+            unsent = StoreError(f"the answer of {method!r} cannot be sent: {type(failure).__name__}: {failure}")
+            self.wire.send((number, None, unsent, notice))
+            return
+        for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
+            self._segments.use(client, placed.segment)
 
     def _gone(self) -> None:
         for task in list(self._waiting):
@@ -107,3 +114,15 @@ class Visitor:
             leaving = asyncio.ensure_future(self._store.left(self._client))
             self._waiting.add(leaving)
             leaving.add_done_callback(self._waiting.discard)
+
+
+def _loadable(error: BaseException | None) -> BaseException | None:
+    """The error if it arrives as itself, or a `StoreError` with its words: one that cannot be loaded would end the
+    connection."""
+    if error is None or isinstance(error, StoreError):
+        return error
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 - whatever its class does when it is made again
+        return StoreError(f"{type(error).__name__}: {error}")
+    return error

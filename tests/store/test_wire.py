@@ -13,7 +13,7 @@ from penstock.conf.errors import WorkerDied
 from penstock.store.client import StoreClient
 from penstock.store.errors import StoreError, UnknownStage
 from penstock.store.segments import Segments
-from penstock.store.server import Endpoint
+from penstock.store.server import Endpoint, Server
 from penstock.store.store import Store
 from penstock.store.transport import OverSocket
 from penstock.store.wire import SCRATCH, Wire
@@ -112,6 +112,48 @@ def test_calls_errors_and_large_batches_go_over_the_socket(tmp_path: Path) -> No
         assert (await client.stats())["store/shared_bytes"] > 8000
 
     serve(tmp_path, body)
+
+
+class Unsendable(Exception):
+    """Pickles, and cannot be loaded: its class wants two arguments."""
+
+    def __init__(self, number: int, word: str) -> None:
+        super().__init__(f"{word} {number}")
+
+
+class Oddities:
+    """Serves answers that pickle refuses, or cannot load."""
+
+    async def value(self) -> Any:
+        return lambda: None
+
+    async def error(self) -> None:
+        raise Unsendable(7, "odd")
+
+    async def fine(self) -> str:
+        return "fine"
+
+    async def left(self, client: str) -> None:
+        pass
+
+
+def test_an_answer_that_cannot_travel_is_an_error_of_its_caller_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        places = (str(tmp_path / "shm"), str(tmp_path / "disk"))
+        server = Server(Oddities(), Segments(*places, 10_000), tmp_path / "socket")
+        await server.start()
+        link = await OverSocket.connect(Endpoint("", str(server.path), places), "client")
+        assert link is not None
+        waiting = asyncio.gather(*(link.call(name) for name in ("value", "error", "fine")), return_exceptions=True)
+        value, error, fine = await asyncio.wait_for(waiting, 20)
+        assert isinstance(value, StoreError)
+        assert "the answer of 'value' cannot be sent" in str(value)
+        assert isinstance(error, StoreError)
+        assert "Unsendable: odd 7" in str(error)
+        assert fine == "fine"
+        server.close()
+
+    asyncio.run(main())
 
 
 def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path: Path) -> None:
