@@ -98,8 +98,7 @@ class Controller:
         """All steps. Raises the first error of any part."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                for name, handle in self._servers():
-                    tasks.create_task(self._serve(name, handle))
+                self._start_serving(tasks, "prompts", "compute", "reference", "reward")
                 await tasks.create_task(self._steps(tasks))
                 self._closing = True
                 await self.store.close("the run is complete")
@@ -107,12 +106,13 @@ class Controller:
             raise _first(group) from None
         return self.outcome
 
-    def _servers(self) -> list[tuple[str, Any]]:
-        """Actors that pull from the store by themselves. Engines that are there for evaluation only do not."""
-        roles = ["prompts", "compute", "reference"]
-        roles += ["rollout"] if self.flow.of_kind("rollout") else []
-        roles += ["reward"] if self.flow.of_kind("reward") else []
-        return [member for role in roles for member in self.fleet.role(role)]
+    def _start_serving(self, tasks: asyncio.TaskGroup, *roles: str) -> None:
+        """Let actors pull from the store by themselves. Engines and rewards that are there for evaluation only do
+        not."""
+        for role in roles:
+            if role not in ("rollout", "reward") or self.flow.of_kind(role):
+                for name, handle in self.fleet.role(role):
+                    tasks.create_task(self._serve(name, handle))
 
     async def _serve(self, name: str, handle: Any) -> None:
         """Watch one pull loop: it ends when the store closes and not before."""
@@ -129,6 +129,9 @@ class Controller:
             await self._go_on()
         else:
             await self._turns.generation()
+        # No sooner: engines begin with version 0, and a resumed store has groups that are too young for its tokens.
+        self._start_serving(tasks, "rollout")
+        if not self._first:
             await self._first_evaluation()
         self._step_started = time.time()
         finishing: asyncio.Task[None] | None = None

@@ -1,0 +1,215 @@
+"""A fleet without processes: the real controller, store, clients and pull loops over scripted engines and trainers.
+
+On a virtual clock (`tests/virtual_time.py`) a whole run takes milliseconds. What takes time takes a random time.
+"""
+
+import asyncio
+import io
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rich.console import Console
+
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.registry import build_dataflow
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.controller import Controller
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.reporting.sinks import JsonLines
+from penstock.orchestrator.run_directory import RunDirectory
+from penstock.store.client import StoreClient
+from penstock.store.spec import StoreSpec
+from penstock.store.store import Store
+from penstock.workers.prompts.order import PromptCursor
+from penstock.workers.prompts.source import PromptSource, PromptStart
+from penstock.workers.protocols import Publication, Sampling
+from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
+from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.trainer.report import StepReport, TrainedRows
+
+Pause = Callable[[float], Awaitable[None]]
+
+
+class Handle:
+    """An actor's handle: `handle.method.remote(...)` starts the call."""
+
+    def __init__(self, member: Any) -> None:
+        self._member = member
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._member, name)
+
+        class Method:
+            @staticmethod
+            def remote(*arguments: Any) -> "asyncio.Future[Any]":
+                return asyncio.ensure_future(method(*arguments))
+
+        return Method
+
+
+class Member:
+    """What every actor answers."""
+
+    async def stats(self) -> dict[str, float]:
+        return {"busy_s": 0.0}
+
+
+class Prompts(Member):
+    def __init__(self, store: Any, num_groups: int, start: PromptStart) -> None:
+        self._client, self._start, self._num_groups = StoreClient(store), start, num_groups
+
+    async def run(self) -> None:
+        skip = frozenset(self._start.skip)
+        number = self._start.first_group
+        try:
+            while True:
+                numbers = range(number, number + self._num_groups)
+                number += self._num_groups
+                rows = [{"prompt_ids": [1, n], "task": "{}"} for n in numbers if n not in skip]
+                await self._client.put_groups(rows)
+        except Exception as error:
+            if type(error).__name__ != "StoreClosed":
+                raise
+
+    async def start_after(self, admitted: Any) -> PromptStart:
+        num_parts = len(admitted)
+        first = min(count * num_parts + part for part, count in enumerate(admitted))
+        last = max(count * num_parts + part for part, count in enumerate(admitted))
+        skip = tuple(n for n in range(first, last) if n // num_parts < admitted[n % num_parts])
+        return PromptStart(PromptCursor(0, first), first, skip)
+
+
+class Rollout(Member):
+    """The real pull loop over a scripted engine, which like any engine starts with version 0."""
+
+    def __init__(self, store: Any, name: str, config: RunConfig, group_size: int, random: Random, pause: Pause) -> None:
+        self._pause = pause
+        self.engine = ScriptedEngine(TimeModel(tokens_per_s=10.0), length=lambda *_: int(random.paretovariate(1.2) * 3))
+        self.worker = RolloutWorker(
+            self.engine, StoreClient(store), Sampling.of(config.rollout.sampling), name, 0, num_samples=group_size,
+            max_concurrent_samples=config.rollout.max_concurrent_samples,
+        )  # fmt: skip
+
+    async def run(self) -> None:
+        await self.worker.run()
+
+    async def update(self, update: Publication) -> None:
+        await self._pause(2.0)
+        await self.engine.update(update)
+
+    async def stats(self) -> dict[str, float]:
+        return self.worker.stats()
+
+
+class Stage(Member):
+    """Any stage that computes columns: `values(rows)` is what it writes."""
+
+    def __init__(self, store: Any, stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause) -> None:
+        self._client, self._stage, self._values, self._pause = StoreClient(store), stage, values, pause
+
+    async def run(self) -> None:
+        async with self._client.leases(self._stage, 4, self._stage) as leases:
+            async for lease in leases:
+                await self._pause(0.5)
+                await self._client.write(lease, lease.rows.row_ids, self._values(lease.rows))
+
+
+class Trainer(Member):
+    def __init__(self, store: Any, rank: int, num_ranks: int, pause: Pause) -> None:
+        self._client, self._rank, self._num_ranks, self._pause = StoreClient(store), rank, num_ranks, pause
+
+    async def step(self, round: int) -> StepReport | None:
+        lease = await self._client.lease_shared("train", round, self._rank, self._num_ranks, 0)
+        if lease is None:
+            return None
+        await self._pause(3.0)
+        await self._client.complete_shared(lease)
+        return StepReport(round, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {})
+
+    async def publish(self, root: str, version: int) -> Publication:
+        await self._pause(1.0)
+        return Publication(root, version)
+
+    async def begin_saving(self, place: str) -> None:
+        Path(place).mkdir(parents=True, exist_ok=True)
+
+    async def finish_saving(self) -> list[Any]:
+        await self._pause(4.0)
+        return []
+
+
+class ScriptedFleet:
+    """Stands where a `Fleet` does."""
+
+    def __init__(
+        self, store: Any, config: RunConfig, flow: Dataflow, random: Random, resumed: Checkpoint | None = None
+    ) -> None:
+        async def pause(longest_s: float) -> None:
+            await asyncio.sleep(random.uniform(0.0, longest_s))
+
+        self.flow, self.store, self.resumed, self.model_path = flow, store, resumed, "/"
+        start = resumed.prompts if resumed is not None else PromptStart()
+        size = flow.samples_per_prompt
+        self.rollouts = [
+            Rollout(store, f"Rollout-{index}", config, size, random, pause)
+            for index in range(config.rollout.num_workers)
+        ]
+        ranks = range(config.trainer.num_ranks)
+        self._members: dict[str, list[tuple[str, Any]]] = {
+            "prompts": [("Prompts", Prompts(store, config.trainer.groups_per_step, start))],
+            "rollout": [(f"Rollout-{index}", member) for index, member in enumerate(self.rollouts)],
+            "trainer": [(f"Trainer-{rank}", Trainer(store, rank, len(ranks), pause)) for rank in ranks],
+            "reward": [("Reward-0", Stage(store, "reward", _reward, pause))],
+            "compute": [
+                (stage.name, Stage(store, stage.name, _column(stage.writes[0].name), pause))
+                for stage in flow.stages
+                if stage.kind == "compute" and not stage.is_in_trainer
+            ],
+        }
+
+    def role(self, role: str) -> list[tuple[str, Any]]:
+        return [(name, Handle(member)) for name, member in self._members.get(role, [])]
+
+
+def _reward(rows: Any) -> dict[str, Any]:
+    return {"reward": [float(row % 3) for row in rows.row_ids]}
+
+
+def _column(name: str) -> Callable[[Any], dict[str, Any]]:
+    return lambda rows: {name: [float(row % 5) for row in rows.row_ids]}
+
+
+def scripted_config(tmp_path: Path, *words: str) -> RunConfig:
+    return load_config(
+        [
+            f"output_dir={tmp_path}",
+            "name=run",
+            "resume=auto",
+            "algorithm.group_size=2",
+            "trainer.groups_per_step=4",
+            "tracking.export_model=false",
+            "tracking.samples_every_steps=0",
+            "rollout.max_concurrent_samples=8",
+            "rollout.sampling.max_tokens=64",
+            *words,
+        ]  # fmt: skip
+    )
+
+
+def controller_over(fleet: ScriptedFleet, config: RunConfig, directory: RunDirectory, weights_root: Path) -> Controller:
+    progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
+    weights_root.mkdir(exist_ok=True)
+    return Controller(fleet, config, fleet.flow, directory, progress, [JsonLines(directory)], weights_root)  # type: ignore[arg-type]
+
+
+def flow_of(config: RunConfig) -> Dataflow:
+    return build_dataflow(config.algorithm)
+
+
+def store_of(config: RunConfig, flow: Dataflow, restore: Any = None) -> Store:
+    spec = StoreSpec.of(flow, config, strict=True)
+    return Store(spec, lambda: asyncio.get_running_loop().time(), restore=restore)
