@@ -146,21 +146,30 @@ def test_waiting_consumers_are_served_in_the_order_in_which_they_came() -> None:
     run(body)
 
 
-@pytest.mark.parametrize("ticks", [0, 1, 2])
-def test_a_cancelled_consumer_leaves_no_lease_and_passes_its_turn_on(ticks: int) -> None:
+MOMENTS: dict[str, Callable[[Store], bool]] = {
+    "before there is anything": lambda store: True,
+    "before it is woken": lambda store: store.ledger.residents.next_group == 1,
+    "between the wake-up and its turn": lambda store: len(store._consumers["rollout"]) == 1,
+    "while the answer is on its way": lambda store: bool(store.ledger.residents.leases.held),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_cancelled_consumer_leaves_no_lease_and_passes_its_turn_on(moment: str) -> None:
     async def body(store: Store, client: StoreClient) -> None:
         gone = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
         next_one = asyncio.ensure_future(client.lease("rollout", 1, "next"))
-        await asyncio.sleep(0)
-        await client.spec()
-        asyncio.get_running_loop().call_soon(asyncio.ensure_future, client.put_groups([group()]))
-        for _ in range(1 + ticks):
+        while len(store._consumers["rollout"]) < 2:
             await asyncio.sleep(0)
-        if gone.cancel():  # before it is woken, or between the wake-up and its turn
-            lease = await next_one
-            assert lease.rows.group_ids.tolist() == [0, 0]
-            assert [held["owner"] for held in (await client.describe())["leases"]] == ["next"]
-        next_one.cancel()
+        putting = asyncio.ensure_future(client.put_groups([group()]))
+        while not MOMENTS[moment](store):
+            await asyncio.sleep(0)
+        assert gone.cancel()
+        lease = await next_one
+        assert lease.rows.group_ids.tolist() == [0, 0]
+        assert [held["owner"] for held in (await client.describe())["leases"]] == ["next"]
+        assert await putting == [0]
+        assert gone.cancelled()
 
     run(body)
 
