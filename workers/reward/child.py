@@ -2,8 +2,10 @@
 
 Talks over one socket, so that whatever the reward prints goes to the log and never into the protocol:
 
-    pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ("ready", order) or ("refused", text)
-    pool ─▶ ("score", responses, task JSON strings)        child ─▶ (index, float | RewardError)..., ("done",)
+    pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ready or refused
+    pool ─▶ ("score", responses, task JSON strings)        child ─▶ score or error of each sample, done
+
+The pool's messages are pickles, the child's are what `messages.py` says.
 
 `order` tells the pool whom to blame when the process ends or hangs. "sequential": results come in the order of the
 samples, so it is the first one without a result. "together": the samples share one call, so it may be any.
@@ -16,7 +18,6 @@ import json
 import pickle
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -24,25 +25,24 @@ from functools import partial
 from typing import Any
 
 from penstock.conf.errors import PenstockError
+from penstock.workers.reward.messages import LENGTH, packed, packed_refusal, packed_result
 from penstock.workers.reward.outcome import Result, RewardError, as_score
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.signatures import Scorer, Task
 
-LENGTH = struct.Struct("<Q")
 PR_SET_PDEATHSIG = 1
 
 Report = Callable[[int, Result], None]
 
 
 class Channel:
-    """Length-prefixed pickles over a socket."""
+    """The pool at the other end of a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
 
-    def send(self, message: Any) -> None:
-        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self.connection.sendall(LENGTH.pack(len(payload)) + payload)
+    def send(self, message: bytes) -> None:
+        self.connection.sendall(message)
 
     def receive(self) -> Any:
         """The next message; raises `EOFError` when the pool is gone."""
@@ -162,9 +162,11 @@ def serve(channel: Channel) -> None:
     while runner is not None:
         _, responses, tasks = channel.receive()
         runner.score(
-            responses, [json.loads(task) for task in tasks], lambda index, result: channel.send((index, result))
+            responses,
+            [json.loads(task) for task in tasks],
+            lambda index, result: channel.send(packed_result(index, result)),
         )
-        channel.send(("done",))
+        channel.send(packed("done"))
 
 
 def _loaded(spec: RewardSpec, timeout_s: float, channel: Channel) -> Runner | None:
@@ -172,12 +174,12 @@ def _loaded(spec: RewardSpec, timeout_s: float, channel: Channel) -> Runner | No
         runner = Runner(spec.resolve(), timeout_s)
         spec.warm()
     except PenstockError as error:
-        channel.send(("refused", str(error)))
+        channel.send(packed_refusal(str(error)))
         return None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the import of the user's module may raise anything
-        channel.send(("refused", f"reward.function: loading it failed: {RewardError.of(error).text}"))
+        channel.send(packed_refusal(f"reward.function: loading it failed: {RewardError.of(error).text}"))
         return None
-    channel.send(("ready", runner.order))
+    channel.send(packed("ready", runner.order))
     return runner
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 KINDS = ("raised", "bad_value", "timeout", "crash")
+MAX_TEXT = 2_000
+"""Characters of a `RewardError`'s text: enough for a message and a place in a file. It is logged and shown."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +21,10 @@ class RewardError:
     kind: str
     """One of `KINDS`: the function raised, returned no finite number, missed its deadline, or ended its process."""
     text: str
+    """At most `MAX_TEXT` characters that UTF-8 can write: it may quote a model's text."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", bounded(self.text))
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"
@@ -28,10 +34,21 @@ class RewardError:
         """Exception type, message, and the innermost line of the traceback."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f" ({frames[-1].filename}:{frames[-1].lineno}: {frames[-1].line})" if frames else ""
-        return cls("raised", f"{type(error).__name__}: {error}{where}")
+        try:
+            message = str(error)
+        except Exception as fault:  # noqa: BLE001 - the exception's class is the user's
+            message = f"its message raises {type(fault).__name__}"
+        return cls("raised", f"{type(error).__name__}: {bounded(message, MAX_TEXT * 3 // 4)}{where}")
 
 
 Result = float | RewardError
+
+
+def bounded(text: str, max_characters: int = MAX_TEXT) -> str:
+    """The beginning of a text, in characters that UTF-8 can write."""
+    more = len(text) - max_characters
+    cut = text if more <= 0 else f"{text[: max_characters - 30]}… ({more + 30:,} more)"
+    return cut.encode(errors="replace").decode()
 
 
 def as_score(value: Any) -> Result:

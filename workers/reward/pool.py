@@ -7,6 +7,7 @@ number costs its own sample only: everything else in its batch is scored all the
 import asyncio
 import math
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
 from typing import Any
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
@@ -17,7 +18,7 @@ from penstock.workers.reward.registry import RewardSpec
 
 Item = tuple[int, str, str]
 """Position in the call, response, task as JSON."""
-Outcomes = asyncio.Queue[tuple[int, Result] | PenstockError]
+Outcomes = asyncio.Queue[tuple[int, Result] | BaseException]
 
 
 class RewardPool:
@@ -101,10 +102,12 @@ class RewardPool:
         ready: Outcomes = asyncio.Queue()
         items = list(zip(range(len(responses)), responses, tasks, strict=True))
         calls = [self._spawn(self._score_part(part, ready)) for part in self._parts(items)]
+        for call in calls:
+            call.add_done_callback(partial(_tell_failure, ready))
         try:
             for _ in items:
                 outcome = await ready.get()
-                if isinstance(outcome, PenstockError):
+                if isinstance(outcome, BaseException):
                     raise outcome
                 yield outcome
             # A process is idle a moment after its last result; cancelling its call before that would cost its life.
@@ -125,18 +128,11 @@ class RewardPool:
 
     async def _score_part(self, items: list[Item], ready: Outcomes) -> None:
         """Score one process's share, going on in another process with what a lost one left."""
-        try:
-            left = await self._score_batch(items, ready)
-            timeouts = self.timeouts
-            apart = len(left) > 1
-            while left:
-                left = [rest for batch in left for rest in await self._score_batch(batch, ready)]
-        except PenstockError as error:
-            ready.put_nowait(error)
-            return
-        except asyncio.CancelledError:
-            ready.put_nowait(WorkerDied("the reward pool is closed"))
-            raise
+        left = await self._score_batch(items, ready)
+        timeouts = self.timeouts
+        apart = len(left) > 1
+        while left:
+            left = [rest for batch in left for rest in await self._score_batch(batch, ready)]
         if apart and self.timeouts == timeouts and self.last_loss == "timeout":
             # Each sample was in time on its own, so the function needs longer for many: smaller batches suit it.
             self._largest_batch = max(1, len(items) // 2)
@@ -200,3 +196,10 @@ class RewardPool:
             await self._start_one()
         except PenstockError as error:
             self._idle.put_nowait(error)
+
+
+def _tell_failure(ready: Outcomes, call: "asyncio.Task[Any]") -> None:
+    """Whoever waits for results hears of a call that ended without them, whatever ended it."""
+    failure = WorkerDied("the reward pool is closed") if call.cancelled() else call.exception()
+    if failure is not None:
+        ready.put_nowait(failure)

@@ -8,18 +8,19 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, WorkerDied
+from penstock.workers.reward.messages import LENGTH, BadMessageError, answer_of, length_of, result_of
 from penstock.workers.reward.outcome import Result
 from penstock.workers.reward.registry import RewardSpec
 
-LENGTH = struct.Struct("<Q")
+T = TypeVar("T")
 GRACE_S = 0.25
 """Async rewards are timed in the child; the process is killed if even that does not answer."""
 
@@ -31,8 +32,9 @@ class RewardProcess:
         await process.score(responses, tasks, report)     # report(index, result) as results come
         process.kill()
 
-    `score` raises `DeadlineExceeded` when no result comes for `timeout_s`, and `WorkerDied` when the process ends.
-    Either way the process is of no use any more: kill it and start another.
+    `score` raises `DeadlineExceeded` when the batch is not taken or no result comes for `timeout_s`, and `WorkerDied`
+    when the process ends or sends what is none of its messages. Either way the process is of no use any more: kill it
+    and start another.
     """
 
     def __init__(
@@ -61,7 +63,7 @@ class RewardProcess:
         process = cls(child, *await asyncio.open_connection(sock=ours), timeout_s)
         try:
             process._send(("load", spec, sys.path, timeout_s))
-            answer = await asyncio.wait_for(process._receive(), start_timeout_s)
+            kind, text = await asyncio.wait_for(process._received(answer_of), start_timeout_s)
         except TimeoutError:
             process.kill()
             raise DeadlineExceeded(
@@ -71,10 +73,10 @@ class RewardProcess:
         except (asyncio.CancelledError, WorkerDied):
             process.kill()
             raise
-        if answer[0] == "refused":
+        if kind == "refused":
             process.kill()
-            raise ConfigError(answer[1])
-        process.order = answer[1]
+            raise ConfigError(text)
+        process.order = text
         return process
 
     @property
@@ -86,14 +88,19 @@ class RewardProcess:
     ) -> None:
         """Score a batch; `tasks` are JSON strings. Results are reported as they come, in any order."""
         started = time.perf_counter()
+        due = set(range(len(responses)))
+        next_result = partial(result_of, due=due)
         try:
             self._send(("score", list(responses), list(tasks)))
             deadline_s = self.timeout_s + (GRACE_S if self.order == "together" else 0.0)
             async with asyncio.timeout(deadline_s) as deadline:
-                await self.writer.drain()
-                while (message := await self._receive())[0] != "done":
-                    report(*message)
+                await self._sent()
+                while (result := await self._received(next_result)) is not None:
+                    due.remove(result[0])
+                    report(*result)
                     deadline.reschedule(asyncio.get_running_loop().time() + deadline_s)
+            if due:
+                raise WorkerDied(f"the reward process left {len(due)} of {len(responses)} sample(s) without a result.")
         except TimeoutError:
             raise DeadlineExceeded(f"no result within reward.timeout_s={self.timeout_s:g} s.") from None
         finally:
@@ -105,18 +112,31 @@ class RewardProcess:
             # The child leads a session of its own, so its process group holds its own subprocesses and nothing else.
             os.killpg(self.child.pid, signal.SIGKILL)
             self.child.wait()
-        self.writer.close()
+        self.writer.transport.abort()  # what was not taken is not for anybody any more
 
     def _send(self, message: Any) -> None:
         payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
         self.writer.write(LENGTH.pack(len(payload)) + payload)
 
-    async def _receive(self) -> Any:
+    async def _sent(self) -> None:
+        """Returns when the process has taken nearly all that was sent."""
         try:
-            (length,) = LENGTH.unpack(await self.reader.readexactly(LENGTH.size))
-            return pickle.loads(await self.reader.readexactly(length))
+            await self.writer.drain()
+        except ConnectionError:
+            raise WorkerDied(f"the reward process ended while it took its batch: {await self._ending()}") from None
+
+    async def _received(self, meaning: Callable[[bytes], T]) -> T:
+        """What the next message says."""
+        try:
+            length = length_of(await self.reader.readexactly(LENGTH.size))
+            return meaning(await self.reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerDied(f"the reward process ended: {await self._ending()}") from None
+        except BadMessageError as error:
+            raise WorkerDied(
+                f"the reward process {error}: the reward function, or what it imports, writes to a connection that is "
+                "not its own."
+            ) from None
 
     async def _ending(self) -> str:
         """How the process ended. Its socket closes a moment before the process can be waited for."""

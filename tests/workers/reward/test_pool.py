@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,12 +13,23 @@ import pytest
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.reward import RewardConfig
-from penstock.workers.reward.outcome import RewardError
+from penstock.workers.reward.outcome import MAX_TEXT, RewardError
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 
 BEHAVIOURS = """
-import asyncio, ctypes, os, subprocess, sys, time
+import asyncio, ctypes, json, os, pickle, struct, subprocess, sys, time
+
+class Unspeakable(Exception):
+    def __str__(self): raise ValueError
+
+class Touch:
+    def __init__(self, path): self.path = path
+    def __reduce__(self): return open, (self.path, "w")
+
+def tell(payload, length=None):  # to the pool, past Penstock
+    os.write(int(sys.argv[1]), struct.pack("<Q", len(payload) if length is None else length) + payload)
+    return 1.0
 
 def act(response):
     if response == "raise": raise RuntimeError("no judge")
@@ -33,6 +45,17 @@ def act(response):
     if response == "print": print("hello"); print("hello", file=sys.stderr); os.write(1, b"raw"); return 1.0
     if response == "input": return float(len(sys.stdin.read()))
     if response == "child": subprocess.run(["sleep", "600"])
+    if response == "long": raise RuntimeError("no " * 10_000_000)
+    if response == "unspeakable": raise Unspeakable
+    if response == "surrogate": raise RuntimeError(chr(0xD800))
+    if response == "garbage": return tell(bytes(range(256)))
+    if response == "deep": return tell(b"[" * 60_000)
+    if response == "giant": return tell(b"x", length=2**40)
+    if response == "infinite": return tell(json.dumps(["score", 0, float("inf")]).encode())
+    if response == "stranger": return tell(json.dumps(["score", 99, 1.0]).encode())
+    if response == "twice": return tell(json.dumps(["score", 0, 1.0]).encode())
+    if response == "done": return tell(b'["done"]')
+    if response.startswith("pickle "): return tell(pickle.dumps((0, Touch(response[7:]))))
     if response == "pid": return float(os.getpid())
     return float(len(response))
 
@@ -98,6 +121,67 @@ def test_the_error_of_a_raise_has_the_line_that_raised(behaviours):
     (error,), _ = scored(f"{behaviours}:plain", ["raise"])
     assert 'raise RuntimeError("no judge")' in error.text
     assert "behaviours.py:" in error.text
+
+
+@pytest.mark.parametrize(("response", "text"), [("long", "RuntimeError: no no"), ("unspeakable", "ValueError")])
+def test_the_text_of_an_error_is_short_and_always_there(behaviours, response, text):
+    (error, after), _ = scored(f"{behaviours}:plain", [response, "a"])
+    assert (error.kind, after) == ("raised", 1.0)
+    assert text in error.text
+    assert "behaviours.py:" in error.text
+    assert len(error.text) <= MAX_TEXT
+
+
+def test_the_text_of_an_error_can_be_written_as_utf8(behaviours):
+    (error,), _ = scored(f"{behaviours}:plain", ["surrogate"])
+    assert error.text.encode().startswith(b"RuntimeError: ?")
+
+
+@pytest.mark.parametrize("bad", ["garbage", "deep", "giant", "infinite", "stranger", "twice", "done"])
+def test_a_process_that_talks_nonsense_costs_one_sample_and_is_replaced(behaviours, bad):
+    async def run():
+        async with pool_of(f"{behaviours}:plain") as pool:
+            return await pool.score(["a", bad, "ccc"], ["{}"] * 3), pool.replaced
+
+    results, replaced = asyncio.run(asyncio.wait_for(run(), 30))
+    assert results[::2] == [1.0, 3.0]
+    assert results[1].kind == "crash"
+    assert replaced == 1
+
+
+def test_what_a_process_sends_is_never_unpickled(behaviours, tmp_path):
+    (error,), _ = scored(f"{behaviours}:plain", [f"pickle {tmp_path}/touched"])
+    assert error.kind == "crash"
+    assert list(tmp_path.iterdir()) == []
+
+
+def score_while_stopped(behaviours, act_on, **config):
+    """Results of a batch that is larger than what a socket holds, sent to a process that takes nothing of it."""
+
+    async def run():
+        async with pool_of(f"{behaviours}:plain", **config) as pool:
+            (process,) = pool._alive
+            os.kill(process.child.pid, signal.SIGSTOP)
+            call = asyncio.create_task(pool.score(["x" * 2**21, "a", "bb"], ["{}"] * 3))
+            while not process.writer.transport.get_write_buffer_size():
+                await asyncio.sleep(0)
+            act_on(process.child.pid)
+            return await asyncio.wait_for(call, 30)
+
+    return asyncio.run(run())
+
+
+def test_a_process_that_dies_while_it_takes_a_batch_costs_one_sample(behaviours):
+    results = score_while_stopped(behaviours, lambda pid: os.kill(pid, signal.SIGKILL))
+    assert results[1:] == [1.0, 2.0]
+    assert results[0].kind == "crash"
+    assert "SIGKILL" in results[0].text
+
+
+def test_a_process_that_does_not_take_its_batch_is_killed_at_the_deadline(behaviours):
+    results = score_while_stopped(behaviours, lambda pid: None, timeout_s=0.3)
+    assert results[1:] == [1.0, 2.0]
+    assert results[0].kind == "timeout"
 
 
 def test_a_segmentation_fault_costs_its_own_sample(behaviours):
