@@ -78,6 +78,15 @@ class WorkerDied(PenstockError):
     """An actor or engine process ended on its own. The message names it."""
 
 
+class WorkerFailed(WorkerDied):
+    """An actor raised what is none of Penstock's errors: the user's code, or a bug. The message names both, with the
+    end of the traceback."""
+
+
+class PartnerGone(WorkerDied):
+    """What this process works with is gone: another rank, the store. The cause is the other's own error."""
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """A half sentence for "unknown name" errors: the nearest known name, and all of them if they are few."""
     names = sorted(known)

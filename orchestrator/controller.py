@@ -12,7 +12,7 @@ The controller waits only for the trainers; everybody else works on rows as they
 here. With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out.
 With k > 0 the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
 
-Called by `run.py`. Whatever fails in any task ends the run with the first error, by its own name.
+Called by `run.py`. Whatever fails in any task ends the run, with the error that explains the others (`failures.py`).
 """
 
 import asyncio
@@ -23,10 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from penstock.algorithms.dataflow import Dataflow
-from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.evaluation import Evaluator
+from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics
 from penstock.orchestrator.reporting.progress import Progress
@@ -95,15 +96,15 @@ class Controller:
         self._step_started = 0.0
 
     async def run(self) -> Outcome:
-        """All steps. Raises the first error of any part."""
+        """All steps. Raises the failure that explains the others."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._start_serving(tasks, "prompts", "compute", "reference", "reward")
-                await tasks.create_task(self._steps(tasks))
+                await tasks.create_task(held_back(self._steps(tasks)))
                 self._closing = True
                 await self.store.close("the run is complete")
-        except* PenstockError as group:
-            raise _first(group) from None
+        except BaseExceptionGroup as group:
+            raise cause_of([translate(error, "Store") for error in leaves(group)]) from None
         return self.outcome
 
     def _start_serving(self, tasks: asyncio.TaskGroup, *roles: str) -> None:
@@ -112,7 +113,7 @@ class Controller:
         for role in roles:
             if role not in ("rollout", "reward") or self.flow.of_kind(role):
                 for name, handle in self.fleet.role(role):
-                    tasks.create_task(self._serve(name, handle))
+                    tasks.create_task(held_back(self._serve(name, handle)))
 
     async def _serve(self, name: str, handle: Any) -> None:
         """Watch one pull loop: it ends when the store closes and not before."""
@@ -121,7 +122,7 @@ class Controller:
         except Exception as error:  # noqa: BLE001 - every way in which an actor can fail ends the run by a named error
             raise translate(error, name) from None
         if not self._closing:
-            raise WorkerDied(f"{name} stopped serving before the run was over.")
+            raise PartnerGone(f"{name} stopped serving before the run was over.")
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
         await self._weights.connect()
@@ -139,18 +140,18 @@ class Controller:
             reports = await self._train(round)
             if finishing is not None:
                 await finishing
-            if self._stop:
-                break
             await self._write_samples(round)
             phases = {"checkpoint": await self._saving.begin(round + 1)} if self._saving.is_due(round + 1) else {}
             publication, phases["publish"] = await self._publish(round + 1)
-            finishing = tasks.create_task(self._finish(round, reports, publication, phases))
-            if self.config.max_staleness == 0:
+            finishing = tasks.create_task(held_back(self._finish(round, reports, publication, phases)))
+            if self.config.max_staleness == 0 or self._may_stop(round + 1):
                 await finishing
-                if self._stop:
-                    break
+            if self._stop:
+                break
         if finishing is not None:
             await finishing
+        if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
+            await self._saving.begin(self.outcome.num_steps)
         if self.config.tracking.export_model:
             await self._export()
         await self._saving.finish(strict=True)
@@ -171,14 +172,20 @@ class Controller:
         try:
             reports = await answers(calls, phase=f"step {round + 1}", timeout_s=self.config.trainer.step_timeout_s)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{error} The store: {await self.store.describe()}") from None
+            raise DeadlineExceeded(f"{error} The store: {await self._described()}") from None
         if any(report is None for report in reports):
-            raise WorkerDied(f"step {round + 1}: the store closed while the trainers waited for their batch.")
+            raise PartnerGone(f"step {round + 1}: the store closed while the trainers waited for their batch.")
         end = time.time()
         train_s = max(report.train_s for report in reports)
         self.directory.timeline.span("trainer", "wait for batch", start, end - train_s, step=round + 1)
         self.directory.timeline.span("trainer", "update", end - train_s, end, step=round + 1)
         return reports
+
+    async def _described(self) -> str:
+        try:
+            return str(await answer(self.store.describe(), name="Store", phase="describe", timeout_s=QUICK_S))
+        except PenstockError as error:
+            return str(error)
 
     async def _publish(self, version: int) -> tuple[Update, float]:
         """Let go of this version: from here on weights may change again."""
@@ -249,13 +256,21 @@ class Controller:
         accuracy, seconds = await self._evaluate()
         self._emit(0, {"step": 0, "policy_version": 0, "accuracy/heldout": accuracy, "timing_s/evaluation": seconds})
 
-    async def _evaluate_if_due(self, version: int) -> tuple[float | None, float]:
+    def _evaluates(self, version: int) -> bool:
         every, last = self.config.evaluation.every_steps, version == self.config.trainer.max_steps
-        if self.evaluator is None or not (version % every == 0 or last):
+        return self.evaluator is not None and (version % every == 0 or last)
+
+    def _may_stop(self, version: int) -> bool:
+        """The run may end with this version, so nothing is trained until it is measured: what is exported and saved is
+        what reached the goal."""
+        return self.config.evaluation.stop_at_accuracy is not None and self._evaluates(version)
+
+    async def _evaluate_if_due(self, version: int) -> tuple[float | None, float]:
+        if not self._evaluates(version):
             return None, 0.0
         accuracy, seconds = await self._evaluate()
         goal = self.config.evaluation.stop_at_accuracy
-        if goal is not None and accuracy >= goal and not last:
+        if goal is not None and accuracy >= goal and version < self.config.trainer.max_steps:
             self._stop = True
             self.directory.event("stopped_early", step=version, accuracy=accuracy, goal=goal)
             self.progress.note(
@@ -286,11 +301,3 @@ class Controller:
         calls = [(name, handle.export.remote(str(self.directory.model))) for name, handle in self.trainers]
         await answers(calls, phase="export", timeout_s=self.config.trainer.collective_timeout_s)
         self.directory.event("model_exported", path=str(self.directory.model))
-
-
-def _first(group: BaseExceptionGroup[Any]) -> BaseException:
-    """The first error of a group of groups."""
-    error: BaseException = group
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

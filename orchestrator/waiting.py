@@ -4,31 +4,37 @@ Used by the fleet, the controller and the imperative handles.
 """
 
 import asyncio
+import concurrent.futures
 import time
 from collections.abc import Awaitable, Iterable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, WorkerDied, WorkerFailed
+from penstock.orchestrator.failures import CAUSE_GRACE_S, cause_of, is_cause
+
+_F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
 
 
 def translate(error: Exception, name: str) -> Exception:
-    """What an actor raised, without Ray's wrapping; its death as `WorkerDied`. Others are returned as they are."""
+    """What an actor raised, without Ray's wrapping; its death, and whatever else Ray says of it, as `WorkerDied`.
+    Errors of this process are returned as they are."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, PenstockError):
             return cause
         if isinstance(cause, RayActorError):
-            return WorkerDied(f"an actor that {name} depends on has died: {cause}")
-        return WorkerDied(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
+            return PartnerGone(f"an actor that {name} depends on has died: {cause}")
+        return WorkerFailed(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
     if isinstance(error, RayActorError):
         return WorkerDied(
             f"{name} has died ({_first_line(str(error))}). Its log is in Ray's session directory, "
             "/tmp/ray/session_latest/logs; out of memory is the usual reason (rollout.kv_cache_gib, "
             "trainer.max_tokens_per_microbatch)."
         )
+    if isinstance(error, RayError):
+        return WorkerDied(f"{name} did not answer: {type(error).__name__}: {_first_line(str(error))}")
     return error
 
 
@@ -36,17 +42,21 @@ async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float
     """The result of one actor call. Raises `DeadlineExceeded` naming who did not answer in which phase."""
     try:
         return await asyncio.wait_for(asyncio.ensure_future(_as_coroutine(ref)), timeout_s)
+    except RayError as error:  # first: what an actor raises is also of its cause's type, which may be TimeoutError
+        raise translate(error, name) from None
     except TimeoutError:
         raise DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.") from None
-    except (RayTaskError, RayActorError) as error:
-        raise translate(error, name) from None
 
 
 async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
-    """The results of several actor calls, in order. The first failure ends the wait for all."""
-    tasks = [asyncio.ensure_future(answer(ref, name=name, phase=phase, timeout_s=timeout_s)) for name, ref in calls]
+    """The results of several actor calls, in order. Raises the failure that explains the others: one that may be a
+    consequence waits for the rest, at most `CAUSE_GRACE_S`."""
+    tasks = [asyncio.ensure_future(_as_coroutine(ref)) for _, ref in calls]
+    wait = _Wait([name for name, _ in calls], phase, timeout_s)
     try:
-        return list(await asyncio.gather(*tasks))
+        while left := wait.left_s(tasks):
+            await asyncio.wait(wait.pending(tasks), timeout=left, return_when=asyncio.FIRST_EXCEPTION)
+        return wait.results(tasks)
     finally:
         for task in tasks:
             task.cancel()
@@ -54,16 +64,58 @@ async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, ti
 
 def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float) -> list[Any]:
     """The same for synchronous callers."""
-    deadline = time.monotonic() + timeout_s
-    results = []
-    for name, ref in calls:
-        try:
-            results.append(ray.get(ref, timeout=max(0.0, deadline - time.monotonic())))
-        except GetTimeoutError:
-            raise DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.") from None
-        except (RayTaskError, RayActorError) as error:
-            raise translate(error, name) from None
-    return results
+    calls = list(calls)
+    futures: list[concurrent.futures.Future[Any]] = [ref.future() for _, ref in calls]
+    wait = _Wait([name for name, _ in calls], phase, timeout_s)
+    while left := wait.left_s(futures):
+        concurrent.futures.wait(wait.pending(futures), left, return_when=concurrent.futures.FIRST_EXCEPTION)
+    return wait.results(futures)
+
+
+class _Wait:
+    """How long to wait for calls that may fail together, and what came of them.
+
+    Lifecycle: wait for the `pending` ones while there are seconds `left_s`, then ask for the `results`.
+    """
+
+    def __init__(self, names: Sequence[str], phase: str, timeout_s: float) -> None:
+        self._names, self._phase, self._timeout_s = names, phase, timeout_s
+        self._deadline = time.monotonic() + timeout_s
+        self._failing = False
+
+    def pending(self, futures: Sequence[_F]) -> list[_F]:
+        return [future for future in futures if not future.done()]
+
+    def left_s(self, futures: Sequence[_F]) -> float:
+        """0 once all have answered, the time is over, or a failure is there that no other explains."""
+        failures = self._failures(futures)
+        if not self.pending(futures) or any(map(is_cause, failures)):
+            return 0.0
+        if failures and not self._failing:
+            self._failing = True
+            self._deadline = min(self._deadline, time.monotonic() + CAUSE_GRACE_S)
+        return max(0.0, self._deadline - time.monotonic())
+
+    def results(self, futures: Sequence[_F]) -> list[Any]:
+        """In order. Raises what failed, or `DeadlineExceeded` naming who did not answer in which phase."""
+        failures = self._failures(futures)
+        late = [name for name, future in zip(self._names, futures, strict=True) if not future.done()]
+        if late and not failures:
+            raise DeadlineExceeded(f"{self._phase}: {', '.join(late)} did not answer within {self._timeout_s:g} s.")
+        if failures:
+            raise cause_of(failures) from None
+        return [future.result() for future in futures]
+
+    def _failures(self, futures: Sequence[_F]) -> list[Exception]:
+        """Of those that are over. Raises what is no failure of a call, such as a cancellation."""
+        found = []
+        for name, future in zip(self._names, futures, strict=True):
+            error = future.exception() if future.done() else None
+            if isinstance(error, Exception):
+                found.append(translate(error, name))
+            elif error is not None:
+                raise error
+        return found
 
 
 async def _as_coroutine(ref: Awaitable[Any]) -> Any:

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import pyarrow as pa
 
-from penstock.conf.errors import StoreError, WorkerDied
+from penstock.conf.errors import PartnerGone, StoreError
 from penstock.store.arena import Arena, Slot
 from penstock.store.calls import refs_of
 from penstock.store.layout import Placed
@@ -120,7 +120,7 @@ class OverRay:
                 raise error.cause from None
             raise
         except self._ray.exceptions.RayActorError as error:
-            raise WorkerDied(f"the store's process is gone: {error}") from None
+            raise PartnerGone(f"the store's process is gone: {error}") from None
 
     async def reserve(self, nbytes: int) -> Slot | None:
         return None
@@ -199,5 +199,5 @@ class OverSocket:
             if not answer.done():
                 answer.set_exception(self._lost())
 
-    def _lost(self) -> WorkerDied:
-        return WorkerDied(f"the store's process is gone: {self._endpoint.path} has closed.")
+    def _lost(self) -> PartnerGone:
+        return PartnerGone(f"the store's process is gone: {self._endpoint.path} has closed.")

@@ -21,6 +21,7 @@ from typing import Any
 from penstock.conf.errors import CheckpointError, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints
+from penstock.orchestrator.failures import cause_of
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.run_directory import RunDirectory
@@ -40,18 +41,24 @@ class CheckpointWriter:
         self._directory, self._progress = directory, progress
         self._checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
         self._writing: asyncio.Task[PenstockError | None] | None = None
+        self._newest: int | None = None
+        """Step of the last that was begun."""
         self.failed = 0
         """Checkpoints that could not be written."""
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, *, is_last: bool = False) -> bool:
+        """`is_last`: the run ends with this step, before the steps that were asked for."""
         every = self._config.checkpoint.every_steps
-        return bool(every) and (step % every == 0 or step == self._config.trainer.max_steps)
+        if not every or step == self._newest:
+            return False
+        return is_last or step % every == 0 or step == self._config.trainer.max_steps
 
     async def begin(self, step: int) -> float:
         """Take the state of now, after update `step`; what it cost in seconds. Raises `DeadlineExceeded`,
         `WorkerDied`."""
         started = time.monotonic()
         await self.finish()
+        self._newest = step
         place = self._checkpoints.directory(step)
         await asyncio.to_thread(self._checkpoints.clear, step)
         admitted = await self._in_time(self._store.cut(), "Store", step)
@@ -113,11 +120,10 @@ class CheckpointWriter:
 
 
 async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
-    """Their results. Raises the first error once none of them writes any longer."""
+    """Their results. Raises the error that explains the others, once none of them writes any longer."""
     results = await asyncio.gather(*calls, return_exceptions=True)
-    for result in results:
-        if isinstance(result, BaseException):
-            raise result
+    if failures := [result for result in results if isinstance(result, BaseException)]:
+        raise cause_of(failures)
     return results
 
 

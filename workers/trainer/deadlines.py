@@ -8,7 +8,7 @@ for.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.workers.trainer.process_group import ProcessGroup
 
 LATE = ("timed out", "timeout")
@@ -18,7 +18,7 @@ LOST = ("connection closed", "connection reset", "connection refused", "broken p
 @contextmanager
 def phase(name: str, group: ProcessGroup, where: Callable[[], str] = str) -> Iterator[None]:
     """Within it a collective that does not end in time raises `DeadlineExceeded`, and one whose partner is gone
-    `WorkerDied`. `where`: the part of the model that was under way."""
+    `PartnerGone`. `where`: the part of the model that was under way."""
     try:
         yield
     except PenstockError:
@@ -36,7 +36,7 @@ def named(error: RuntimeError, phase: str, group: ProcessGroup, where: str) -> P
     place = f"{phase}, rank {group.rank} of {group.num_ranks}" + (f", at {where}" if where else "")
     last = str(error).strip().splitlines()[-1][:200]
     if any(word in text for word in LOST):
-        return WorkerDied(f"{place}: another rank is gone ({last}). Its own error comes before this one.")
+        return PartnerGone(f"{place}: another rank is gone ({last}). What ended it is in its own error.")
     if any(word in text for word in LATE):
         return DeadlineExceeded(
             f"{place}: another rank did not answer within {group.timeout.total_seconds():g} s ({last}). Raise "

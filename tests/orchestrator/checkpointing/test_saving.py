@@ -79,7 +79,7 @@ async def main():
     try:
         await writer.finish(strict=True)
     except CheckpointError as error:
-        print(error)
+        print(str(error).splitlines()[0])
 
 
 asyncio.run(main())

@@ -1,0 +1,84 @@
+"""Which of several failures is the cause of the others, and how all of them are told. Used by `waiting.py` and
+`controller.py`.
+
+    user's data or code, settings, bugs  ▸  the death of a process  ▸  deadlines  ▸  a partner or the store is gone
+
+Processes that wait for each other fail together, and who hears of it first is chance: a rank's "another rank is gone"
+comes before Ray's notice of the death. So a failure that may be a consequence is held back for `CAUSE_GRACE_S`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Sequence
+from typing import Any, TypeVar
+
+from penstock.conf.errors import DeadlineExceeded, LeaseExpired, PartnerGone, PenstockError, WorkerDied, WorkerFailed
+from penstock.store.errors import StoreClosed
+
+T = TypeVar("T")
+
+CAUSE_GRACE_S = 3.0
+"""How long a consequence waits for its cause: Ray tells of a death within a second on a machine that is not
+overloaded."""
+MAX_OTHERS = 5
+MAX_OTHER_CHARS = 200
+
+_ERROR, _DEATH, _LATE, _CONSEQUENCE = range(4)
+
+
+def _place(error: BaseException) -> int:
+    """Smaller ones make larger ones."""
+    if isinstance(error, PartnerGone | StoreClosed):
+        return _CONSEQUENCE
+    if isinstance(error, DeadlineExceeded | LeaseExpired):
+        return _LATE
+    if isinstance(error, WorkerDied) and not isinstance(error, WorkerFailed):
+        return _DEATH
+    return _ERROR
+
+
+def is_cause(error: BaseException) -> bool:
+    """It needs no other failure to be explained."""
+    return _place(error) <= _DEATH
+
+
+def cause_of(failures: Sequence[BaseException]) -> BaseException:
+    """The failure that explains the others, the first of its kind; its message lists them in short."""
+    cause = min(failures, key=_place)  # the first of several that are equal
+    told = {_line(cause)}
+    others = [line for line in dict.fromkeys(map(_line, failures)) if line not in told]
+    if not others:
+        return cause
+    listed = [f"  {line}" for line in others[:MAX_OTHERS]]
+    listed += [f"  and {len(others) - MAX_OTHERS} more"] if len(others) > MAX_OTHERS else []
+    text = "\n".join(["What failed with it:", *listed])
+    if isinstance(cause, PenstockError):
+        return type(cause)(f"{cause}\n{text}")
+    cause.add_note(text)
+    return cause
+
+
+def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
+    """The failures in a group of groups, in order."""
+    found: list[Any] = []
+    for error in group.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found
+
+
+async def held_back(work: Awaitable[T], grace_s: float = CAUSE_GRACE_S) -> T:
+    """Its result. In a task group, what may be a consequence is raised once another task has failed, or after the
+    grace."""
+    try:
+        return await work
+    except PenstockError as error:
+        if not is_cause(error):
+            with contextlib.suppress(asyncio.CancelledError):  # the group ends: this failure is part of it
+                await asyncio.sleep(grace_s)
+        raise
+
+
+def _line(error: BaseException) -> str:
+    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    text = f"{type(error).__name__}: {first}"
+    return text if len(text) <= MAX_OTHER_CHARS else text[: MAX_OTHER_CHARS - 1] + "…"

@@ -1,0 +1,191 @@
+"""The loop over actors that are played: what it does in which order, and which failure it tells."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from penstock.algorithms.registry import build_dataflow
+from penstock.conf.errors import DataError, PartnerGone, PenstockError, WorkerDied
+from penstock.orchestrator import controller as controlling
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.controller import Controller, Outcome
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.reporting.sinks import JsonLines
+from penstock.orchestrator.run_directory import RunDirectory
+from penstock.workers.prompts.source import PromptStart
+from penstock.workers.protocols import Publication
+from penstock.workers.trainer.report import StepReport, TrainedRows
+
+Said = list[tuple[str, Any]]
+
+
+class Actor:
+    """Plays any actor: notes what it is asked in the list of all, and answers by name of the method."""
+
+    def __init__(self, said: Said, **methods: Callable[..., Any]) -> None:
+        self._said, self._methods = said, methods
+
+    def __getattr__(self, method: str) -> Any:
+        async def remote(*arguments: Any) -> Any:
+            self._said.append((method, arguments[0] if arguments else None))
+            await asyncio.sleep(0)
+            result = self._methods[method](*arguments) if method in self._methods else None
+            return await result if asyncio.iscoroutine(result) else result
+
+        return SimpleNamespace(remote=remote)
+
+
+class Store:
+    """Of the controller: there is always a batch."""
+
+    def __init__(self) -> None:
+        self.closed = asyncio.Event()
+        self.versions: list[int] = []
+
+    async def published(self, version: int) -> None:
+        self.versions.append(version)
+
+    async def close(self, reason: str) -> None:
+        self.closed.set()
+
+    async def stats(self) -> dict[str, float]:
+        return {}
+
+    async def describe(self) -> str:
+        return "described"
+
+    async def cut(self) -> list[int]:
+        return [0]
+
+    async def snapshot(self, root: str, step: int, keep: int) -> None:
+        Path(root).mkdir(parents=True)
+
+
+def report(round: int) -> StepReport:
+    one = np.ones(1)
+    rows = TrainedRows(one, one.astype(np.int64), one.astype(np.int64), one < 0, np.zeros(1, np.int64), np.zeros(1))
+    return StepReport(round, round, {}, rows, 0.0, 0.0, {})
+
+
+class Play:
+    """A run of played actors. `methods`: of a role's actors, by role."""
+
+    def __init__(self, tmp_path: Path, *words: str, **methods: dict[str, Callable[..., Any]]) -> None:
+        self.words = ["model=tiny", "data.path=x.jsonl", f"output_dir={tmp_path}", "name=played", *words]
+        self.config = load_config(["tracking.samples_every_steps=0", *self.words])
+        self.methods = methods
+        self.said: Said = []
+        self.accuracies: list[tuple[int, float]] = []
+        """Version and what was measured."""
+        self.directory = RunDirectory.create(self.config)
+
+    def run(self, monkeypatch: pytest.MonkeyPatch, accuracy: Callable[[int], float] | None = None) -> Outcome:
+        return asyncio.run(asyncio.wait_for(self._run(monkeypatch, accuracy), 60))
+
+    async def _run(self, monkeypatch: pytest.MonkeyPatch, accuracy: Callable[[int], float] | None) -> Outcome:
+        store = Store()
+        monkeypatch.setattr(controlling, "StoreClient", lambda handle: store)
+        flow = build_dataflow(self.config.algorithm)
+        serve = {"run": store.closed.wait, "stats": lambda: {"busy_s": 0.0}}
+        actors: dict[str, dict[str, Callable[..., Any]]] = {
+            "trainer": {
+                "step": report, "finish_saving": list, "stats": dict,
+                "publish": lambda root, version: Publication(str(self.directory.path), version),
+            },
+            "rollout": serve,
+            "reward": serve,
+            "compute": serve,
+            "prompts": serve | {"start_after": lambda admitted: PromptStart()},
+        }  # fmt: skip
+        fleet = SimpleNamespace(
+            role=lambda role: [(role.title(), Actor(self.said, **actors[role] | self.methods.get(role, {})))]
+            if role in actors
+            else [],
+            store=None, resumed=None, flow=flow, model_path="/",
+        )  # fmt: skip
+
+        async def measure(rollouts: Any, reward: Any) -> float:
+            version = max((update.version for method, update in self.said if method == "update"), default=0)
+            for _ in range(100):  # long enough for another update, if one is under way
+                await asyncio.sleep(0)
+            assert accuracy is not None
+            self.accuracies.append((version, accuracy(version)))
+            return self.accuracies[-1][1]
+
+        evaluator: Any = SimpleNamespace(accuracy=measure) if accuracy is not None else None
+        progress = Progress(self.config, "played", console=Console(quiet=True))
+        parts: Any = fleet, self.config, flow, self.directory, progress, [JsonLines(self.directory)]
+        return await Controller(*parts, self.directory.path, evaluator).run()
+
+    def steps(self) -> list[int]:
+        return [argument + 1 for method, argument in self.said if method == "step"]
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+@pytest.mark.parametrize("every", [1, 2, 50])
+def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int, every: int
+) -> None:
+    words = [f"max_staleness={max_staleness}", "evaluation.every_steps=3", "evaluation.stop_at_accuracy=0.9"]
+    play = Play(tmp_path, *words, f"checkpoint.every_steps={every}", "trainer.max_steps=20")
+    outcome = play.run(monkeypatch, lambda version: 0.95 if version >= 6 else 0.1)
+    assert play.accuracies[-1] == (6, 0.95)
+    assert outcome.num_steps == 6
+    assert play.steps() == [1, 2, 3, 4, 5, 6], "another update was made of the model that was measured"
+    saved = Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps()
+    assert saved[-1] == 6
+    methods = [method for method, _ in play.said]
+    assert "step" not in methods[methods.index("export") :]
+    assert [line["step"] for line in play.directory.read_metrics()] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_without_checkpoints_none_is_taken_where_a_run_stops_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["max_staleness=1", "evaluation.every_steps=1", "evaluation.stop_at_accuracy=0.5"]
+    play = Play(tmp_path, *words, "checkpoint.every_steps=0", "trainer.max_steps=5")
+    assert play.run(monkeypatch, lambda version: 1.0).num_steps == 1
+    assert not play.directory.checkpoints.exists()
+
+
+def test_training_goes_on_while_engines_load_where_no_goal_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The price of `stop_at_accuracy` is paid by those who set it."""
+    play = Play(tmp_path, "max_staleness=2", "evaluation.every_steps=1", "trainer.max_steps=4")
+    begun: list[int] = []
+
+    def accuracy(version: int) -> float:
+        begun.append(len(play.steps()) - version)
+        return 0.5
+
+    play.run(monkeypatch, accuracy)
+    assert max(begun) == 1
+
+
+def raising(error: Exception, after: int) -> Callable[..., Any]:
+    async def call(*_: Any) -> None:
+        for _ in range(after):
+            await asyncio.sleep(0)
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize("cause", [DataError("row 3"), WorkerDied("Rollout has died")])
+def test_the_cause_is_told_though_its_consequence_was_there_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: PenstockError
+) -> None:
+    lost = PartnerGone("step 1: another rank is gone")
+    play = Play(tmp_path, trainer={"step": raising(lost, 1)}, rollout={"run": raising(cause, 50)})
+    with pytest.raises(type(cause)) as raised:
+        play.run(monkeypatch)
+    assert type(raised.value) is type(cause)
+    assert str(raised.value).splitlines() == [str(cause), "What failed with it:", f"  PartnerGone: {lost}"]

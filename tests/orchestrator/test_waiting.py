@@ -1,0 +1,125 @@
+"""Of calls that wait for each other, the one that failed by itself is told; every wait ends."""
+
+import asyncio
+import concurrent.futures
+import threading
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
+
+from penstock.conf.errors import DataError, DeadlineExceeded, PartnerGone, WorkerDied, WorkerFailed
+from penstock.orchestrator import waiting
+from penstock.orchestrator.waiting import answer, answers, get_all, translate
+
+
+class Ref:
+    """Plays Ray's reference to what a call returns."""
+
+    def __init__(self, *, after_s: float | None = 0.0, result: Any = None) -> None:
+        """`after_s`: None for an answer that never comes. `result`: an exception is raised."""
+        self._future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        if after_s is not None:
+            timer = threading.Timer(after_s, self._set, (result,))
+            timer.daemon = True
+            timer.start()
+
+    def _set(self, result: Any) -> None:
+        if isinstance(result, Exception):
+            self._future.set_exception(result)
+        else:
+            self._future.set_result(result)
+
+    def future(self) -> concurrent.futures.Future[Any]:
+        return self._future
+
+    def __await__(self) -> Any:
+        return asyncio.wrap_future(self._future).__await__()
+
+
+def wait(kind: str, refs: list[Ref], timeout_s: float = 600.0) -> list[Any]:
+    calls = [(f"Trainer-{i}", ref) for i, ref in enumerate(refs)]
+    if kind == "sync":
+        return get_all(calls, phase="step 3", timeout_s=timeout_s)
+
+    async def all_of() -> list[Any]:
+        return await asyncio.wait_for(answers(calls, phase="step 3", timeout_s=timeout_s), 60)
+
+    return asyncio.run(all_of())
+
+
+def crossed(error: Exception) -> Exception:
+    """As it comes out of an actor."""
+    return RayTaskError("step", "Traceback: one line\nof the remote", error).as_instanceof_cause()
+
+
+KINDS = pytest.mark.parametrize("kind", ["sync", "async"])
+
+
+@KINDS
+def test_answers_come_in_the_order_of_the_calls(kind: str) -> None:
+    assert wait(kind, [Ref(after_s=0.05, result="a"), Ref(result="b"), Ref(after_s=0.02, result="c")]) == [
+        "a",
+        "b",
+        "c",
+    ]
+
+
+@KINDS
+def test_a_rank_that_does_not_answer_does_not_hide_the_error_of_the_next(kind: str) -> None:
+    with pytest.raises(DataError, match="row 3"):
+        wait(kind, [Ref(after_s=None), Ref(result=crossed(DataError("row 3")))], timeout_s=20)
+
+
+@KINDS
+def test_the_death_of_a_rank_is_told_though_the_others_saw_it_first(kind: str) -> None:
+    survivor = Ref(result=crossed(PartnerGone("step 3, rank 0 of 2: another rank is gone")))
+    with pytest.raises(WorkerDied) as raised:
+        wait(kind, [survivor, Ref(after_s=0.1, result=ActorDiedError())])
+    assert str(raised.value).startswith("Trainer-1 has died")
+    assert "PartnerGone: step 3, rank 0 of 2: another rank is gone" in str(raised.value)
+
+
+@KINDS
+def test_a_consequence_alone_is_told_after_the_grace(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "CAUSE_GRACE_S", 0.05)
+    with pytest.raises(PartnerGone, match="rank 0"):
+        wait(kind, [Ref(result=crossed(PartnerGone("rank 0: another rank is gone"))), Ref(after_s=None)])
+
+
+@KINDS
+def test_a_cause_waits_for_nobody(kind: str) -> None:
+    with pytest.raises(DataError):
+        wait(kind, [Ref(after_s=None), Ref(result=crossed(DataError("row 3")))])
+
+
+@KINDS
+def test_all_who_did_not_answer_are_named(kind: str) -> None:
+    with pytest.raises(DeadlineExceeded) as raised:
+        wait(kind, [Ref(after_s=None), Ref(result=1), Ref(after_s=None)], timeout_s=0.05)
+    assert "Trainer-0" in str(raised.value)
+    assert "Trainer-2" in str(raised.value)
+    assert "step 3" in str(raised.value)
+    assert "Trainer-1" not in str(raised.value)
+
+
+@KINDS
+def test_nothing_asked_is_nothing_answered(kind: str) -> None:
+    assert wait(kind, []) == []
+
+
+def test_what_crossed_ray_has_one_of_penstocks_names() -> None:
+    error = translate(crossed(ValueError("nonsense")), "Compute-a")
+    assert type(error) is WorkerFailed
+    assert str(error).startswith("Compute-a failed with ValueError: nonsense")
+    assert type(translate(crossed(DataError("row 3")), "Compute-a")) is DataError
+    assert type(translate(crossed(ActorDiedError()), "Rollout-0")) is PartnerGone
+    assert type(translate(ActorDiedError(), "Rollout-0")) is WorkerDied
+    assert type(translate(OutOfMemoryError("the node is low on memory"), "Rollout-0")) is WorkerDied
+    own = KeyError("x")
+    assert translate(own, "Rollout-0") is own
+
+
+def test_one_answer_that_does_not_come_is_named() -> None:
+    with pytest.raises(DeadlineExceeded, match=r"evaluation: Reward-0 did not answer within 0\.01 s"):
+        asyncio.run(answer(asyncio.sleep(60), name="Reward-0", phase="evaluation", timeout_s=0.01))
