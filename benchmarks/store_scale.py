@@ -1,5 +1,5 @@
-"""The store at scale, part of `benchmarks.store`: 1,024 consumers on one, two and four partitions, and three times more
-rows than its shared memory holds."""
+"""The store at scale, part of `benchmarks.store`: 1,024 consumers, and three times more rows than its shared memory
+holds."""
 
 import statistics
 import sys
@@ -11,7 +11,6 @@ from rich.table import Table
 
 from benchmarks.harness import Child
 
-PARTITIONS = (1, 2, 4)
 CONTROL = {"op": "control", "consumers": 1024, "seconds": 5, "rows": 65_536}
 SPILL = {"op": "spill", "memory_mib": 64, "times": 3, "rows_mib": 4}
 """Rows of three times the shared memory, …"""
@@ -27,8 +26,7 @@ def measure_scale(work: Path, num_rounds: int, quick: bool) -> list[dict[str, An
     try:
         child.ready()
         for number in range(num_rounds):
-            requests = [{**control, "partitions": count} for count in (PARTITIONS[:2] if quick else PARTITIONS)]
-            for request in (*requests, SPILL, FITTING):
+            for request in (control, SPILL, FITTING):
                 answer = child.ask(request)
                 if "error" in answer:
                     raise SystemExit(f"{request}: {answer['error']}")
@@ -40,16 +38,14 @@ def measure_scale(work: Path, num_rounds: int, quick: bool) -> list[dict[str, An
 
 def print_scale(rounds: list[dict[str, Any]]) -> None:
     table = Table(title=f"{rounds[0]['consumers']:,} consumers: lease a row, write a number")
-    for column in ("partitions", "rows/s", "p50 / p99 ms", "of a core, each store process"):
+    for column in ("rows/s", "p50 / p99 ms", "of a core, the store's process"):
         table.add_column(column, justify="right")
-    for count in PARTITIONS:
-        some = [entry for entry in rounds if entry.get("partitions") == count]
-        if some:
-            rate = statistics.median(entry["rows"] / entry["seconds"] for entry in some)
-            latencies = sorted(value for entry in some for value in entry["latencies_ms"])
-            share = statistics.median(share for entry in some for share in entry["cpu_share"])
-            p50, p99 = latencies[len(latencies) // 2], latencies[int(0.99 * len(latencies))]
-            table.add_row(str(count), f"{rate:,.0f}", f"{p50:.0f} / {p99:.0f}", f"{share:.2f}")
+    some = [entry for entry in rounds if entry["op"] == "control"]
+    rate = statistics.median(entry["rows"] / entry["seconds"] for entry in some)
+    latencies = sorted(value for entry in some for value in entry["latencies_ms"])
+    share = statistics.median(entry["cpu_share"] for entry in some)
+    p50, p99 = latencies[len(latencies) // 2], latencies[int(0.99 * len(latencies))]
+    table.add_row(f"{rate:,.0f}", f"{p50:.0f} / {p99:.0f}", f"{share:.2f}")
     Console(file=sys.stdout).print(table)
     table = Table(title=f"{SPILL['times'] * SPILL['memory_mib']} MiB of rows, put, then read and checked")
     for column in ("shared memory", "on disk", "put MB/s", "read MB/s"):

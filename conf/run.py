@@ -129,11 +129,6 @@ def validate(config: RunConfig) -> None:
             "resume=auto looks for checkpoints of the run called `name`, which is not set. Add name=RUN, or give "
             "resume= the directory of a checkpoint."
         )
-    if config.trainer.groups_per_step % config.store.num_partitions:
-        raise ConfigError(
-            f"store.num_partitions={config.store.num_partitions} must divide trainer.groups_per_step="
-            f"{config.trainer.groups_per_step}: each partition contributes the same number of groups to every step."
-        )
     if config.trainer.num_minibatches > config.trainer.groups_per_step:
         raise ConfigError(
             f"trainer.num_minibatches={config.trainer.num_minibatches} exceeds trainer.groups_per_step="

@@ -10,9 +10,6 @@ class StoreConfig:
     window: int = 1
     """Groups may be trained out of order within a window of so many. 1: strict FIFO. A larger window lets later groups
     overtake a straggler, at the price of `ceil((window - 1) / groups_per_step)` of the staleness bound."""
-    num_partitions: int = 1
-    """Store actors that share the control load, each with `groups_per_step / num_partitions` groups of every step. One
-    is enough until its process is busy all the time, at some thousand calls a second."""
     max_bytes: int = 4 * 2**30
     """Bytes of resident columns; producers wait above it."""
     lease_timeout_s: float = 60.0
@@ -22,14 +19,13 @@ class StoreConfig:
     """A write up to this size travels in the call itself; a larger one goes through a file in shared memory. Below a
     megabyte the copy is cheaper than the file."""
     shared_memory_mib: int = 1024
-    """Shared memory of each store actor for large writes, in MiB. What exceeds it is moved to disk and read from
+    """Shared memory of the store for large writes, in MiB. What exceeds it is moved to disk and read from
     there."""
     spill_dir: str | None = None
     """Where it is moved to. null: the system's temporary directory."""
 
     def __post_init__(self) -> None:
         at_least("store.window", self.window, 1)
-        at_least("store.num_partitions", self.num_partitions, 1)
         at_least("store.max_bytes", self.max_bytes, 1)
         at_least("store.shared_memory_mib", self.shared_memory_mib, 1)
         at_least("store.inline_bytes", self.inline_bytes, 0)

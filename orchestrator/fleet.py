@@ -21,7 +21,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.sharing import SharedDevices, plan_sharing
 from penstock.orchestrator.waiting import get_all
-from penstock.store.actor import create_store_actors
+from penstock.store.actor import STORE, create_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts
@@ -51,8 +51,8 @@ class Fleet:
     """What the run goes on from."""
     shared_memory: Path | None = None
     """Directory of the run in shared memory, removed by its creator."""
-    store: list[Any] = field(default_factory=list)
-    """The store's actors, one a partition."""
+    store: Any = None
+    """The store's actor."""
     actors: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,9 +63,9 @@ class Fleet:
         self._devices.reserve(self.config.rollout.start_timeout_s)
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
-            partitions = self.config.store.num_partitions
             snapshot = self.resumed.store if self.resumed is not None else None
-            self.store = create_store_actors(spec, self.namespace, partitions, self.shared_memory, snapshot)
+            directory = str(self.shared_memory / STORE) if self.shared_memory is not None else None
+            self.store = create_store_actor(spec, self.namespace, restore=snapshot, directory=directory)
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue
@@ -113,12 +113,12 @@ class Fleet:
                 refs.append(handle.close.remote())
         with contextlib.suppress(RayError):
             ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
-        for handle in [*self.actors.values(), *self.store]:
+        for handle in [*self.actors.values(), *([self.store] if self.store is not None else [])]:
             with contextlib.suppress(RayError):
                 ray.kill(handle)
         self._devices.release()
         self.actors.clear()
-        self.store = []
+        self.store = None
 
     def _plan_of(self, name: str) -> ActorPlan:
         return next(actor for actor in self.plan if actor.name == name)
@@ -132,7 +132,7 @@ class Fleet:
             "max_concurrency": MANY_CALLS,
             **self._devices.options(actor),
         }
-        store = self.store or None
+        store = self.store
         if actor.role == "prompts":
             return _remote(Prompts, options).remote(
                 self.config, self.model_path, self.flow.rows_are, store, self.resumed.prompts if self.resumed else None

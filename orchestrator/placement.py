@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.store.actor import store_names
+from penstock.store.actor import STORE
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     """Every actor of the run, in the order in which they are started."""
     cpus = config.cluster.cpus_per_worker
     trainer = config.trainer
-    actors = [ActorPlan(name, "store") for name in store_names(config.store.num_partitions)]
-    actors += [ActorPlan("Prompts", "prompts", stage="source")]
+    actors = [ActorPlan(STORE, "store"), ActorPlan("Prompts", "prompts", stage="source")]
     samples = bool(flow.of_kind("rollout") or config.evaluation.every_steps)
     if samples:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size

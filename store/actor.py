@@ -1,4 +1,4 @@
-"""The store as Ray actors: light processes, named, that everyone in the run finds."""
+"""The store as a Ray actor: a light process, named, that everyone in the run finds."""
 
 import atexit
 import gc
@@ -7,17 +7,17 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from penstock.store import store
-from penstock.store.partitions import snapshot_places, split_spec
 from penstock.store.segments import Segments
 from penstock.store.spec import StoreSpec
 
 MAX_WAITING_CALLS = 10_000
 """Calls that may wait in the store at a time: each is a coroutine, not a thread."""
 SHARED_MEMORY = "/dev/shm"
+STORE = "Store"
+"""The actor's name, as in the dashboard."""
 CALLS = (
     "spec", "endpoint", "read", "many", "put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared",
     "write", "drop", "release", "renew", "abandon", "published", "last_batch", "admitted", "cut", "snapshot", "stats",
@@ -59,7 +59,7 @@ for _name in CALLS:
 
 
 def create_store_actor(
-    spec: StoreSpec, namespace: str, name: str = "Store", restore: str | None = None, directory: str | None = None
+    spec: StoreSpec, namespace: str, name: str = STORE, restore: str | None = None, directory: str | None = None
 ) -> Any:
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it.
 
@@ -73,25 +73,3 @@ def create_store_actor(
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     options = {"name": name, "namespace": namespace, "num_cpus": 0, "max_concurrency": MAX_WAITING_CALLS}
     return ray.remote(Store).options(**options).remote(spec, directory, restore)
-
-
-def create_store_actors(
-    spec: StoreSpec,
-    namespace: str,
-    num_partitions: int = 1,
-    directory: Path | None = None,
-    restore: str | None = None,
-) -> list[Any]:
-    """The store of a run, in one part or several: `Store`, or `Store-0`, `Store-1`, … `restore`: where
-    `StoreClient.snapshot` of as many parts wrote. Raises `StoreError`."""
-    part = split_spec(spec, num_partitions)
-    places = snapshot_places(restore, num_partitions) if restore is not None else [None] * num_partitions
-    return [
-        create_store_actor(part, namespace, name, place, str(directory / name) if directory else None)
-        for name, place in zip(store_names(num_partitions), places, strict=True)
-    ]
-
-
-def store_names(num_partitions: int) -> list[str]:
-    """Of the store's actors, as in the dashboard."""
-    return ["Store"] if num_partitions == 1 else [f"Store-{index}" for index in range(num_partitions)]

@@ -1,6 +1,6 @@
 """What travels between clients and a store: wishes, writes, leases. Plain data, pickled as it is.
 
-Made by `client.py` and `store.py`; carried by `transport.py` and `server.py`, split and renumbered by `partitions.py`.
+Made by `client.py` and `store.py`; carried by `transport.py` and `server.py`.
 """
 
 from dataclasses import dataclass
@@ -57,8 +57,6 @@ class Granted:
     names: tuple[str, ...]
     payload: Payload
     version: int = 0
-    siblings: tuple["Granted", ...] = ()
-    """The rest of the lease, where it has rows of several partitions."""
 
 
 Result = tuple[Any, StoreError | None]

@@ -52,8 +52,7 @@ class StoreClient:
     """
 
     def __init__(self, handle: "Store | Any") -> None:
-        """`handle`: a `Store` in this process, or the handle of the Ray actor around one, or a list of either: its
-        partitions."""
+        """`handle`: a `Store` in this process, or the handle of the Ray actor around one."""
         self._name = uuid.uuid4().hex
         self._link = link_to(handle, self._name)
         self._outbox = Outbox(self._link)
@@ -192,11 +191,9 @@ class StoreClient:
         """Wait until as many groups are complete as the next update takes. False when the store is closed."""
         return bool(await self._link.call("batch_ready"))
 
-    async def cut(self) -> list[int]:
-        """Take the store's state of this moment, for the next `snapshot` to write. Groups put so far, by partition:
-        part p of N has had the groups `p, p + N, p + 2N, …`."""
-        admitted = await self._link.call("cut")
-        return list(admitted) if isinstance(admitted, list) else [int(admitted)]
+    async def cut(self) -> int:
+        """Take the store's state of this moment, for the next `snapshot` to write. Groups put so far."""
+        return int(await self._link.call("cut"))
 
     async def stats(self) -> dict[str, float]:
         """Numbers for the metrics: store/*, dropped/*, completed/*, staleness/*; counts are cumulative."""
@@ -270,14 +267,7 @@ class StoreClient:
             await self._outbox.call("release", one.lease_id)
 
     async def _rows(self, granted: Granted) -> Rows:
-        parts = [
-            assemble(part.payload, part.names, await self._link.fetch(part.payload.refs))
-            for part in (granted, *granted.siblings)
-        ]
-        if len(parts) == 1:
-            return parts[0]
-        together = Rows.concat(parts)
-        return together.select(np.argsort(together.row_ids))
+        return assemble(granted.payload, granted.names, await self._link.fetch(granted.payload.refs))
 
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
         spec = await self.spec()

@@ -39,13 +39,7 @@ class Link(Protocol):
 
 
 def link_to(handle: "Store | Any", client: str) -> Link:
-    """`handle`: a `Store`, or a Ray actor handle of one; a list of more than one is a partitioned store. `client`: the
-    unique name of this end."""
-    if isinstance(handle, list | tuple):
-        from penstock.store.partitions import Partitioned  # late: it is made of links
-
-        parts = [link_to(part, client) for part in handle]
-        return parts[0] if len(parts) == 1 else Partitioned(parts)
+    """`handle`: a `Store`, or a Ray actor handle of one. `client`: the unique name of this end."""
     return InProcess(handle) if isinstance(handle, Store) else ToActor(handle, client)
 
 

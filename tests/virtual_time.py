@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer: hours of waiting cost nothing, and no timing depends on the machine.
+"""An event loop whose clock jumps to the next timer: hours of waiting cost nothing, whatever the machine does.
 
 Threads are not waited for by a clock that jumps, so that what is given to one runs at once instead.
 """

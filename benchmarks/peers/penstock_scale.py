@@ -1,6 +1,6 @@
 """Penstock's store at scale, op by op: the same protocol as `penstock_store.py`.
 
-    in   {"op": "control", "partitions": N, "consumers": C, "seconds": s, "rows": R}
+    in   {"op": "control", "consumers": C, "seconds": s, "rows": R}
     out  {"rows": n, "seconds": s, "latencies_ms": [...], "cpu_share": [of each part's process]}
     in   {"op": "spill", "memory_mib": m, "times": k, "rows_mib": r}
     out  {"bytes": n, "put_s": s, "read_s": s, "spilled_bytes": n}
@@ -24,7 +24,7 @@ import ray
 import xxhash
 
 from penstock.algorithms.columns import STANDARD_COLUMNS
-from penstock.store.actor import create_store_actors
+from penstock.store.actor import create_store_actor
 from penstock.store.client import StoreClient
 from penstock.store.spec import StageSpec, StoreSpec
 
@@ -78,7 +78,7 @@ class Consumers:
 
 
 async def control(request: Request, number: int) -> Request:
-    store = create_store_actors(make_spec(8), f"control-{number}", request["partitions"])
+    store = create_store_actor(make_spec(8), f"control-{number}")
     processes = [ray.remote(num_cpus=0, max_concurrency=2000)(Consumers).remote() for _ in range(2)]
     client = StoreClient(store)
     try:
@@ -93,25 +93,30 @@ async def control(request: Request, number: int) -> Request:
         await asyncio.sleep(start - time.time())
         before = await cpu_seconds(store)
         await asyncio.sleep(end - time.time())
-        shares = [(now - then) / request["seconds"] for then, now in zip(before, await cpu_seconds(store), strict=True)]
+        cpu_share = (await cpu_seconds(store) - before) / request["seconds"]
         if not (await client.describe())["rows"]["reward"]["free"]:
             return {"error": f"{request['rows']} rows were not enough: consumers waited"}
         await client.close("enough")
         latencies = [value for some in await asyncio.gather(*running) for value in some]
-        return {"rows": len(latencies), "seconds": request["seconds"], "latencies_ms": latencies, "cpu_share": shares}
+        return {
+            "rows": len(latencies),
+            "seconds": request["seconds"],
+            "latencies_ms": latencies,
+            "cpu_share": cpu_share,
+        }
     finally:
-        for actor in (*store, *processes):
+        for actor in (store, *processes):
             ray.kill(actor)
 
 
-async def cpu_seconds(store: list[Any]) -> list[float]:
-    """Of each part's process so far."""
-    return [float((await part.describe.remote())["process"]["cpu_s"]) for part in store]
+async def cpu_seconds(store: Any) -> float:
+    """Of the store's process so far."""
+    return float((await store.describe.remote())["process"]["cpu_s"])
 
 
 async def spill(request: Request, number: int) -> Request:
     memory = request["memory_mib"] * 2**20
-    store = create_store_actors(make_spec(1, memory), f"spill-{number}")
+    store = create_store_actor(make_spec(1, memory), f"spill-{number}")
     client = StoreClient(store)
     row = request["rows_mib"] * 2**20 // 4
     count = int(request["times"] * request["memory_mib"] // request["rows_mib"])

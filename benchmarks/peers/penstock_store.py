@@ -13,7 +13,6 @@ groups of 8 (1 if B is 1). With B of 1 every row is put, leased, written and tra
 them are under way in a process at a time.
 """
 
-import argparse
 import asyncio
 import json
 import os
@@ -27,7 +26,7 @@ import numpy as np
 import ray
 
 from penstock.algorithms.columns import STANDARD_COLUMNS
-from penstock.store.actor import create_store_actors
+from penstock.store.actor import create_store_actor
 from penstock.store.client import StoreClient
 from penstock.store.lease import Lease
 from penstock.store.spec import StageSpec, StoreSpec
@@ -197,8 +196,7 @@ def read(lease: Lease, names: tuple[str, ...]) -> int:
 class Side:
     """Four processes that stay, and a store for each operation."""
 
-    def __init__(self, num_partitions: int) -> None:
-        self.num_partitions = num_partitions
+    def __init__(self) -> None:
         self.count = 0
         self.workers = [ray.remote(num_cpus=0)(Worker).remote() for _ in range(4)]
 
@@ -206,7 +204,7 @@ class Side:
         if request["op"] == "raw":
             return raw(request)
         self.count += 1
-        store = create_store_actors(make_spec(request), f"bench-{self.count}", self.num_partitions)
+        store = create_store_actor(make_spec(request), f"bench-{self.count}")
         try:
             await asyncio.gather(*(worker.begin.remote(store, request) for worker in self.workers))
             operation = getattr(self, request["op"])(store, self.workers, request)
@@ -214,8 +212,7 @@ class Side:
         except TimeoutError:
             return {"error": f"not done after {DEADLINE_S:g} s"}
         finally:
-            for actor in store:
-                ray.kill(actor)
+            ray.kill(store)
 
     async def put(self, store: Any, workers: list[Any], request: Request) -> Request:
         await reside(StoreClient(store), request, True)
@@ -266,11 +263,8 @@ async def reside(client: StoreClient, request: Request, with_response: bool) -> 
 
 
 async def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--partitions", type=int, default=1)
-    arguments = parser.parse_args()
     ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    side = Side(arguments.partitions)
+    side = Side()
     print(json.dumps({"ready": True, "versions": {"ray": ray.__version__}}), flush=True)
     loop = asyncio.get_running_loop()
     while line := await loop.run_in_executor(None, sys.stdin.readline):

@@ -29,7 +29,7 @@ from penstock.workers.files import (
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 
-FORMAT = 1
+FORMAT = 2
 PREFIX = "global_step_"
 MARKER = "COMPLETE"
 MANIFEST = "manifest.json"
@@ -46,7 +46,6 @@ class Checkpoint:
     model_path: str
     """Where configuration and tokenizer, and the weights that were not trained, are."""
     model_paths: dict[str, str]
-    num_partitions: int
     files: list[SavedFile] = field(default_factory=list)
     """Of `trainer/`."""
     config: dict[str, Any] = field(default_factory=dict)
@@ -149,7 +148,7 @@ def open_checkpoint(place: str) -> Checkpoint:
             raise CheckpointError(f"{place}/{MANIFEST}: its format is not {FORMAT}, which this version reads.")
         prompts = values.pop("prompts")
         cursor = PromptCursor.from_dict(prompts["cursor"])
-        start = PromptStart(cursor, int(prompts["first_group"]), tuple(prompts["skip"]))
+        start = PromptStart(cursor, int(prompts["first_group"]))
         files = [SavedFile(**entry) for entry in values.pop("files")]
         checkpoint = Checkpoint(directory=place, prompts=start, files=files, **values)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -46,11 +46,6 @@ def open_run(config: RunConfig) -> tuple[RunDirectory, Checkpoint | None]:
 def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
     """What must be as it was. The store and the trainers check columns and shapes themselves. Raises `ConfigError`,
     `CheckpointError`."""
-    if checkpoint.num_partitions != config.store.num_partitions:
-        raise ConfigError(
-            f"store.num_partitions={config.store.num_partitions}, and {checkpoint.directory} was written with "
-            f"{checkpoint.num_partitions}. Resume with that number."
-        )
     before, now = checkpoint.config.get("algorithm", {}).get("name"), config.algorithm.name
     if before != now:
         raise ConfigError(

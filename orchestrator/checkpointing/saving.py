@@ -65,8 +65,7 @@ class CheckpointWriter:
         name, prompts = self._fleet.role("prompts")[0]
         start: PromptStart = await self._in_time(prompts.start_after.remote(admitted), name, step)
         checkpoint = Checkpoint(
-            place, step, start, self._fleet.model_path, dict(self._config.model.paths),
-            self._config.store.num_partitions, config=asdict(self._config),
+            place, step, start, self._fleet.model_path, dict(self._config.model.paths), config=asdict(self._config),
             head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy",
         )  # fmt: skip
         calls = [(name, handle.begin_saving.remote(checkpoint.trainer)) for name, handle in self._fleet.role("trainer")]

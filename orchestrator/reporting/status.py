@@ -15,7 +15,7 @@ from rich.table import Table
 
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.orchestrator.run_directory import STARTS, RunDirectory
-from penstock.store.actor import store_names
+from penstock.store.actor import STORE
 from penstock.store.client import StoreClient
 
 ANSWER_S = 20.0
@@ -107,12 +107,11 @@ def _ask(directory: RunDirectory) -> dict[str, Any]:
         os.environ.setdefault(AUTH_MODE, found["auth_mode"])
     import ray  # late: it reads its environment now
 
-    partitions = int((directory.read_config().get("store") or {}).get("num_partitions", 1))
     try:
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
         ray.init(address=found["address"], namespace=found["namespace"], **quiet)
-        handles = [ray.get_actor(name) for name in store_names(partitions)]
-        return asyncio.run(asyncio.wait_for(StoreClient(handles).describe(), ANSWER_S))
+        client = StoreClient(ray.get_actor(STORE))
+        return asyncio.run(asyncio.wait_for(client.describe(), ANSWER_S))
     except (ConnectionError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
         raise ResourceError(
             f"the store of {directory.path.name} does not answer at {found['address']} ({type(error).__name__}). Is "

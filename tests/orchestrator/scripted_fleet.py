@@ -4,6 +4,7 @@ On a virtual clock (`tests/virtual_time.py`) a whole run takes milliseconds. Wha
 """
 
 import asyncio
+import contextlib
 import io
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -22,10 +23,11 @@ from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import JsonLines
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.store.client import StoreClient
+from penstock.store.errors import StoreClosed
 from penstock.store.spec import StoreSpec
 from penstock.store.store import Store
 from penstock.workers.prompts.order import PromptCursor
-from penstock.workers.prompts.source import PromptSource, PromptStart
+from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import RolloutWorker
@@ -63,24 +65,15 @@ class Prompts(Member):
         self._client, self._start, self._num_groups = StoreClient(store), start, num_groups
 
     async def run(self) -> None:
-        skip = frozenset(self._start.skip)
         number = self._start.first_group
-        try:
+        with contextlib.suppress(StoreClosed):
             while True:
                 numbers = range(number, number + self._num_groups)
                 number += self._num_groups
-                rows = [{"prompt_ids": [1, n], "task": "{}"} for n in numbers if n not in skip]
-                await self._client.put_groups(rows)
-        except Exception as error:
-            if type(error).__name__ != "StoreClosed":
-                raise
+                await self._client.put_groups([{"prompt_ids": [1, n], "task": "{}"} for n in numbers])
 
-    async def start_after(self, admitted: Any) -> PromptStart:
-        num_parts = len(admitted)
-        first = min(count * num_parts + part for part, count in enumerate(admitted))
-        last = max(count * num_parts + part for part, count in enumerate(admitted))
-        skip = tuple(n for n in range(first, last) if n // num_parts < admitted[n % num_parts])
-        return PromptStart(PromptCursor(0, first), first, skip)
+    async def start_after(self, num_groups: int) -> PromptStart:
+        return PromptStart(PromptCursor(0, num_groups), num_groups)
 
 
 class Rollout(Member):
@@ -184,20 +177,19 @@ def _column(name: str) -> Callable[[Any], dict[str, Any]]:
 
 
 def scripted_config(tmp_path: Path, *words: str) -> RunConfig:
-    return load_config(
-        [
-            f"output_dir={tmp_path}",
-            "name=run",
-            "resume=auto",
-            "algorithm.group_size=2",
-            "trainer.groups_per_step=4",
-            "tracking.export_model=false",
-            "tracking.samples_every_steps=0",
-            "rollout.max_concurrent_samples=8",
-            "rollout.sampling.max_tokens=64",
-            *words,
-        ]  # fmt: skip
+    words = (
+        f"output_dir={tmp_path}",
+        "name=run",
+        "resume=auto",
+        "algorithm.group_size=2",
+        "trainer.groups_per_step=4",
+        "tracking.export_model=false",
+        "tracking.samples_every_steps=0",
+        "rollout.max_concurrent_samples=8",
+        "rollout.sampling.max_tokens=64",
+        *words,
     )
+    return load_config(words)
 
 
 def controller_over(fleet: ScriptedFleet, config: RunConfig, directory: RunDirectory, weights_root: Path) -> Controller:

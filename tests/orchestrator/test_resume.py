@@ -68,7 +68,7 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_pat
 
 def test_finished_work_of_an_asynchronous_run_is_kept(words, tmp_path):
     """Groups that were sampled before the checkpoint are trained after it, within the staleness bound."""
-    words = [*words, "checkpoint.every_steps=2", "max_staleness=2", "name=ahead", "store.num_partitions=2"]
+    words = [*words, "checkpoint.every_steps=2", "max_staleness=2", "name=ahead"]
     run(load_config([*words, "trainer.max_steps=3"]), quiet=True)
     shutil.rmtree(tmp_path / "ahead" / "checkpoints" / "global_step_3")
     result = run(load_config([*words, "trainer.max_steps=5", "resume=auto"]), quiet=True)

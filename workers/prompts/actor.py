@@ -30,10 +30,10 @@ class Prompts:
         assert self._source is not None
         await self._source.run(self._client, self._config.trainer.groups_per_step)
 
-    async def start_after(self, admitted: list[int]) -> PromptStart:
-        """Where a run goes on whose store has had so many groups, by partition (`StoreClient.cut`)."""
+    async def start_after(self, num_groups: int) -> PromptStart:
+        """Where a run goes on whose store has had so many groups (`StoreClient.cut`)."""
         assert self._source is not None
-        return self._source.start_after(admitted)
+        return self._source.start_after(num_groups)
 
     async def stats(self) -> dict[str, float]:
         """Groups drawn and rows left out (`dropped/prompt_too_long`), since the start."""

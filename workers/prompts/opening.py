@@ -35,7 +35,6 @@ def open_source(
         config.data,
         cursor=start.cursor,
         first_group=start.first_group,
-        skip=start.skip,
         rows_are=rows_are,
         once=held_out,
     )

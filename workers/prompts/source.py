@@ -6,7 +6,6 @@
 """
 
 from collections import deque
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -28,8 +27,6 @@ class PromptStart:
     """Before group `first_group`."""
     first_group: int = 0
     """The first that the store has not had."""
-    skip: tuple[int, ...] = ()
-    """Later ones that it has had: its partitions are not equally far."""
 
 
 class GroupSink(Protocol):
@@ -54,13 +51,11 @@ class PromptSource:
         *,
         cursor: PromptCursor | None = None,
         first_group: int = 0,
-        skip: Iterable[int] = (),
         rows_are: str = "prompts",
         once: bool = False,
     ) -> None:
-        """`skip`: numbers of groups from `first_group` on that the store has already. `rows_are`: "prompts", or what
-        has responses: "demonstrations", "preferences". `once`: one epoch, in the dataset's own order (held-out
-        problems)."""
+        """`rows_are`: "prompts", or what has responses: "demonstrations", "preferences". `once`: one epoch, in the
+        dataset's own order (held-out problems)."""
         self.dataset = dataset
         self.encoder = encoder
         self.skips = data.too_long == "skip"
@@ -69,7 +64,6 @@ class PromptSource:
         """Rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
         self._order = PromptOrder(len(dataset), data.seed, cursor, shuffle=data.shuffle and not once)
         self._once = once
-        self._skip = frozenset(skip)
         self._cursors: deque[tuple[int, PromptCursor]] = deque(
             [(first_group, self._order.cursor)], maxlen=REMEMBERED_CURSORS
         )
@@ -88,14 +82,9 @@ class PromptSource:
             )
         return self._cursors[num_groups - first][1]
 
-    def start_after(self, admitted: Sequence[int]) -> PromptStart:
-        """Where a run goes on whose store has had the first `admitted[p]` groups of each partition p: from the first
-        group that is missing, without those beyond it that are not."""
-        num_parts = len(admitted)
-        first = min(count * num_parts + part for part, count in enumerate(admitted))
-        last = max(count * num_parts + part for part, count in enumerate(admitted))
-        skip = tuple(number for number in range(first, last) if number // num_parts < admitted[number % num_parts])
-        return PromptStart(self.cursor_after(first), first, skip)
+    def start_after(self, num_groups: int) -> PromptStart:
+        """Where a run goes on whose store has had the first `num_groups` groups."""
+        return PromptStart(self.cursor_after(num_groups), num_groups)
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
         """The source columns of the next `count` groups: `prompt_ids` (list of int), `task` (JSON string), and
@@ -109,15 +98,9 @@ class PromptSource:
         """Keep the store supplied until it closes. It takes groups as credits allow: mostly this waits."""
         try:
             while True:
-                await store.put_groups(self._missing_groups(batch))
+                await store.put_groups(self.next_groups(batch))
         except StoreClosed:
             return
-
-    def _missing_groups(self, count: int) -> list[dict[str, Any]]:
-        """As `next_groups`, without those that the store has."""
-        first = self._cursors[-1][0]
-        groups = enumerate(self.next_groups(count), first)
-        return [group for number, group in groups if number not in self._skip]
 
     def __len__(self) -> int:
         """Rows of the dataset."""

@@ -22,9 +22,9 @@ def write(checkpoints: Checkpoints, step: int, *, model: str = "/", **values) ->
     (path / "trainer").mkdir(parents=True)
     (path / "trainer" / "__0_0.distcp").write_bytes(b"weights" * step)
     files = [saved_file(path / "trainer" / "__0_0.distcp")]
-    start = PromptStart(PromptCursor(1, step), 4 * step, (4 * step + 1,))
+    start = PromptStart(PromptCursor(1, step), 4 * step)
     config = {"algorithm": {"name": "grpo"}}
-    made = Checkpoint(directory, step, start, model, {"teacher": "/t"}, 1, files, config, **values)
+    made = Checkpoint(directory, step, start, model, {"teacher": "/t"}, files, config, **values)
     checkpoints.seal(made)
     return made
 
@@ -136,8 +136,6 @@ def test_what_does_not_fit_is_told_before_anything_starts(tmp_path):
     place = f"resume={tmp_path}/old"
     with pytest.raises(ConfigError, match=r"algorithm=sft.*is of grpo.*penstock export"):
         open_run(run_words(tmp_path, "name=a", place, "algorithm=sft"))
-    with pytest.raises(ConfigError, match="was written with 1"):
-        open_run(run_words(tmp_path, "name=b", place, "store.num_partitions=2"))
     write(Checkpoints(f"{tmp_path}/gone/checkpoints", CheckpointConfig()), 5, model=f"{tmp_path}/nowhere")
     with pytest.raises(CheckpointError, match="nowhere, which is gone"):
         open_run(run_words(tmp_path, "name=c", f"resume={tmp_path}/gone"))
@@ -147,5 +145,5 @@ def test_the_manifest_is_plain_json(tmp_path):
     made = write(Checkpoints(str(tmp_path), CheckpointConfig()), 7)
     values = json.loads((tmp_path / "global_step_7" / "manifest.json").read_text())
     assert values["step"] == 7
-    assert values["prompts"] == {"cursor": {"epoch": 1, "position": 7}, "first_group": 28, "skip": [29]}
+    assert values["prompts"] == {"cursor": {"epoch": 1, "position": 7}, "first_group": 28}
     assert values["files"][0] == {"name": "__0_0.distcp", "num_bytes": 49, "checksum": made.files[0].checksum}

@@ -13,7 +13,6 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.reporting.status import print_status, print_store
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.store.client import StoreClient
-from penstock.store.partitions import split_spec
 from penstock.store.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import group
@@ -29,12 +28,11 @@ def shown(run: RunDirectory) -> str:
     return text.getvalue()
 
 
-@pytest.mark.parametrize("num_parts", [1, 2])
-def test_a_store_is_shown_by_stage_lease_and_waiter(num_parts: int) -> None:
+def test_a_store_is_shown_by_stage_lease_and_waiter() -> None:
     async def main() -> str:
-        stores = [Store(split_spec(make_spec(), num_parts)) for _ in range(num_parts)]
-        client = StoreClient(stores)
-        waiting = asyncio.ensure_future(StoreClient(stores).lease("reference", 1, "Trainer-reference-0"))
+        store = Store(make_spec())
+        client = StoreClient(store)
+        waiting = asyncio.ensure_future(StoreClient(store).lease("reference", 1, "Trainer-reference-0"))
         await client.put_groups([group(number) for number in range(4)])
         for _ in range(2):
             lease = await client.lease("rollout", 1, "Rollout-0")
@@ -45,8 +43,7 @@ def test_a_store_is_shown_by_stage_lease_and_waiter(num_parts: int) -> None:
         text = io.StringIO()
         print_store(await client.describe(), Console(file=text, width=140))
         waiting.cancel()
-        for store in stores:
-            await store.close("test over")
+        await store.close("test over")
         return text.getvalue()
 
     text = asyncio.run(main())
