@@ -141,7 +141,7 @@ async def spill(request: Request, number: int) -> Request:
         read_s = time.perf_counter() - began
         return {"bytes": count * row * 4, "put_s": put_s, "read_s": read_s, "spilled_bytes": spilled}
     finally:
-        ray.kill(store[0])
+        ray.kill(store)
 
 
 async def main() -> None:
