@@ -62,6 +62,12 @@ class RewardFailure(PenstockError):
     """More than the configured share of rewards failed."""
 
 
+class RunInUse(PenstockError):
+    """Another process works in the run's directory. The message names it."""
+
+    exit_code = 2
+
+
 class WeightError(PenstockError):
     """A publication is missing, damaged, or not what the engine serves."""
 

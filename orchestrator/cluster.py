@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import uuid
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,13 +38,19 @@ def check_resources(actors: list[ActorPlan], config: RunConfig) -> None:
     check_fits(actors, cpus, gpus if config.cluster.num_gpus is None else config.cluster.num_gpus)
 
 
+def namespace_of(run_id: str) -> str:
+    """Of a run's actors: its own at every start. What a process that was killed has left in a cluster, and runs of the
+    same name, are in nobody's way."""
+    return f"penstock-{run_id}-{uuid.uuid4().hex[:8]}"
+
+
 @contextlib.contextmanager
 def connect(actors: list[ActorPlan], config: RunConfig, run_id: str) -> Iterator[str]:
     """Connect to Ray, check that the plan fits, yield the namespace of the run's actors; disconnect at the end.
 
     A Ray that this process was connected to already is used and left alone.
     """
-    namespace = f"penstock-{run_id}"
+    namespace = namespace_of(run_id)
     borrowed = ray.is_initialized()
     if not borrowed:
         check_resources(actors, config)

@@ -30,9 +30,9 @@ from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.cluster import connect
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.placement import plan_actors
+from penstock.orchestrator.placement import ActorPlan, plan_actors
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
-from penstock.orchestrator.run import starting_model, weights_root
+from penstock.orchestrator.run import is_refusal, starting_model, weights_root
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.waiting import get_all
 from penstock.orchestrator.weight_sync import WeightSync
@@ -210,8 +210,21 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
     directory = RunDirectory.create(config)
+    try:
+        with _started(config, flow, plan, directory) as run:
+            yield run
+    except BaseException as error:
+        if not directory.has_begun and (isinstance(error, KeyboardInterrupt) or is_refusal(error)):
+            directory.discard()
+        raise
+    finally:
+        directory.close()
+
+
+@contextlib.contextmanager
+def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
     sinks: list[Sink] = []
-    with connect(plan, config, directory.path.name) as namespace, weights_root(directory.path.name) as root:
+    with connect(plan, config, directory.run_id) as namespace, weights_root(directory.run_id) as root:
         model_path = starting_model(config, directory)
         fleet = Fleet(plan, config, flow, model_path, namespace, with_store=False)
         try:
@@ -233,7 +246,6 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
             fleet.close()
             for sink in sinks:
                 sink.close()
-            directory.close()
 
 
 def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Rows:

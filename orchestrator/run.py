@@ -16,10 +16,10 @@ from rich.console import Console
 
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.registry import build_dataflow
-from penstock.conf.errors import PenstockError
+from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
-from penstock.orchestrator.checkpointing.resuming import open_run
+from penstock.orchestrator.checkpointing.resuming import finished, open_run
 from penstock.orchestrator.cluster import connect
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
@@ -43,6 +43,7 @@ class RunResult:
     directory: Path
     outcome: Outcome
     seconds: float
+    """0 where nothing was left to do."""
 
     @property
     def model(self) -> Path:
@@ -56,17 +57,20 @@ def run(
     """Train. `flow`: a dataflow of one's own; otherwise the one that `config.algorithm` names. `sinks`: further places
     for the numbers, closed at the end. `quiet`: print nothing.
 
-    Raises `ConfigError`, `DataError`, `ModelError` or `ResourceError` before any actor starts, and other
+    Raises `ConfigError`, `DataError`, `ModelError`, `ResourceError` or `RunInUse` before any actor starts, and other
     `PenstockError`s later.
     """
     validate(config)
+    console = Console(quiet=quiet)
+    if (done := finished(config)) is not None:
+        return _nothing_left(done, console)
     start = time.monotonic()
     flow = flow.check() if flow is not None else build_dataflow(config.algorithm)
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
     directory, resumed = open_run(config)
     try:
-        with connect(_with_warm_start(plan, config), config, directory.attempt_name) as namespace:
+        with connect(_with_warm_start(plan, config), config, directory.run_id) as namespace:
             note_connection(directory, namespace)
             if resumed is not None:
                 model_path, paths = resumed.model_path, resumed.model_paths | config.model.paths
@@ -74,11 +78,15 @@ def run(
             else:
                 model_path = starting_model(config, directory)
                 config = with_other_models(config, directory, model_path)
-            progress = Progress(config, directory.path.name, console=Console(quiet=True) if quiet else None)
+            progress = Progress(config, directory.path.name, console=console)
             outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks), resumed)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except BaseException as error:
-        kind = "interrupted" if isinstance(error, KeyboardInterrupt | asyncio.CancelledError) else "failed"
+        interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
+        if not directory.has_begun and (interrupted or is_refusal(error)):
+            directory.discard()
+            raise
+        kind = "interrupted" if interrupted else "failed"
         directory.event(kind, error=type(error).__name__, message=str(error))
         raise
     finally:
@@ -86,6 +94,25 @@ def run(
         with contextlib.suppress(PenstockError):
             write_report(directory.path)
     return RunResult(directory.path, outcome, time.monotonic() - start)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """The run was refused as it was asked for: it is for the user to change something."""
+    return isinstance(error, PenstockError) and error.exit_code == ConfigError.exit_code
+
+
+def _nothing_left(directory: RunDirectory, console: Console) -> RunResult:
+    """Of a finished run, which stays as it is."""
+    lines = directory.read_metrics()
+    accuracies = [line["accuracy/heldout"] for line in lines if line.get("accuracy/heldout") is not None]
+    last = lines[-1] if lines else {}
+    outcome = Outcome(int(last.get("step", 0)), accuracies, last)
+    console.print(
+        f"{directory.path.name} has come to its end: {outcome.num_steps} updates. Nothing is left to do; raise "
+        "trainer.max_steps to go on.",
+        markup=False, highlight=False, soft_wrap=True,
+    )  # fmt: skip
+    return RunResult(directory.path, outcome, 0.0)
 
 
 def _train(
@@ -100,7 +127,7 @@ def _train(
     resumed: Checkpoint | None,
 ) -> Outcome:
     """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
-    with weights_root(directory.path.name) as root:
+    with weights_root(directory.run_id) as root:
         fleet = Fleet(plan, config, flow, model_path, namespace, shared_memory=root / "store", resumed=resumed)
         try:
             progress.phase(_starting_text(plan, config))

@@ -5,16 +5,18 @@
     timeline.json   Chrome trace              model/          final weights as a HF model
     report.html     plots/                    tensorboard/
     cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
+    run.lock        who works in it
 
-The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call,
-any other file written under another name and then renamed. A run that is killed leaves whole files and whole lines but
-perhaps the last one, since a kill can cut a write short: readers leave such an end out, and the next writer removes it.
+The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
+(`json_lines.py`), any other file written under another name and then renamed: a run that is killed leaves whole files,
+and whole lines but perhaps the last one. One process at a time works in it (`run.lock`, see `run_lock.py`).
 """
 
+import contextlib
 import json
-import math
 import os
 import re
+import shutil
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -26,12 +28,19 @@ import yaml
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name, to_yaml
+from penstock.orchestrator.json_lines import append_line, open_for_lines, read_lines
 from penstock.orchestrator.reporting.timeline import Timeline
+from penstock.orchestrator.run_lock import RunLock
 
 STARTS = ("start", "resume")
 """Events with which a process takes a run up."""
-_TAIL = 1 << 16
-"""Bytes read at a time when looking for the end of the last whole line."""
+ENDS = ("end", "failed", "interrupted")
+"""Those with which it leaves it."""
+MADE_AT_START = (
+    "config.yaml", "events.jsonl", "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
+    "resumed_store", "tensorboard", "metrics.jsonl",
+)  # fmt: skip
+"""What may be there of a run that has come to nothing yet."""
 
 
 class RunDirectory:
@@ -48,12 +57,14 @@ class RunDirectory:
         self.path = path
         self.timeline = Timeline()
         self._files: dict[str, int] = {}
+        self._locks: list[RunLock] = []
 
     @classmethod
     def create(cls, config: RunConfig, *, now: Callable[[], float] = time.time) -> "RunDirectory":
-        """Make the directory of a new run and write its config.yaml. Sets `config.name` if it was null.
+        """Make the directory of a new run, lock it and write its config.yaml. Sets `config.name` if it was null.
 
-        Raises `ConfigError` when a run of that name is there already, or the place cannot be written.
+        What a run left that came to nothing is replaced. Raises `ConfigError` when a run of that name is there already,
+        or the place cannot be written, `RunInUse` when another process has it.
         """
         parent = Path(config.output_dir).expanduser().resolve()
         if config.name is None:
@@ -61,23 +72,16 @@ class RunDirectory:
             config.name = path.name
         else:
             path = parent / _checked_name(config.name)
-            if (path / "metrics.jsonl").exists() or (path / "config.yaml").exists():
-                raise ConfigError(
-                    f"name={config.name}: {path} already holds a run. Add resume=auto to go on with it from its "
-                    "newest checkpoint, choose another name=..., or leave it out."
-                )
-            _make_directory(path)
         directory = cls(path)
-        directory.write_text("config.yaml", to_yaml(config))
-        return directory
-
-    @classmethod
-    def reopen(cls, config: RunConfig, step: int) -> "RunDirectory":
-        """The directory of the run called `config.name`, to go on after update `step`: later lines of metrics.jsonl go,
-        since those updates are made again. config.yaml becomes this run's."""
-        directory = cls.open(Path(config.output_dir).expanduser() / str(config.name))
-        kept = [line for line in directory.read_metrics() if int(line.get("step", 0)) <= step]
-        directory.write_text("metrics.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+        directory.lock(path, f"name={config.name}")
+        if directory.has_begun:
+            directory.close()
+            raise ConfigError(
+                f"name={config.name}: {path} already holds a run. Add resume=auto to go on with it from its "
+                "newest checkpoint, choose another name=..., or leave it out."
+            )
+        if directory.config_file.is_file():
+            directory._clear()
         directory.write_text("config.yaml", to_yaml(config))
         return directory
 
@@ -92,11 +96,63 @@ class RunDirectory:
         return cls(found)
 
     @property
-    def attempt_name(self) -> str:
-        """The run's name, and which time it is that it is started: what a process that was killed has left in a
-        cluster is in nobody's way."""
-        count = sum(event["kind"] in STARTS for event in self.read_events())
-        return self.path.name if count < 2 else f"{self.path.name}-{count}"
+    def run_id(self) -> str:
+        """The run's name, after its parent's if it is a run before a run: `sums.warm_start`."""
+        parent = RunDirectory(self.path.parent)
+        return f"{parent.run_id}.{self.path.name}" if parent.config_file.is_file() else self.path.name
+
+    @property
+    def has_begun(self) -> bool:
+        """Something of the run is there that one would not make again for nothing."""
+        results = (self.model, self.checkpoints, self.samples, *self.path.glob("*/config.yaml"))
+        return bool(self.read_metrics()) or (self.config_file.is_file() and any(path.exists() for path in results))
+
+    # Its life.
+
+    def lock(self, place: Path, what: str) -> None:
+        """Keep other processes out of `place` until `close`. Raises `RunInUse`, `ConfigError`."""
+        try:
+            self._locks.append(RunLock.take(place, what))
+        except OSError as error:
+            raise ConfigError(
+                f"output_dir: cannot make {place} ({error.strerror}). Set output_dir to a place that can be written."
+            ) from None
+
+    def rewind(self, config: RunConfig, step: int) -> None:
+        """Go on after update `step`: later lines of metrics.jsonl go, since those updates are made again. config.yaml
+        becomes this run's."""
+        kept = [line for line in self.read_metrics() if int(line.get("step", 0)) <= step]
+        self.write_text("metrics.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+        self.write_text("config.yaml", to_yaml(config))
+
+    def discard(self) -> None:
+        """Close, and remove what was made: the name is free again. Files of other hands stay."""
+        self._close_files()
+        self._clear()
+        for lock in self._locks:
+            lock.release(remove=True)
+        with contextlib.suppress(OSError):  # something else is in there
+            self.path.rmdir()
+
+    def close(self) -> None:
+        """Write the timeline, let go of files and locks. May be called twice."""
+        if self._files:
+            self.write_timeline()
+        self._close_files()
+        for lock in self._locks:
+            lock.release()
+
+    def _close_files(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+        self._files.clear()
+
+    def _clear(self) -> None:
+        for path in (self.path / name for name in MADE_AT_START):
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
 
     # Where things are.
 
@@ -181,21 +237,10 @@ class RunDirectory:
     def write_timeline(self) -> None:
         self.write_text("timeline.json", self.timeline.to_json())
 
-    def close(self) -> None:
-        """Write the timeline and let go of the files. May be called twice."""
-        if self._files:
-            self.write_timeline()
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
-
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
         if name not in self._files:
-            self._files[name] = _open_for_lines(self.path / name)
-        line = json.dumps({key: _plain(value) for key, value in values.items()}, ensure_ascii=False) + "\n"
-        rest = memoryview(line.encode())
-        while rest:  # a full disk raises; a signal may make one call write less than all
-            rest = rest[os.write(self._files[name], rest) :]
+            self._files[name] = open_for_lines(self.path / name)
+        append_line(self._files[name], values)
 
     # Reading.
 
@@ -204,10 +249,10 @@ class RunDirectory:
         return values if isinstance(values, dict) else {}
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        return _read_lines(self.metrics_file)
+        return read_lines(self.metrics_file)
 
     def read_events(self) -> list[dict[str, Any]]:
-        return _read_lines(self.events_file)
+        return read_lines(self.events_file)
 
     def sample_files(self) -> list[Path]:
         """By step."""
@@ -247,45 +292,3 @@ def _make_unique(parent: Path, stem: str) -> Path:
             ) from None
         return path
     raise ConfigError(f"{parent / stem}: a thousand runs of that name; set name=...")
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: NaN and infinity, which it lacks, become null; numpy's numbers become Python's."""
-    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
-        value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | bool) else str(value)
-
-
-def _open_for_lines(file: Path) -> int:
-    """Open for appending, after the last whole line: what a killed writer left of another is cut away."""
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-    end = os.lseek(descriptor, 0, os.SEEK_END)
-    kept = end
-    while kept and b"\n" not in (tail := os.pread(descriptor, min(kept, _TAIL), max(0, kept - _TAIL))):
-        kept -= len(tail)
-    if kept:
-        kept = max(0, kept - _TAIL) + tail.rindex(b"\n") + 1
-    if kept != end:
-        os.ftruncate(descriptor, kept)
-    return descriptor
-
-
-def _read_lines(file: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file; a last line that was cut off is left out."""
-    if not file.is_file():
-        return []
-    lines = []
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(value, dict):
-            lines.append(value)
-    return lines

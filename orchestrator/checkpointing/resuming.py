@@ -4,10 +4,13 @@
     resume=auto      the run called `name`, from its newest checkpoint; a new run if there is no such run
     resume=PATH      a new run, from that checkpoint (or the newest of that run)
 
-Called by `run.py` before any actor starts.
+Called by `run.py` before any actor starts. The directory is locked before anything in it is touched, and so is
+checkpoint.directory if it is a local one: another process may still write there.
 """
 
+import contextlib
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,32 +18,70 @@ from penstock.conf.errors import CheckpointError, ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
-from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.run_directory import ENDS, STARTS, RunDirectory
 from penstock.workers.files import download, is_url
 
 
 def open_run(config: RunConfig) -> tuple[RunDirectory, Checkpoint | None]:
-    """The run's directory with its first event written, and what it goes on from. Raises `ConfigError`,
-    `CheckpointError`."""
+    """The run's directory, locked, with its first event written, and what it goes on from. What does not fit is told
+    before anything is made or changed. Raises `ConfigError`, `CheckpointError`, `RunInUse`."""
     if config.resume == "auto" and _there(config):
-        directory = RunDirectory.open(Path(config.output_dir).expanduser() / str(config.name))
-        checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
-        checkpoints.sweep()
-        resumed = checkpoints.newest()
-        directory = RunDirectory.reopen(config, resumed.step if resumed else -1)
-    else:
-        resumed = None
-        if config.resume not in ("auto", "never"):
-            place = config.resume
-            resumed = open_checkpoint(place if is_url(place) else str(Path(place).expanduser().resolve()))
-        directory = RunDirectory.create(config)
-    if resumed is None:
-        about = {"recipe": config.recipe, "algorithm": config.algorithm.name, "max_staleness": config.max_staleness}
-        directory.event("start", **about)
-        return directory, None
-    check_fits(resumed, config)
-    directory.event("resume", step=resumed.step, path=resumed.directory)
-    return directory, _with_local_store(resumed, directory)
+        directory = RunDirectory.open(_path(config))
+        directory.lock(directory.path, f"name={config.name}")
+        return _opened(directory, config, lambda: _newest(directory, config))
+    resumed = None
+    if config.resume not in ("auto", "never"):
+        place = config.resume
+        resumed = open_checkpoint(place if is_url(place) else str(Path(place).expanduser().resolve()))
+        check_fits(resumed, config)
+    return _opened(RunDirectory.create(config), config, lambda: resumed)
+
+
+def _opened(
+    directory: RunDirectory, config: RunConfig, choose: Callable[[], Checkpoint | None]
+) -> tuple[RunDirectory, Checkpoint | None]:
+    try:
+        if config.checkpoint.directory is not None and not is_url(config.checkpoint.directory):
+            with contextlib.suppress(ConfigError):  # one that cannot be made is told by its first checkpoint
+                directory.lock(Path(checkpoint_place(config, directory)), "checkpoint.directory")
+        resumed = choose()
+        if resumed is None:
+            about = {"recipe": config.recipe, "algorithm": config.algorithm.name, "max_staleness": config.max_staleness}
+            directory.event("start", **about)
+            return directory, None
+        directory.event("resume", step=resumed.step, path=resumed.directory)
+        return directory, _with_local_store(resumed, directory)
+    except BaseException:
+        directory.close()
+        raise
+
+
+def _newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
+    """Of the run in its own directory, which is set back to it."""
+    checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
+    checkpoints.sweep()
+    resumed = checkpoints.newest()
+    if resumed is not None:
+        check_fits(resumed, config)
+    directory.rewind(config, resumed.step if resumed is not None else -1)
+    return resumed
+
+
+def finished(config: RunConfig) -> RunDirectory | None:
+    """With resume=auto, the run in its directory if nothing is left to do of it: it came to its end with as many
+    updates as are asked for now, or reached its goal, and its model is there."""
+    if config.resume != "auto" or not _there(config):
+        return None
+    directory = RunDirectory.open(_path(config))
+    events = directory.read_events()
+    turns = [event for event in events if event["kind"] in (*STARTS, *ENDS)]
+    if not turns or turns[-1]["kind"] != "end":
+        return None
+    goal, last = config.evaluation.stop_at_accuracy, events[events.index(turns[-2]) :] if len(turns) > 1 else events
+    reached = any(event["kind"] == "stopped_early" and event["accuracy"] >= goal for event in last if goal is not None)
+    if not reached and turns[-1]["steps"] < config.trainer.max_steps:
+        return None
+    return directory if directory.model.is_dir() or not config.tracking.export_model else None
 
 
 def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
@@ -70,5 +111,9 @@ def _with_local_store(checkpoint: Checkpoint, directory: RunDirectory) -> Checkp
     return replace(checkpoint, store_directory=str(local))
 
 
+def _path(config: RunConfig) -> Path:
+    return Path(config.output_dir).expanduser() / str(config.name)
+
+
 def _there(config: RunConfig) -> bool:
-    return (Path(config.output_dir).expanduser() / str(config.name) / "config.yaml").is_file()
+    return (_path(config) / "config.yaml").is_file()

@@ -17,7 +17,7 @@ from penstock.orchestrator.reporting import svg
 from penstock.orchestrator.reporting.plots import Chart, charts, write_pngs
 from penstock.orchestrator.reporting.samples import SampleRow, read_samples
 from penstock.orchestrator.reporting.summary import Card, cards
-from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.run_directory import ENDS, STARTS, RunDirectory
 
 STYLE_FILE = Path(__file__).parent / "report.css"
 MAX_EVENTS = 60
@@ -74,12 +74,10 @@ def _header(name: str, config: Mapping[str, Any], events: Sequence[Mapping[str, 
 
 
 def _state(events: Sequence[Mapping[str, Any]]) -> str:
-    """How the run ended, by its last event."""
-    kinds = [str(event.get("kind")) for event in events]
-    for kind, text in (("failed", "failed"), ("interrupted", "interrupted"), ("end", "finished")):
-        if kind in kinds:
-            return f'<span class="state {text}">{text}</span>'
-    return '<span class="state running">not finished</span>'
+    """How the run ended, by its last turn: one that failed and was resumed has not failed."""
+    turns = [str(event.get("kind")) for event in events if event.get("kind") in (*STARTS, *ENDS)]
+    text = {"failed": "failed", "interrupted": "interrupted", "end": "finished"}.get(turns[-1] if turns else "")
+    return f'<span class="state {text}">{text}</span>' if text else '<span class="state running">not finished</span>'
 
 
 def _card(card: Card) -> str:

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.conf.errors import ConfigError, ResourceError
-from penstock.orchestrator.run_directory import STARTS, RunDirectory
+from penstock.orchestrator.run_directory import ENDS, STARTS, RunDirectory
 from penstock.store.actor import STORE
 from penstock.store.client import StoreClient
 
@@ -24,7 +24,6 @@ MAX_LEASES = 12
 """Leases shown, those that expire first before others."""
 AUTH_MODE = "RAY_AUTH_MODE"
 """Ray sets it in the process that starts a cluster; whoever joins must have the same."""
-ENDS = ("end", "failed", "interrupted")
 STATES = ("waiting", "free", "leased", "done")
 
 

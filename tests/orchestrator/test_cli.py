@@ -120,6 +120,26 @@ def test_a_finished_run_ends_with_zero_and_a_summary(
     assert "Try next" in capsys.readouterr().out
 
 
+def test_a_finished_run_that_is_resumed_says_that_nothing_is_left_and_keeps_its_summary(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from penstock.orchestrator.configuration.compose import load_config
+
+    words = ["recipe=arithmetic", f"output_dir={tmp_path}", "name=demo", "trainer.max_steps=3"]
+    directory = RunDirectory.create(load_config(words))
+    directory.event("start")
+    directory.log_metrics({"step": 3, "reward/mean": 0.75})
+    directory.event("end", steps=3)
+    directory.model.mkdir()
+    directory.close()
+    before = {file.name: file.read_bytes() for file in directory.path.iterdir() if file.is_file()}
+    assert cli.main(["run", *words, "resume=auto"]) == 0
+    out = capsys.readouterr().out
+    assert "demo has come to its end: 3 updates. Nothing is left to do" in out
+    assert "0.750" in out
+    assert before == {file.name: file.read_bytes() for file in directory.path.iterdir() if file.is_file()}
+
+
 def test_report_rebuilds_the_page_and_refuses_what_is_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

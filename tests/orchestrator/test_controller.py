@@ -61,8 +61,8 @@ class Store:
     async def describe(self) -> str:
         return "described"
 
-    async def cut(self) -> list[int]:
-        return [0]
+    async def cut(self) -> int:
+        return 0
 
     async def snapshot(self, root: str, step: int, keep: int) -> None:
         Path(root).mkdir(parents=True)

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 from pyarrow import parquet
 
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, RunInUse
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster import namespace_of
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.reporting.timeline import Timeline
 from penstock.orchestrator.run_directory import RunDirectory
@@ -37,9 +38,69 @@ def test_two_runs_of_one_second_get_two_directories(tmp_path: Path) -> None:
 
 
 def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
-    RunDirectory.create(config_in(tmp_path, "name=mine")).close()
-    with pytest.raises(ConfigError, match=r"name=mine.*already holds a run"):
+    directory = RunDirectory.create(config_in(tmp_path, "name=mine"))
+    directory.log_metrics({"step": 1})
+    directory.close()
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"name=mine.*already holds a run"):
+            RunDirectory.create(config_in(tmp_path, "name=mine"))
+
+
+def test_a_run_that_never_began_does_not_block_its_name(tmp_path: Path) -> None:
+    """Its process was killed while actors started."""
+    directory = RunDirectory.create(config_in(tmp_path, "name=mine", "seed=1"))
+    directory.event("start")
+    directory.initial_model.mkdir()
+    directory.close()
+    (directory.path / "notes.txt").write_text("the user's")
+    again = RunDirectory.create(config_in(tmp_path, "name=mine", "seed=2"))
+    assert again.read_config()["seed"] == 2
+    assert again.read_events() == []
+    assert not again.initial_model.exists()
+    assert (again.path / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("result", ["model", "checkpoints", "samples", "warm_start"])
+def test_what_a_run_has_made_keeps_its_name(tmp_path: Path, result: str) -> None:
+    directory = RunDirectory.create(config_in(tmp_path, "name=mine"))
+    if result == "warm_start":
+        RunDirectory.create(config_in(directory.path, "name=warm_start")).close()
+    else:
+        (directory.path / result).mkdir()
+    directory.close()
+    with pytest.raises(ConfigError, match="already holds a run"):
         RunDirectory.create(config_in(tmp_path, "name=mine"))
+
+
+def test_a_run_that_is_discarded_leaves_nothing_but_what_others_put_there(tmp_path: Path) -> None:
+    for left in (False, True):
+        directory = RunDirectory.create(config_in(tmp_path, "name=mine"))
+        directory.event("start")
+        if left:
+            (directory.path / "notes.txt").write_text("the user's")
+        directory.discard()
+        assert directory.path.exists() == left
+    assert [path.name for path in directory.path.iterdir()] == ["notes.txt"]
+
+
+def test_two_processes_are_not_in_one_run(tmp_path: Path) -> None:
+    directory = RunDirectory.create(config_in(tmp_path, "name=mine"))
+    with pytest.raises(RunInUse, match=r"name=mine: .*/mine is in use by process \d+"):
+        RunDirectory.create(config_in(tmp_path, "name=mine"))
+    directory.close()
+
+
+def test_the_id_of_a_run_before_a_run_names_its_parent(tmp_path: Path) -> None:
+    parent = RunDirectory.create(config_in(tmp_path, "name=sums"))
+    first = RunDirectory.create(config_in(parent.path, "name=warm_start"))
+    before = RunDirectory.create(config_in(first.path, "name=teacher"))
+    assert [run.run_id for run in (parent, first, before)] == ["sums", "sums.warm_start", "sums.warm_start.teacher"]
+    assert namespace_of(first.run_id).startswith("penstock-sums.warm_start-")
+
+
+def test_no_two_starts_share_a_namespace() -> None:
+    """Neither runs of one name on one cluster nor a run and what a killed process left of it."""
+    assert len({namespace_of("warm_start") for _ in range(100)}) == 100
 
 
 @pytest.mark.parametrize("name", ["../up", "a/b", ".."])

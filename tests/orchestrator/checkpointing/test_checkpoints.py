@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.checkpoint import CheckpointConfig
-from penstock.conf.errors import CheckpointError, ConfigError
+from penstock.conf.errors import CheckpointError, ConfigError, RunInUse
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints, open_checkpoint
-from penstock.orchestrator.checkpointing.resuming import open_run
+from penstock.orchestrator.checkpointing.resuming import finished, open_run
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.files import saved_file
 from penstock.workers.prompts.order import PromptCursor
@@ -108,14 +108,89 @@ def test_resume_auto_goes_on_in_the_runs_directory_and_drops_the_lines_that_come
     assert again.path == directory.path
     assert [line["step"] for line in again.read_metrics()] == [0, 1, 2]
     assert [event["kind"] for event in again.read_events()] == ["start", "resume"]
-    assert again.attempt_name == "again-2"
     assert not (directory.checkpoints / "global_step_3").exists()
 
 
 def test_resume_never_says_how_to_go_on(tmp_path):
-    open_run(run_words(tmp_path, "name=twice"))
+    directory, _ = open_run(run_words(tmp_path, "name=twice"))
+    directory.log_metrics({"step": 1})
+    directory.close()
     with pytest.raises(ConfigError, match="Add resume=auto"):
         open_run(run_words(tmp_path, "name=twice"))
+
+
+def test_a_run_that_goes_on_leaves_the_checkpoint_that_a_live_one_is_writing(tmp_path):
+    live, _ = open_run(run_words(tmp_path, "name=live"))
+    live.log_metrics({"step": 7})
+    unfinished = live.checkpoints / "global_step_7"
+    unfinished.mkdir(parents=True)
+    with pytest.raises(RunInUse, match=r"name=live: .*/live is in use by process \d+ of .*, started 20"):
+        open_run(run_words(tmp_path, "name=live", "resume=auto"))
+    assert unfinished.exists()
+    assert live.read_metrics() == [{"step": 7}]
+    live.close()
+    open_run(run_words(tmp_path, "name=live", "resume=auto"))[0].close()
+    assert not unfinished.exists()
+
+
+def test_two_runs_do_not_share_a_directory_of_checkpoints(tmp_path):
+    place = f"checkpoint.directory={tmp_path}/shared"
+    one, _ = open_run(run_words(tmp_path, "name=one", place))
+    with pytest.raises(RunInUse, match=r"checkpoint\.directory: .*/shared is in use by process"):
+        open_run(run_words(tmp_path, "name=two", place))
+    one.close()
+    open_run(run_words(tmp_path, "name=two", place))[0].close()
+
+
+def test_a_directory_of_checkpoints_that_cannot_be_made_is_told_by_the_first_of_them(tmp_path):
+    (tmp_path / "file").write_text("")
+    directory, _ = open_run(run_words(tmp_path, "name=run", f"checkpoint.directory={tmp_path}/file/below"))
+    directory.close()
+
+
+def ended(tmp_path, steps, *events):
+    """A run that was there, with its model."""
+    directory, _ = open_run(run_words(tmp_path, "name=past"))
+    directory.log_metrics({"step": steps})
+    for kind, values in events or (("end", {"steps": steps}),):
+        directory.event(kind, **values)
+    directory.model.mkdir()
+    directory.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_finished"),
+    [
+        (["trainer.max_steps=4", "resume=auto"], True),
+        (["trainer.max_steps=3", "resume=auto"], True),
+        (["trainer.max_steps=5", "resume=auto"], False),
+        (["trainer.max_steps=4"], False),
+    ],
+)
+def test_nothing_is_left_of_a_run_that_has_made_all_updates(tmp_path, words, is_finished):
+    ended(tmp_path, 4)
+    assert (finished(run_words(tmp_path, "name=past", *words)) is not None) == is_finished
+
+
+def test_nothing_is_left_of_a_run_that_reached_its_goal_unless_the_goal_is_another(tmp_path):
+    ended(tmp_path, 4, ("stopped_early", {"step": 4, "accuracy": 0.9, "goal": 0.8}), ("end", {"steps": 4}))
+    words = ["name=past", "trainer.max_steps=9", "resume=auto"]
+    assert finished(run_words(tmp_path, *words, "evaluation.stop_at_accuracy=0.8")) is not None
+    assert finished(run_words(tmp_path, *words, "evaluation.stop_at_accuracy=0.95")) is None
+    assert finished(run_words(tmp_path, *words)) is None
+
+
+def test_a_run_that_failed_after_its_last_update_or_lacks_its_model_is_not_finished(tmp_path):
+    words = ["name=past", "trainer.max_steps=4", "resume=auto"]
+    ended(tmp_path, 4, ("end", {"steps": 4}), ("resume", {}), ("failed", {}))
+    assert finished(run_words(tmp_path, *words)) is None
+    directory, _ = open_run(run_words(tmp_path, *words))
+    directory.event("end", steps=4)
+    directory.close()
+    assert finished(run_words(tmp_path, *words)) is not None
+    directory.model.rmdir()
+    assert finished(run_words(tmp_path, *words)) is None
+    assert finished(run_words(tmp_path, *words, "tracking.export_model=false")) is not None
 
 
 def test_resume_auto_wants_a_name(tmp_path):
@@ -139,6 +214,7 @@ def test_what_does_not_fit_is_told_before_anything_starts(tmp_path):
     write(Checkpoints(f"{tmp_path}/gone/checkpoints", CheckpointConfig()), 5, model=f"{tmp_path}/nowhere")
     with pytest.raises(CheckpointError, match="nowhere, which is gone"):
         open_run(run_words(tmp_path, "name=c", f"resume={tmp_path}/gone"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gone", "old"], "a directory was made"
 
 
 def test_the_manifest_is_plain_json(tmp_path):

@@ -100,6 +100,13 @@ def test_a_run_that_hardly_began_still_has_a_page(
     assert state in checked(write_report(directory.path, pngs=num_steps > 0))
 
 
+def test_a_run_that_failed_and_was_resumed_is_shown_as_it_is_now(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 1, ended="failed")
+    for kind, state in (("resume", "not finished"), ("end", "finished")):
+        directory.event(kind, steps=1)
+        assert f"{state}</span></h1>" in checked(write_report(directory.path, pngs=False))
+
+
 def test_a_critic_has_charts_of_its_own() -> None:
     steps = [{"step": step, "critic/value_loss": 0.5, "critic/explained_variance": -0.25} for step in (1, 2)]
     found = {chart.name: [series.label for series in chart.series] for chart in charts(steps)}

@@ -1,0 +1,64 @@
+"""Files of one JSON object a line, whole whenever their writer stops. Used by `run_directory.py`.
+
+A line is appended by one call. A kill can cut the last one short: readers leave such an end out, and the next writer
+removes it.
+"""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_TAIL = 1 << 16
+"""Bytes read at a time when looking for the end of the last whole line."""
+
+
+def append_line(descriptor: int, values: Mapping[str, Any]) -> None:
+    line = json.dumps({key: plain(value) for key, value in values.items()}, ensure_ascii=False) + "\n"
+    rest = memoryview(line.encode())
+    while rest:  # a full disk raises; a signal may make one call write less than all
+        rest = rest[os.write(descriptor, rest) :]
+
+
+def plain(value: Any) -> Any:
+    """As JSON has it: NaN and infinity, which it lacks, become null; numpy's numbers become Python's."""
+    if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
+        value = value.item()
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value if value is None or isinstance(value, str | int | bool) else str(value)
+
+
+def open_for_lines(file: Path) -> int:
+    """Open for appending, after the last whole line: what a killed writer left of another is cut away."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+    end = os.lseek(descriptor, 0, os.SEEK_END)
+    kept = end
+    while kept and b"\n" not in (tail := os.pread(descriptor, min(kept, _TAIL), max(0, kept - _TAIL))):
+        kept -= len(tail)
+    if kept:
+        kept = max(0, kept - _TAIL) + tail.rindex(b"\n") + 1
+    if kept != end:
+        os.ftruncate(descriptor, kept)
+    return descriptor
+
+
+def read_lines(file: Path) -> list[dict[str, Any]]:
+    """The objects of a JSONL file; a last line that was cut off is left out."""
+    if not file.is_file():
+        return []
+    lines = []
+    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
+        try:
+            value = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(value, dict):
+            lines.append(value)
+    return lines

@@ -1,0 +1,66 @@
+"""A run that is refused, or interrupted before it has begun, leaves nothing; one that has begun leaves what it did."""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import PenstockError, ResourceError, WorkerDied
+from penstock.orchestrator import handles
+from penstock.orchestrator import run as running
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.run_directory import RunDirectory
+
+
+@pytest.fixture
+def words(small_run: list[str], tmp_path: Path) -> list[str]:
+    return [*small_run, "rollout.engine=hf", f"output_dir={tmp_path}", "name=refused"]
+
+
+def connecting(error: BaseException, *, begun: bool = False) -> Any:
+    """Plays a cluster that does not take the run."""
+
+    @contextlib.contextmanager
+    def connect(actors: object, config: Any, run_id: str) -> Iterator[str]:
+        if begun:
+            directory = RunDirectory(Path(config.output_dir) / config.name)
+            directory.log_metrics({"step": 1})
+            directory.close()
+        raise error
+        yield ""
+
+    return connect
+
+
+@pytest.mark.parametrize("error", [ResourceError("the cluster has 0 GPUs"), KeyboardInterrupt()])
+@pytest.mark.parametrize("started", ["run", "session"])
+def test_a_run_that_is_refused_leaves_its_name_free(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, started: str
+) -> None:
+    monkeypatch.setattr(running, "connect", connecting(error))
+    monkeypatch.setattr(handles, "connect", connecting(error))
+    start: Any = running.run if started == "run" else lambda config: handles.session(config).__enter__()
+    with pytest.raises(type(error)):
+        start(load_config(words))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("error", "begun", "kind"),
+    [
+        (ResourceError("the second run before this one does not fit"), True, "failed"),
+        (KeyboardInterrupt(), True, "interrupted"),
+        (WorkerDied("Rollout-0 has died"), False, "failed"),
+    ],
+)
+def test_a_run_that_has_begun_or_died_tells_how_it_ended(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: PenstockError, begun: bool, kind: str
+) -> None:
+    monkeypatch.setattr(running, "connect", connecting(error, begun=begun))
+    with pytest.raises(type(error)):
+        running.run(load_config(words), quiet=True)
+    directory = RunDirectory.open(tmp_path / "refused")
+    assert [event["kind"] for event in directory.read_events()] == ["start", kind]
+    assert f'class="state {kind}"' in directory.report.read_text()
