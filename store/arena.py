@@ -101,15 +101,15 @@ class Arena:
 
     def place(self, batch: pa.RecordBatch, slot: Slot | None = None) -> Placed:
         """Into the slot goes what does not lie there yet, or all of it into a new file; whose it is from now on,
-        `recycled` and `gone` say. Raises `OSError` if no place has room."""
+        `recycled` and `gone` say. Raises `OSError` if no place has room; then the slot is the caller's as before."""
         arrays = [buffers_of(array) for array in batch.columns]
         missing = sum(aligned(one.size) for some in arrays for one in some if slot is None or slot.where(one) is None)
-        if slot is not None and slot.used + missing > slot.size:
-            slot.give_back()
-            slot = None
-        if slot is None:
+        if slot is None or slot.used + missing > slot.size:
+            too_small = slot
             slot, spans = self._new_file(arrays)
-            nbytes = missing
+            nbytes = sum(aligned(length) for _, length in spans)
+            if too_small is not None:
+                too_small.give_back()  # now that what lies there has been copied
         else:
             spans, nbytes = [_put(slot, one) for some in arrays for one in some], slot.used
         left = iter(spans)
@@ -137,16 +137,23 @@ class Arena:
         for place in self._places:
             path = os.path.join(place, name)
             try:
-                os.makedirs(place, exist_ok=True)
-                with open(path, "xb") as file:
-                    spans = [_write(file, one) for some in arrays for one in some]
-                return Slot(path, self._free.append), spans
+                return Slot(path, self._free.append), _write_new(path, arrays)
             except OSError:
-                with suppress(OSError):
-                    os.unlink(path)
                 if place == self._places[-1]:
                     raise
         raise OSError(f"no place to write {name} to")
+
+
+def _write_new(path: str, arrays: Sequence[Sequence[pa.Buffer]]) -> list[Span]:
+    """A name that exists is another's, and stays. Raises `OSError`; then nothing is left behind."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as file:
+            return [_write(file, one) for some in arrays for one in some]
+    except OSError:
+        with suppress(OSError):
+            os.unlink(path)
+        raise
 
 
 def _write(file: BinaryIO, buffer: pa.Buffer) -> Span:

@@ -2,13 +2,14 @@
 to them any more.
 
 A file is written anew after its last reader, so the store counts who was told of it (`segments.py`); each `Use` ends
-when the last array of what was read is collected, wherever that is. Used by `transport.py` and `segments.py`.
+when the last array of what was read is collected, wherever that is, and `ended` is called then. Used by `transport.py`
+and `segments.py`.
 """
 
 import mmap
 import os
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pyarrow as pa
@@ -20,20 +21,22 @@ from penstock.store.layout import Placed, read
 class Use:
     """What every buffer of one reading holds on to; its end is noted in `over`."""
 
-    __slots__ = ("_memory", "_name", "_over")
+    __slots__ = ("_ended", "_memory", "_name", "_over")
 
-    def __init__(self, name: str, memory: np.ndarray, over: "deque[str]") -> None:
-        self._name, self._memory, self._over = name, memory, over
+    def __init__(self, name: str, memory: np.ndarray, over: "deque[str]", ended: Callable[[], None]) -> None:
+        self._name, self._memory, self._over, self._ended = name, memory, over, ended
 
-    def __del__(self) -> None:  # may run in any thread, and while any other line runs: it appends and no more
+    def __del__(self) -> None:  # may run in any thread, and while any other line runs: `ended` must bear that
         self._over.append(self._name)
+        self._ended()
 
 
 class Mappings:
-    """Files by name. `places`: directories to look for them in."""
+    """Files by name. `places`: directories to look for them in. `ended`: called when there is something for `over` to
+    tell, by whatever thread ends it."""
 
-    def __init__(self, places: Sequence[str]) -> None:
-        self._places = places
+    def __init__(self, places: Sequence[str], ended: Callable[[], None]) -> None:
+        self._places, self._ended = places, ended
         self._files: dict[str, np.ndarray] = {}
         self._over: deque[str] = deque()
 
@@ -42,7 +45,7 @@ class Mappings:
         memory = self._files.get(placed.segment)
         if memory is None or len(memory) < placed.nbytes:
             memory = self._files[placed.segment] = self._map(placed.segment)
-        use = Use(placed.segment, memory, self._over)
+        use = Use(placed.segment, memory, self._over, self._ended)
         address = memory.ctypes.data
         return read(placed, lambda offset, length: pa.foreign_buffer(address + offset, length, use))
 
@@ -57,6 +60,9 @@ class Mappings:
         """The files were removed: their pages go with the last array that lies in them."""
         for name in names:
             self._files.pop(name, None)
+
+    def close(self) -> None:
+        self._files.clear()
 
     def _map(self, name: str) -> np.ndarray:
         for place in self._places:

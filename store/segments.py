@@ -5,12 +5,15 @@
 
 A producer writes the file (`arena.py`) and names it in its call; from then on the store decides when it goes, so a
 producer that dies takes nothing along. What exceeds the budget of shared memory is moved to disk, where it is mapped
-all the same: rows that came last are needed last. Used by `store.py` and `server.py`.
+all the same: rows that came last are needed last. A client hears of what ended with its next answer, or soon if there
+is none. Used by `store.py` and `server.py`.
 """
 
+import asyncio
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +24,15 @@ from penstock.store.arena import Arena
 from penstock.store.errors import StoreError
 from penstock.store.layout import Placed
 from penstock.store.mappings import Mappings
+from penstock.store.roots import claim_root, remove_root, sweep_stale
+from penstock.store.soon import Soon
 
 POOLED_SHARE = 8
 """One part in so many of the budget may lie idle with the writers, beside what is in use."""
 SELF = ""
 """Among the readers: the store itself."""
+COPIED_AT_ONCE = 1 << 20
+"""Bytes."""
 
 
 @dataclass
@@ -40,7 +47,7 @@ class Segment:
     uses: Counter[str] = field(default_factory=Counter)
     """By client: readings that have not ended."""
     seen: set[str] = field(default_factory=set)
-    """Clients that have it mapped, perhaps."""
+    """Clients that have it mapped, perhaps, from whatever batch that lay in it."""
 
 
 @dataclass
@@ -52,11 +59,14 @@ class Notice:
 
 
 class Segments:
-    """The files of one store. `directory`: in shared memory; `spill`: on disk."""
+    """The files of one store. `directory`: in shared memory; `spill`: on disk. Neither may exist: they are made for
+    this store, only its user may enter them, and they go with `close`, or are swept by the next store beside them.
+    """
 
     def __init__(self, directory: str, spill: str, max_bytes: int) -> None:
+        """Raises `StoreError`."""
         self.directory, self.spill = Path(directory), Path(spill)
-        self.directory.mkdir(parents=True, exist_ok=True)
+        self._make_places()
         self.max_bytes = max_bytes
         self.bytes = 0
         """In shared memory, in use."""
@@ -65,16 +75,19 @@ class Segments:
         self.pooled_bytes = 0
         """In shared memory, with their writers."""
         self._segments: dict[str, Segment] = {}
-        self._pooled: dict[str, int] = {}
+        self._pooled: dict[str, Segment] = {}
+        """Those that their writers may write again."""
         self._writers: dict[str, Notice] = {}
         """Clients that are connected."""
+        self._tell: dict[str, Callable[[], None]] = {}
         places = (str(self.directory), str(self.spill))
         self._arena = Arena(places, f"store{os.getpid()}")
-        self._mappings = Mappings(places)
+        self._mappings = Mappings(places, self._own_use_ended)
+        self._let_go_soon: Soon | None = None
 
-    def entered(self, client: str) -> None:
-        """It may write and read from now on."""
-        self._writers[client] = Notice()
+    def entered(self, client: str, tell: Callable[[], None]) -> None:
+        """It may write and read from now on. `tell`: called when there is a notice for it."""
+        self._writers[client], self._tell[client] = Notice(), tell
 
     def keep(self, batch: pa.RecordBatch) -> Placed:
         """Write a batch that has come by value. Raises `StoreError` if there is no room."""
@@ -87,7 +100,8 @@ class Segments:
             ) from None
 
     def adopt(self, placed: Placed) -> None:
-        """A file that a producer has written is the store's from now on. Raises `StoreError` if it is none."""
+        """A file that a producer has written is the store's from now on. Raises `StoreError` if it is none, or if it
+        must be moved to disk and cannot be: then it goes back to its writer, or away."""
         name = placed.segment
         file = self.directory / name
         on_disk = not file.exists()
@@ -95,23 +109,27 @@ class Segments:
             size = (self.spill / name if on_disk else file).stat().st_size
         except OSError as error:
             raise StoreError(f"segment {name} of {self.directory} cannot be read: {error}.") from None
-        self.pooled_bytes -= self._pooled.pop(name, 0)
         if placed.nbytes > size or name in self._segments:
             raise StoreError(f"segment {name} has {size} bytes, not the {placed.nbytes} of its batch, or is in use.")
-        if not on_disk and self.bytes + size > self.max_bytes:
-            self._move_to_disk(file)
-            on_disk = True
-        self._segments[name] = Segment(placed, size, on_disk)
+        segment = self._segments[name] = Segment(placed, size, on_disk, seen=self._unpool(name))
         if on_disk:
             self.spilled_bytes += size
-        else:
-            self.bytes += size
+            return
+        self.bytes += size
+        if self.bytes > self.max_bytes:
+            try:
+                self._move_to_disk(segment)
+            except StoreError:
+                self.drop(name)
+                raise
 
     def open(self, placed: Placed) -> pa.RecordBatch:
         """The batch, for the store itself. Raises `StoreError` if its rows have ended."""
         segment = self._segments.get(placed.segment)
         if segment is None or segment.placed != placed:
             raise StoreError(f"segment {placed.segment}: its rows have ended.")
+        if self._let_go_soon is None:
+            self._let_go_soon = Soon(asyncio.get_running_loop(), self._let_go)
         segment.uses[SELF] += 1
         return self._mappings.read(placed)
 
@@ -119,7 +137,6 @@ class Segments:
         """No row lies in it any more."""
         self._segments[name].is_over = True
         self._settle(name)
-        self.unuse(SELF, self._mappings.over())
 
     def use(self, client: str, name: str) -> None:
         """The client is told of it, and will read it."""
@@ -148,6 +165,7 @@ class Segments:
     def left(self, client: str) -> None:
         """A client's process has ended: it reads nothing, and what it wrote and never handed over goes."""
         self._writers.pop(client, None)
+        self._tell.pop(client, None)
         for name, segment in list(self._segments.items()):
             segment.seen.discard(client)
             if segment.uses.pop(client, 0):
@@ -155,13 +173,28 @@ class Segments:
         for place in (self.directory, self.spill):
             for file in place.glob(f"{client}-*"):
                 if file.name not in self._segments:
-                    self.pooled_bytes -= self._pooled.pop(file.name, 0)
+                    self._tell_gone(file.name, self._unpool(file.name))
                     with suppress(OSError):
                         file.unlink()
 
     def close(self) -> None:
+        """Nobody reads or writes any more. A second time changes nothing."""
+        self._mappings.close()
         for place in (self.directory, self.spill):
-            shutil.rmtree(place, ignore_errors=True)
+            remove_root(place)
+
+    def _make_places(self) -> None:
+        try:
+            for place in (self.directory, self.spill):
+                sweep_stale(place.parent)
+                claim_root(place)
+        except OSError as error:
+            if place == self.spill:
+                remove_root(self.directory)
+            raise StoreError(
+                f"the store cannot make {place}: {error}. It makes its directories anew, and what is there already is "
+                "another's. Make room in shared memory, or set store.spill_dir to a disk that this user may write to."
+            ) from None
 
     def _settle(self, name: str) -> None:
         """Back to its writer, or away, once nobody needs it."""
@@ -176,27 +209,64 @@ class Segments:
         writer = name.rpartition("-")[0]
         pooled = self.pooled_bytes + segment.nbytes
         if writer in self._writers and not segment.on_disk and pooled <= self.max_bytes // POOLED_SHARE:
-            self._pooled[name], self.pooled_bytes = segment.nbytes, pooled
+            self._pooled[name], self.pooled_bytes = segment, pooled
             self._writers[writer].recycled.append(name)
+            self._tell[writer]()
             return
         self._tell_gone(name, {writer, *segment.seen})
         with suppress(OSError):
-            ((self.spill if segment.on_disk else self.directory) / name).unlink()
+            self._file(segment).unlink()
+
+    def _unpool(self, name: str) -> set[str]:
+        """It is written again, or gone with its writer; who has it mapped, perhaps."""
+        segment = self._pooled.pop(name, None)
+        if segment is None:
+            return set()
+        self.pooled_bytes -= segment.nbytes
+        return segment.seen
 
     def _tell_gone(self, name: str, clients: set[str]) -> None:
         for client in clients & self._writers.keys():
             self._writers[client].gone.append(name)
+            self._tell[client]()
         self._mappings.gone([name])
         self._arena.gone([name])
 
-    def _move_to_disk(self, file: Path) -> None:
-        """Its writer hears of it: its mapping would hold on to the pages."""
+    def _own_use_ended(self) -> None:
+        if self._let_go_soon is not None:
+            self._let_go_soon()
+
+    def _let_go(self) -> None:
+        self.unuse(SELF, self._mappings.over())
+
+    def _file(self, segment: Segment) -> Path:
+        return (self.spill if segment.on_disk else self.directory) / segment.placed.segment
+
+    def _move_to_disk(self, segment: Segment) -> None:
+        """Who has it mapped hears of it: the mapping would hold on to the pages. Raises `StoreError`; then nothing has
+        moved."""
+        name = segment.placed.segment
         try:
-            self.spill.mkdir(parents=True, exist_ok=True)
-            shutil.move(file, self.spill / file.name)
+            _move(self.directory / name, self.spill / name)
         except OSError as error:
             raise StoreError(
-                f"segment {file.name} cannot be moved to {self.spill}: {error}. Set store.spill_dir to a larger "
-                "disk, or lower store.max_bytes or raise store.shared_memory_mib, so that nothing needs to be moved."
+                f"segment {name} cannot be moved to {self.spill}: {error}. Set store.spill_dir to a larger disk, or "
+                "lower store.max_bytes or raise store.shared_memory_mib, so that nothing needs to be moved."
             ) from None
-        self._tell_gone(file.name, {file.name.rpartition("-")[0]})
+        segment.on_disk = True
+        self.bytes -= segment.nbytes
+        self.spilled_bytes += segment.nbytes
+        self._tell_gone(name, {name.rpartition("-")[0], *segment.seen})
+
+
+def _move(source: Path, target: Path) -> None:
+    """To another file system. A target that exists is another's, and stays. Raises `OSError`; then the source is as
+    before and there is nothing new."""
+    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with open(descriptor, "wb") as copy, source.open("rb") as original:
+            shutil.copyfileobj(original, copy, COPIED_AT_ONCE)
+    except OSError:
+        target.unlink(missing_ok=True)
+        raise
+    source.unlink()

@@ -2,23 +2,25 @@
 
 A connection is a client. When it ends, its process has ended, however that came: what it waited for is withdrawn and
 what it held goes back, at once and without a deadline. Made by `Store.endpoint`; the other end is `transport.py`.
+
+Messages are pickles, which run code. So the socket lies in a directory that only its user may enter, and a peer whose
+user the kernel does not name as this one is hung up on before anything is read of it.
 """
 
 import asyncio
 import contextlib
 import pickle
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from penstock.store.calls import refs_of
 from penstock.store.errors import StoreError
+from penstock.store.peers import MANY, bind, is_same_user
 from penstock.store.segments import Segments
+from penstock.store.soon import Soon
 from penstock.store.wire import Wire
 
-LONGEST_PATH = 100
-"""Bytes that the kernel takes for a socket's name, and a few less."""
 WITHOUT_WAITING = ("many",)
 """Calls that are answered at once, without a task of their own."""
 
@@ -44,19 +46,40 @@ class Server:
     def __init__(self, store: Served, segments: Segments, path: Path) -> None:
         self._store = store
         self._segments = segments
-        if len(str(path)) > LONGEST_PATH:
-            path = Path(tempfile.mkdtemp(prefix="penstock-")) / path.name
         self.path = path
+        self.refused = 0
+        """Connections of other users."""
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Visitor(self._store, self._segments).wire, str(self.path))
+        self._server = await loop.create_unix_server(lambda: Door(self), sock=bind(self.path), backlog=MANY)
+
+    def enter(self) -> Wire:
+        """A visitor's end of its connection."""
+        return Visitor(self._store, self._segments).wire
 
     def close(self) -> None:
         """Take no more connections; those that are open stay."""
         if self._server is not None:
             self._server.close()
+
+
+class Door(asyncio.BaseProtocol):
+    """What a connection meets first: nothing is read before it is known whose it is."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        transport = cast(asyncio.Transport, transport)
+        if not is_same_user(transport.get_extra_info("socket")):
+            self._server.refused += 1
+            transport.abort()
+            return
+        wire = self._server.enter()
+        transport.set_protocol(wire)
+        wire.connection_made(transport)
 
 
 class Visitor:
@@ -72,11 +95,13 @@ class Visitor:
     def _hear(self, message: Any) -> None:
         if self._client is None:
             self._client = str(message)
-            self._segments.entered(self._client)
+            self._segments.entered(self._client, Soon(asyncio.get_running_loop(), self._tell))
             return
         number, method, arguments, over = message
         if over:
             self._segments.unuse(self._client, over)
+        if number is None:  # it says no more than that
+            return
         answering = self._answer(self._client, number, method, arguments)
         if method in WITHOUT_WAITING:
             with contextlib.suppress(StopIteration):
@@ -106,6 +131,12 @@ class Visitor:
             return
         for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
             self._segments.use(client, placed.segment)
+
+    def _tell(self) -> None:
+        """No answer has taken it along: a client that calls nothing would hold on to what is gone."""
+        notice = self._segments.notice(str(self._client))
+        if notice is not None and self.wire.is_open:
+            self.wire.send((None, None, None, notice))
 
     def _gone(self) -> None:
         for task in list(self._waiting):

@@ -324,6 +324,8 @@ class Store:
         if self._segments is not None:
             numbers["store/shared_bytes"] = self._segments.bytes
             numbers["store/spilled_bytes"] = self._segments.spilled_bytes
+        if self._server is not None:
+            numbers["store/refused_connections"] = self._server.refused
         return numbers
 
     async def describe(self) -> dict[str, Any]:
@@ -353,6 +355,12 @@ class Store:
             self._server.close()
         for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
             turns.close()
+
+    async def end(self) -> None:
+        """Nobody calls any more: what it keeps in files goes. A second time changes nothing."""
+        await self.close("the run is over")
+        if self._segments is not None:
+            self._segments.close()
 
     def _grant(
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None

@@ -8,17 +8,20 @@ memory (`segments.py`). From other machines calls go through Ray, and so does th
 import asyncio
 import itertools
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from penstock.conf.errors import PartnerGone, StoreError
+from penstock.store import peers
 from penstock.store.arena import Arena, Slot
 from penstock.store.calls import refs_of
 from penstock.store.layout import Placed
 from penstock.store.mappings import Mappings
 from penstock.store.segments import Notice
 from penstock.store.server import Endpoint
+from penstock.store.soon import Soon
 from penstock.store.store import Store
 from penstock.store.wire import Wire
 
@@ -132,18 +135,22 @@ class OverSocket:
     def __init__(self, endpoint: Endpoint, client: str) -> None:
         self._endpoint, self._client = endpoint, client
         self._wire = Wire(self._hear, self._gone)
-        self._arena, self._mappings = Arena(endpoint.segments, client), Mappings(endpoint.segments)
+        self._say_over_soon = Soon(asyncio.get_running_loop(), self._say_over)
+        self._arena = Arena(endpoint.segments, client)
+        self._mappings = Mappings(endpoint.segments, self._say_over_soon)
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
     @classmethod
     async def connect(cls, endpoint: Endpoint, client: str) -> "OverSocket | None":
-        """None if the socket cannot be reached from here: a container of its own, say."""
+        """None if the socket cannot be reached from here: a container of its own, say. Or if it is another user's:
+        answers are pickles, and what is not authenticated is not read."""
         link = cls(endpoint, client)
         try:
-            await asyncio.get_running_loop().create_unix_connection(lambda: link._wire, endpoint.path)
+            connection = peers.connect(Path(endpoint.path))
         except OSError:
             return None
+        await asyncio.get_running_loop().create_unix_connection(lambda: link._wire, sock=connection)
         link._wire.send(client)
         return link
 
@@ -167,17 +174,28 @@ class OverSocket:
         try:
             return self._arena.place(batch, slot)
         except OSError:  # shared memory and disk are full: the store is asked to keep it, and says so
+            if slot is not None:  # its pages are written again while the batch is under way
+                batch = batch.take(pa.array(range(batch.num_rows)))
+                slot.give_back()
             return batch
 
     async def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
         return [self._mappings.read(placed) for placed in refs]
 
-    def _hear(self, message: tuple[int, Any, BaseException | None, Notice | None]) -> None:
+    def _say_over(self) -> None:
+        """No call has taken along which readings have ended: the store would hold on to their files."""
+        over = self._mappings.over()
+        if over and self._wire.is_open:
+            self._wire.send((None, "", (), over))
+
+    def _hear(self, message: tuple[int | None, Any, BaseException | None, Notice | None]) -> None:
         number, value, error, notice = message
         if notice is not None:
             self._arena.recycled(notice.recycled)
             self._arena.gone(notice.gone)
             self._mappings.gone(notice.gone)
+        if number is None:
+            return
         answer = self._answers.get(number)
         if answer is None or answer.done():
             for placed in refs_of(value):  # nobody will read it: the use that the store has counted ends

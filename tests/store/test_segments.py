@@ -1,0 +1,201 @@
+"""Files of large batches: nobody's are overwritten, none is orphaned, and none is kept for a reader that has ended."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from penstock.store.arena import Arena
+from penstock.store.errors import StoreError
+from penstock.store.roots import OWNER_NAME
+from penstock.store.segments import POOLED_SHARE, Segments
+from penstock.store.server import Endpoint
+from penstock.store.store import Store
+from tests.store.test_wire import serve, visit
+
+KB = 1000
+BUDGET = 100 * KB
+
+
+def batch(num_bytes: int, fill: int = 0) -> pa.RecordBatch:
+    return pa.record_batch({"x": pa.array(np.full(num_bytes, fill, np.uint8))})
+
+
+def segments_in(tmp_path: Path, max_bytes: int = BUDGET) -> Segments:
+    return Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), max_bytes)
+
+
+def arena_of(segments: Segments, writer: str = "writer") -> Arena:
+    segments.entered(writer, lambda: None)
+    return Arena((str(segments.directory), str(segments.spill)), writer)
+
+
+def files_in(place: Path) -> list[str]:
+    return sorted(file.name for file in place.iterdir() if file.name not in (OWNER_NAME, "socket"))
+
+
+@pytest.mark.parametrize("taken", ["shm", "disk"])
+def test_a_directory_that_exists_is_another_stores_and_refused(tmp_path: Path, taken: str) -> None:
+    (tmp_path / taken).mkdir()
+    (tmp_path / taken / "writer-0").write_bytes(b"theirs")
+    with pytest.raises(StoreError, match=rf"cannot make .*{taken}.*File exists.*set store\.spill_dir"):
+        segments_in(tmp_path)
+    assert (tmp_path / taken / "writer-0").read_bytes() == b"theirs"
+    assert [path.name for path in tmp_path.iterdir()] == [taken]
+
+
+def test_a_file_that_exists_is_not_written_over_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "writer-0").write_bytes(b"theirs")
+    with pytest.raises(FileExistsError):
+        Arena([str(tmp_path)], "writer").place(batch(5 * KB))
+    assert (tmp_path / "writer-0").read_bytes() == b"theirs"
+
+
+def test_what_is_moved_to_disk_does_not_overwrite_what_lies_there(tmp_path: Path) -> None:
+    segments = segments_in(tmp_path, max_bytes=5 * KB)
+    (tmp_path / "disk" / "writer-0").write_bytes(b"theirs")
+    with pytest.raises(StoreError, match=r"writer-0 cannot be moved to .*disk"):
+        segments.adopt(arena_of(segments).place(batch(10 * KB)))
+    assert (tmp_path / "disk" / "writer-0").read_bytes() == b"theirs"
+
+
+def test_a_file_that_cannot_be_moved_goes_back_to_its_writer_or_away(tmp_path: Path) -> None:
+    segments = segments_in(tmp_path)
+    arena = arena_of(segments)
+    segments.adopt(arena.place(batch(95 * KB)))
+    held = segments.bytes
+    (tmp_path / "disk").rename(tmp_path / "elsewhere")
+    for size in (BUDGET // POOLED_SHARE + KB, BUDGET // POOLED_SHARE - KB):
+        with pytest.raises(StoreError, match="cannot be moved"):
+            segments.adopt(arena.place(batch(size)))
+    notice = segments.notice("writer")
+    assert notice is not None
+    assert (notice.gone, notice.recycled) == (["writer-1"], ["writer-2"])
+    assert files_in(tmp_path / "shm") == ["writer-0", "writer-2"]
+    assert (segments.bytes, segments.spilled_bytes) == (held, 0)
+
+
+def test_a_slot_is_its_writers_until_what_lies_in_it_has_a_place(tmp_path: Path) -> None:
+    """If no place has room for the rest of a batch, the batch goes by value, out of the slot."""
+    arena = Arena([str(tmp_path)], "writer")
+    arena.recycled([arena.place(batch(5 * KB)).segment])
+    slot = arena.reserve(5 * KB)  # and a few more: files grow in steps
+    assert slot is not None
+    room = slot.take(5 * KB)
+    assert room is not None
+    lies_there = pa.Array.from_buffers(pa.uint8(), 5 * KB, [None, pa.py_buffer(room)])
+    rest = pa.array(np.zeros(5 * KB, np.int64))
+    tmp_path.rename(tmp_path.with_name("elsewhere"))
+    with pytest.raises(OSError, match="No such file"):
+        arena.place(pa.record_batch({"x": lies_there, "y": rest, "z": rest}), slot)
+    assert arena.reserve(1) is None
+
+
+def test_all_who_have_ever_mapped_a_file_hear_that_it_is_gone(tmp_path: Path) -> None:
+    """A mapping of an earlier batch in the same file holds its pages as well."""
+    segments = segments_in(tmp_path)
+    arena = arena_of(segments)
+    segments.entered("reader", lambda: None)
+    first = arena.place(batch(5 * KB))
+    segments.adopt(first)
+    segments.use("reader", first.segment)
+    segments.unuse("reader", [first.segment])
+    segments.drop(first.segment)
+    arena.recycled([first.segment])
+    second = arena.place(batch(5 * KB), arena.reserve(5 * KB))
+    assert second.segment == first.segment
+    segments.max_bytes = 1 * KB
+    segments.adopt(second)  # is moved to disk
+    notice = segments.notice("reader")
+    assert notice is not None
+    assert notice.gone == [first.segment]
+
+
+DIES = """
+import os, signal, sys
+from penstock.store.segments import Segments
+Segments(sys.argv[1] + "/penstock-dead", sys.argv[2] + "/penstock-dead", 1000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_store_left_in_memory_and_on_disk_is_swept_by_the_next_beside_it(tmp_path: Path) -> None:
+    places = [tmp_path / "shm", tmp_path / "disk"]
+    killed = subprocess.run([sys.executable, "-c", DIES, *map(str, places)])
+    assert killed.returncode == -signal.SIGKILL
+    assert all((place / "penstock-dead").exists() for place in places)
+    living = Segments(*(str(place / "penstock-living") for place in places), BUDGET)
+    assert all(os.listdir(place) == ["penstock-living"] for place in places)
+    living.close()
+    assert not any(os.listdir(place) for place in places)
+
+
+def mapped(place: Path) -> list[str]:
+    """Files of a directory that some memory of this process lies in, removed ones too."""
+    return [line.split()[5] for line in Path("/proc/self/maps").read_text().splitlines() if f" {place}/" in line]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Without a call to the store. `serve` has a deadline."""
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+def test_a_reader_that_calls_nothing_more_holds_no_shared_memory(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        producer, _ = await visit(endpoint)
+        reader, _ = await visit(endpoint)
+        await producer.put_groups([{"prompt_ids": [7] * 5000, "task": "{}"}])
+        lease = await reader.lease("rollout", 1, "engine")
+        assert lease is not None
+        array = lease.rows.arrays("prompt_ids")[0]
+        await reader.drop(lease, lease.rows.row_ids, "test")
+        del lease
+        await asyncio.sleep(0.1)
+        assert files_in(tmp_path / "shm"), "somebody reads it"
+        assert (array == 7).all()
+        del array
+        await until(lambda: not files_in(tmp_path / "shm"))
+        await until(lambda: not mapped(tmp_path / "shm"))
+
+    serve(tmp_path, body, shared_bytes=100_000, group_size=1)
+
+
+def test_a_reader_that_calls_nothing_more_hears_that_a_file_is_gone(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        producer, _ = await visit(endpoint)
+        reader, _ = await visit(endpoint)
+        await producer.put_groups([{"prompt_ids": [7] * 5000, "task": "{}"}])
+        lease = await reader.lease("rollout", 1, "engine")
+        assert lease is not None
+        await reader.release(lease)
+        del lease
+        again = await producer.lease("rollout", 1, "other")
+        assert again is not None
+        await producer.drop(again, again.rows.row_ids, "test")
+        del again
+        await until(lambda: not files_in(tmp_path / "shm") and not mapped(tmp_path / "shm"))
+
+    serve(tmp_path, body, shared_bytes=100_000)
+
+
+def test_the_store_itself_lets_go_of_what_its_snapshot_has_read(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        await client.put_groups([{"prompt_ids": [7] * 5000, "task": "{}"}])
+        await client.cut()
+        lease = await client.lease("rollout", 1, "engine")
+        assert lease is not None
+        await client.drop(lease, lease.rows.row_ids, "test")
+        del lease
+        await client.snapshot(str(tmp_path / "snapshots"), 1)
+        await until(lambda: not files_in(tmp_path / "shm") and not mapped(tmp_path / "shm"))
+
+    serve(tmp_path, body, shared_bytes=100_000)
