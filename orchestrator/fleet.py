@@ -21,7 +21,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.sharing import SharedDevices, plan_sharing
 from penstock.orchestrator.waiting import get_all
-from penstock.store.actor import STORE, create_store_actor
+from penstock.store.actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts
@@ -113,9 +113,11 @@ class Fleet:
                 refs.append(handle.close.remote())
         with contextlib.suppress(RayError):
             ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
-        for handle in [*self.actors.values(), *([self.store] if self.store is not None else [])]:
+        for handle in self.actors.values():
             with contextlib.suppress(RayError):
                 ray.kill(handle)
+        if self.store is not None:  # nobody reads its files any more
+            end_store_actor(self.store, self.config.store.spill_dir, grace_s)
         self._devices.release()
         self.actors.clear()
         self.store = None

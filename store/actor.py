@@ -1,6 +1,7 @@
 """The store as a Ray actor: a light process, named, that everyone in the run finds."""
 
 import atexit
+import contextlib
 import gc
 import os
 import shutil
@@ -10,18 +11,18 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.store import store
+from penstock.store.roots import PREFIX, SHARED_MEMORY, sweep_stale
 from penstock.store.segments import Segments
 from penstock.store.spec import StoreSpec
 
 MAX_WAITING_CALLS = 10_000
 """Calls that may wait in the store at a time: each is a coroutine, not a thread."""
-SHARED_MEMORY = "/dev/shm"
 STORE = "Store"
 """The actor's name, as in the dashboard."""
 CALLS = (
     "spec", "endpoint", "read", "many", "put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared",
     "write", "drop", "release", "renew", "abandon", "published", "last_batch", "admitted", "cut", "snapshot", "stats",
-    "describe", "errors", "close",
+    "describe", "errors", "close", "end",
 )  # fmt: skip
 """What clients on other machines call through Ray."""
 GC_THRESHOLD = (50_000, 20, 50)
@@ -40,7 +41,7 @@ class Store:
         import ray
 
         gc.set_threshold(*GC_THRESHOLD)
-        spill = os.path.join(spec.spill_dir or tempfile.gettempdir(), os.path.basename(directory))
+        spill = os.path.join(_disk(spec.spill_dir), f"{PREFIX}store-{uuid.uuid4().hex}")
         segments = Segments(directory, spill, spec.shared_bytes)
         node = ray.get_runtime_context().get_node_id()
         self._store = store.Store(spec, segments=segments, node=node, restore=restore)
@@ -61,15 +62,36 @@ for _name in CALLS:
 def create_store_actor(
     spec: StoreSpec, namespace: str, name: str = STORE, restore: str | None = None, directory: str | None = None
 ) -> Any:
-    """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it.
+    """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
+    until `end_store_actor`.
 
-    `restore`: a snapshot to go on from, see `store/snapshot.py`. `directory`: for its socket and segments, in shared
-    memory, removed by the caller; None: one that goes with this process.
+    `restore`: a snapshot to go on from, see `store/snapshot.py`. `directory`: which it makes for its socket and
+    segments, in shared memory, removed by the caller as well; None: one that goes with this process.
     """
     import ray
 
     if directory is None:
-        directory = os.path.join(SHARED_MEMORY, f"penstock-store-{os.getpid()}-{uuid.uuid4().hex[:8]}")
+        directory = os.path.join(SHARED_MEMORY, f"{PREFIX}store-{uuid.uuid4().hex}")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     options = {"name": name, "namespace": namespace, "num_cpus": 0, "max_concurrency": MAX_WAITING_CALLS}
     return ray.remote(Store).options(**options).remote(spec, directory, restore)
+
+
+def end_store_actor(handle: Any, spill_dir: str | None = None, timeout_s: float = 10.0) -> None:
+    """Have a store remove its files, and kill it. What one leaves that is dead already, or does not answer, is swept,
+    by this call or by the next store beside it: `spill_dir` is its spec's. Never raises for a dead one."""
+    import ray
+
+    try:
+        ray.get(handle.end.remote(), timeout=timeout_s)
+        ray.kill(handle)
+    except ray.exceptions.RayError:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.kill(handle)
+        for parent in (SHARED_MEMORY, _disk(spill_dir)):
+            sweep_stale(parent)
+
+
+def _disk(spill_dir: str | None) -> str:
+    """What batches are moved below, on the machine of who asks."""
+    return spill_dir or tempfile.gettempdir()

@@ -55,11 +55,12 @@ def _identity(pid: int) -> tuple[str, str, str, str]:
 
 def _start_ticks(pid: str) -> str | None:
     """Clock ticks from boot to the process's start (proc(5), stat field 22): unlike a date, no clock change moves
-    it."""
+    it. None if it has ended, also if its parent has not heard of it yet."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
+    return None if state in "ZX" else others[18]
 
 
 def _namespace() -> str:

@@ -3,7 +3,9 @@
 import asyncio
 import os
 import signal
+import uuid
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,11 +38,11 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def handle(cluster: None, request: pytest.FixtureRequest) -> Iterator[Any]:
-    from penstock.store.actor import create_store_actor
+    from penstock.store.actor import create_store_actor, end_store_actor
 
     handle = create_store_actor(make_spec(lease_timeout_s=LEASE_TIMEOUT_S), "store-test", name=request.node.name)
     yield handle
-    ray.kill(handle)
+    end_store_actor(handle)
 
 
 class Engine:
@@ -167,3 +169,30 @@ def test_synchronous_clients_speak_to_the_actor(handle: Any) -> None:
     client.release(lease)
     asyncio.run(StoreClient(handle).close("done"))
     assert client.lease("reward", 1, "judge") is None
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_stores_directories_are_its_own_and_go_with_it(cluster: None, tmp_path: Path, killed: bool) -> None:
+    """Two on the same disk, as of two runs or users; one of them is killed by what ends processes out of memory."""
+    from penstock.store.actor import create_store_actor, end_store_actor
+
+    spec = make_spec(spill_dir=str(tmp_path / "disk"), shared_bytes=1000, inline_bytes=1000)
+    names = [f"/dev/shm/penstock-{uuid.uuid4().hex}" for _ in range(2)]
+    stores = [create_store_actor(spec, "two-stores", f"Store-of-{name[-8:]}", directory=name) for name in names]
+
+    async def body() -> None:
+        for store in stores:
+            client = StoreClient(store)
+            await client.put_groups([{"prompt_ids": [1] * 5000, "task": "{}"}])
+            assert (await client.stats())["store/spilled_bytes"] > 0
+
+    asyncio.run(body())
+    spilled = list((tmp_path / "disk").iterdir())
+    assert len(spilled) == 2
+    assert all(path.stat().st_mode & 0o777 == 0o700 for path in [*map(Path, names), *spilled])
+    if killed:
+        os.kill(ray.get(stores[0].describe.remote())["process"]["pid"], signal.SIGKILL)
+    for store in stores:
+        end_store_actor(store, spec.spill_dir)
+    assert not list((tmp_path / "disk").iterdir())
+    assert not any(map(os.path.exists, names))

@@ -26,6 +26,13 @@ def test_the_root_of_a_living_process_stays(tmp_path: Path) -> None:
     assert root.exists()
 
 
+def test_a_process_that_its_parent_has_not_waited_for_is_dead(tmp_path: Path) -> None:
+    root = tmp_path / "penstock-zombie"
+    with subprocess.Popen([sys.executable, "-c", CLAIM, str(root)]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert sweep_stale(tmp_path) == [str(root)]
+
+
 def test_a_reused_pid_does_not_keep_a_root_alive(tmp_path: Path) -> None:
     root = claim_root(tmp_path / "penstock-reused")
     pid, _, *where = (root / OWNER_NAME).read_text().split()
