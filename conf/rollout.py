@@ -56,7 +56,8 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     """GPU: share of the memory that vLLM takes. Half leaves room for a colocated trainer."""
     num_threads: int = 0
-    """CPU threads of each engine. 0: all cores when max_staleness=0, else an even share."""
+    """CPU threads of each engine. 0: an even share, of all cores among the engines when max_staleness=0, else among
+    engines and ranks."""
     enforce_eager: bool = True
     """Skip graph capture: starts faster. Set false on GPUs for speed."""
     start_timeout_s: float = 300.0

@@ -127,7 +127,8 @@ class TrainerConfig:
     rounding.
     """
     num_threads: int = 0
-    """CPU threads of each rank. 0: all cores when max_staleness=0, else an even share."""
+    """CPU threads of each rank. 0: an even share, of all cores among the ranks when max_staleness=0, else among
+    engines and ranks."""
     collective_timeout_s: float = 600.0
     step_timeout_s: float = 3600.0
     """Deadline of one update, waiting for its samples included."""

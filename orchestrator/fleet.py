@@ -152,7 +152,7 @@ class Fleet:
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self.config
-        threads = threads_per_worker(config.rollout.num_threads, config, os.cpu_count() or 1)
+        threads = threads_per_worker(actor.role, config, os.cpu_count() or 1)
         return RolloutSpec(
             actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt,
             bool(self.flow.of_kind("greedy_rollout")), choose_transport(config),
@@ -181,7 +181,7 @@ class Fleet:
             path,
             actor.rank,
             config.trainer.num_ranks,
-            threads_per_worker(config.trainer.num_threads, config, os.cpu_count() or 1),
+            threads_per_worker(actor.role, config, os.cpu_count() or 1),
             stage.name,
             None if reference else stage.function,
             config.rollout.sampling.temperature if self.flow.of_kind("rollout") else 1.0,

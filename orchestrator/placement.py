@@ -69,15 +69,16 @@ def check_fits(actors: list[ActorPlan], num_cpus: float, num_gpus: float) -> Non
         )
 
 
-def threads_per_worker(requested: int, config: RunConfig, num_cores: int) -> int:
-    """CPU threads of an engine or a rank.
+def threads_per_worker(role: str, config: RunConfig, num_cores: int) -> int:
+    """CPU threads of an engine (`rollout`) or of a rank (`trainer`, `reference`).
 
-    With `max_staleness=0` generation and training take turns, so each gets every core; otherwise they run at the same
-    time and share them evenly.
+    With `max_staleness=0` generation and training take turns, so each side divides every core among its own kind;
+    otherwise they run at the same time and all share them evenly.
     """
-    if requested:
-        return requested
-    workers = config.rollout.num_workers + config.trainer.num_ranks
-    if config.max_staleness == 0:
-        workers = max(config.rollout.num_workers, config.trainer.num_ranks)
-    return max(1, num_cores // workers)
+    engines, ranks = config.rollout.num_workers, config.trainer.num_ranks
+    requested, workers = (
+        (config.rollout.num_threads, engines) if role == "rollout" else (config.trainer.num_threads, ranks)
+    )
+    if config.max_staleness > 0:
+        workers = engines + ranks
+    return requested or max(1, num_cores // workers)
