@@ -88,7 +88,10 @@ def write(root: str | Path, number: int, state: Cut, fetch: Fetch | None = None,
     target = root / f"{PREFIX}{number:08d}"
     part = root / f".{target.name}.{os.getpid()}.part"
     shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        _sync(root.parent)
+    part.mkdir()
     source = list(state.spec.source_columns)
     tables = {"groups.arrow": iter(state.groups.to_batches() or [pa.RecordBatch.from_pylist([], state.groups.schema)])}
     tables["source.arrow"] = _batches(state, state.source_rows, source, "group_id", fetch)
@@ -99,6 +102,7 @@ def write(root: str | Path, number: int, state: Cut, fetch: Fetch | None = None,
     _write_synced(part / "manifest.json", json.dumps(manifest, indent=1).encode())
     if target.exists():
         shutil.rmtree(target)
+    _sync(part)  # before it has its name: a rename may reach the disk first
     part.rename(target)
     _sync(root)
     for old in snapshots(root)[keep:]:

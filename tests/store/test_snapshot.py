@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -228,3 +229,35 @@ def test_a_snapshot_is_of_the_cut_before_it(tmp_path: Path) -> None:
         assert Store(make_spec(), restore=tmp_path).ledger.residents.next_group == 2
 
     asyncio.run(body())
+
+
+def test_a_snapshot_is_on_disk_before_it_has_its_name_and_its_name_before_it_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files, the directories that name them, and that of a root made for it: a machine that loses its power has all of
+    the snapshot or none."""
+    events: list[str] = []
+    fsync, rename = os.fsync, os.rename
+
+    def synced(descriptor: int) -> None:
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renamed(source: Path, target: Path) -> None:
+        events.append(f"{target} has its name")
+        rename(source, target)
+
+    async def body(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        monkeypatch.setattr(os, "fsync", synced)
+        monkeypatch.setattr(os, "rename", renamed)
+        target = Path(await client.snapshot(str(tmp_path / "new"), 1))
+        at = events.index(f"{target} has its name")
+        before, after = events[:at], events[at + 1 :]
+        parent, *files, part = map(Path, before)
+        assert parent == tmp_path
+        assert {file.name for file in files} == {file.name for file in target.iterdir()}
+        assert {file.parent for file in files} == {part}
+        assert after == [str(tmp_path / "new")]
+
+    run(body)
