@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from penstock.store import store
+from penstock.store.calls import with_values
 from penstock.store.roots import PREFIX, SHARED_MEMORY, sweep_stale
 from penstock.store.segments import Segments
 from penstock.store.spec import StoreSpec
@@ -20,7 +21,7 @@ MAX_WAITING_CALLS = 10_000
 STORE = "Store"
 """The actor's name, as in the dashboard."""
 CALLS = (
-    "spec", "endpoint", "read", "many", "put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared",
+    "spec", "endpoint", "many", "put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared",
     "write", "drop", "release", "renew", "abandon", "published", "last_batch", "admitted", "cut", "snapshot", "stats",
     "describe", "errors", "close", "end",
 )  # fmt: skip
@@ -33,8 +34,9 @@ rows' state many times a second."""
 class Store:
     """The store with its segments, on the machine that Ray puts it on. The dashboard shows the class's name.
 
-    Its methods are `CALLS`, each handed on: Ray wraps every method of an actor's class, and calls that come by the
-    store's own socket need not pay for that.
+    Its methods are `CALLS`, each handed on, with values in place of segments: a client that calls through Ray may be on
+    another machine, and may be gone before it has read them. Ray wraps every method of an actor's class, and calls
+    that come by the store's own socket need not pay for that.
     """
 
     def __init__(self, spec: StoreSpec, directory: str, restore: str | None = None) -> None:
@@ -42,14 +44,14 @@ class Store:
 
         gc.set_threshold(*GC_THRESHOLD)
         spill = os.path.join(_disk(spec.spill_dir), f"{PREFIX}store-{uuid.uuid4().hex}")
-        segments = Segments(directory, spill, spec.shared_bytes)
+        self._segments = Segments(directory, spill, spec.shared_bytes)
         node = ray.get_runtime_context().get_node_id()
-        self._store = store.Store(spec, segments=segments, node=node, restore=restore)
+        self._store = store.Store(spec, segments=self._segments, node=node, restore=restore)
 
 
 def _handed_on(name: str) -> Callable[..., Any]:
     async def call(self: Store, *arguments: Any) -> Any:
-        return await getattr(self._store, name)(*arguments)
+        return with_values(await getattr(self._store, name)(*arguments), self._segments.open)
 
     call.__name__ = name
     return call

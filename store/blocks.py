@@ -335,6 +335,21 @@ def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.Record
     return Rows(payload.row_ids, payload.group_ids, pa.table([columns[name] for name in names], names=list(names)))
 
 
+def by_value(payload: Payload, fetched: Sequence[pa.RecordBatch]) -> Payload:
+    """The same rows without references: of each batch behind one, those rows and columns that are wanted."""
+
+    def inline(part: Part, names: list[str]) -> Part:
+        if part.batch is not None:
+            return part
+        return Part(_cut(fetched[part.ref].select(names), part.positions), 0, np.arange(len(part.positions)))
+
+    sets = [
+        ColumnSet(together.names, [inline(part, together.names) for part in together.parts], together.order)
+        for together in payload.sets
+    ]
+    return Payload(payload.row_ids, payload.group_ids, sets)
+
+
 def _resolve(part: Part, names: list[str], fetched: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
     if part.batch is not None:
         return part.batch

@@ -3,12 +3,13 @@
 Made by `client.py` and `store.py`; carried by `transport.py` and `server.py`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from penstock.store.blocks import Payload
+from penstock.store.blocks import Payload, by_value
 from penstock.store.errors import StoreError
 from penstock.store.group import Facts
 from penstock.store.layout import Placed
@@ -65,5 +66,19 @@ Result = tuple[Any, StoreError | None]
 
 def refs_of(value: Any) -> list[Placed]:
     """The segments that the answer to a call names."""
-    granted = [value] if isinstance(value, Granted) else value if isinstance(value, list) else []
-    return [placed for one in granted if isinstance(one, Granted) for placed in one.payload.refs]
+    return [placed for granted in _granted(value) for placed in granted.payload.refs]
+
+
+def with_values(value: Any, open: Callable[[Placed], pa.RecordBatch]) -> Any:
+    """The answer to a call for a client that cannot map segments, and whose end the store would not hear of: it names
+    none, but has the values. `open`: reads a segment."""
+    if isinstance(value, list):
+        return [with_values(one, open) for one in value] if _granted(value) else value
+    if not isinstance(value, Granted):
+        return value
+    return replace(value, payload=by_value(value.payload, [open(placed) for placed in value.payload.refs]))
+
+
+def _granted(value: Any) -> list[Granted]:
+    together = value if isinstance(value, list) else [value]
+    return [one for one in together if isinstance(one, Granted)]

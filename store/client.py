@@ -16,6 +16,7 @@ import asyncio
 import itertools
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -23,11 +24,11 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.algorithms.columns import Column
-from penstock.conf.errors import suggest
+from penstock.conf.errors import WorkerDied, suggest
 from penstock.store.arena import Slot
 from penstock.store.blocks import assemble
 from penstock.store.calls import Ask, Granted, Write
-from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, UnknownColumn
+from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, StoreUnreachable, UnknownColumn
 from penstock.store.group import Facts
 from penstock.store.heartbeat import Heartbeat
 from penstock.store.inlet import Inlet
@@ -48,16 +49,18 @@ class StoreClient:
     """A worker's end of the store. Not thread-safe: one for each event loop.
 
     Every method raises the store's typed errors (`store/errors.py`); a refused call has changed nothing. Leases are
-    renewed until they are finished, for as long as the event loop runs. A call that is cancelled leaves no lease.
+    renewed until they are finished, for as long as the event loop is open, and even while it is blocked. A call that
+    is cancelled, or whose answer cannot be read, leaves no lease.
     """
 
-    def __init__(self, handle: "Store | Any") -> None:
-        """`handle`: a `Store` in this process, or the handle of the Ray actor around one."""
+    def __init__(self, handle: "Store | Any", node: str | None = None) -> None:
+        """`handle`: a `Store` in this process, an endpoint of one on this machine, or the handle of the Ray actor
+        around one. `node`: Ray's id of this machine; None: to be asked for."""
         self._name = uuid.uuid4().hex
-        self._link = link_to(handle, self._name)
+        self._link = link_to(handle, self._name, node)
         self._outbox = Outbox(self._link)
         self._inlet = Inlet(self._link)
-        self._heartbeat = Heartbeat(lambda ids: self._outbox.call("renew", ids))
+        self._heartbeat = Heartbeat()
         self._tickets = itertools.count()
         self._known: StoreSpec | None = None
         self._columns: dict[str, Column] = {}
@@ -149,13 +152,13 @@ class StoreClient:
             self._heartbeat.let_go(lease.id)
             raise
         if set(self._stages[lease.stage].writes) <= columns.keys():
-            self._heartbeat.finished(lease.id, len(write.row_ids))
+            self._heartbeat.finished(lease.id, write.row_ids)
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
         """These rows end here, counted under dropped/<reason>; `detail` is kept for `errors`."""
         rows = _ids(row_ids)
         await self._outbox.call("drop", lease.id, lease.stage, rows, reason, detail)
-        self._heartbeat.finished(lease.id, len(rows))
+        self._heartbeat.finished(lease.id, rows)
 
     async def release(self, lease: Lease) -> None:
         """Give the unfinished rows back. Of a train lease: its update was lost, and its groups form a batch again."""
@@ -177,7 +180,7 @@ class StoreClient:
 
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
         """The rows of the batch trained last (none before the first), by row id. `columns`: None for all."""
-        return await self._rows(await self._link.call("last_batch", None if columns is None else list(columns)))
+        return self._rows(await self._link.call("last_batch", None if columns is None else list(columns)))
 
     async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
         """Write the store's state of the last `cut`, or of this moment, below `root`; the path. Nobody waits for it
@@ -217,57 +220,73 @@ class StoreClient:
             spec: StoreSpec = await self._link.call("spec")
             self._columns = {column.name: column for column in spec.columns}
             self._stages = {stage.name: stage for stage in spec.stages}
+            self._heartbeat.begin(self._link.pulse(), spec.lease_timeout_s)
             self._known = spec
         return self._known
 
     async def _ask(self, ask: Ask) -> list[Lease] | None:
-        """None when the store has closed. Cancelled, it leaves nobody waiting and nothing leased."""
-        spec = await self.spec()
+        """None when the store has closed. Whatever else goes wrong, it leaves nobody waiting and nothing leased."""
+        await self.spec()
         ask = replace(ask, client=self._name, ticket=next(self._tickets))
-        answer = asyncio.ensure_future(self._link.call("lease", ask))
+        self._heartbeat.asked(ask.ticket)
         try:
-            granted: list[Granted] | None = await asyncio.shield(answer)
+            granted: list[Granted] | None = await self._link.call("lease", ask)
             if granted is None:
                 return None
-            for one in granted:
-                self._heartbeat.hold(one.lease_id, len(one.payload.row_ids), spec.lease_timeout_s)
-            return [Lease(one.lease_id, ask.stage, await self._rows(one)) for one in granted]
-        except asyncio.CancelledError:
-            undoing = asyncio.ensure_future(self._undo(ask, answer))
+            leases = [Lease(one.lease_id, ask.stage, rows) for one, rows in self._read(granted)]
+            for lease in leases:
+                self._heartbeat.hold(lease.id, lease.rows.row_ids)
+            return leases
+        except StoreUnreachable:  # nobody knows whether it waits, or was granted
+            await self._outbox.call("withdraw", ask.stage, ask.client, ask.ticket)
+            return await self._ask(ask)
+        except BaseException:
+            undoing = asyncio.ensure_future(self._withdraw(ask))
             self._undoing.add(undoing)
             undoing.add_done_callback(self._undoing.discard)
             raise
+        finally:
+            self._heartbeat.answered(ask.ticket)
 
     async def _ask_rounds(
         self, stage: str, round: int, rank: int, num_ranks: int, max_units: int, owner: str, count: int
     ) -> list[SharedLease] | None:
         """None when the store has closed."""
-        spec = await self.spec()
+        await self.spec()
         owner = owner or f"{stage} ranks"
         granted: list[Granted] | None = await self._link.call(
             "lease_shared", stage, round, rank, num_ranks, max_units, owner, count
         )
         if granted is None:
             return None
-        leases = []
-        for number, one in enumerate(granted):
-            rows = await self._rows(one)
-            if self._stages[stage].unit != "batch":  # a batch in training does not run out
-                self._heartbeat.hold(one.lease_id, len(rows), spec.lease_timeout_s)
-            leases.append(SharedLease(one.lease_id, stage, rows, round + number, rank, one.version))
+        leases = [
+            SharedLease(one.lease_id, stage, rows, round + number, rank, one.version)
+            for number, (one, rows) in enumerate(self._read(granted))
+        ]
+        if self._stages[stage].unit != "batch":  # a batch in training does not run out
+            for lease in leases:
+                self._heartbeat.hold(lease.id, lease.rows.row_ids)
         return leases
 
-    async def _undo(self, ask: Ask, answer: "asyncio.Future[list[Granted] | None]") -> None:
-        """Nobody waits for this answer any more: what it brings, or would bring, goes back."""
-        if not answer.done():
+    async def _withdraw(self, ask: Ask) -> None:
+        """Nobody waits for this answer any more: what it brings, or would bring, goes back. If the store is gone, or
+        has refused the wish, there is nothing to go back."""
+        with suppress(StoreError, WorkerDied):
             await self._outbox.call("withdraw", ask.stage, ask.client, ask.ticket)
-        for one in await answer or []:
-            await self._link.fetch(one.payload.refs)  # read and let go, so that the store knows
-            self._heartbeat.let_go(one.lease_id)
-            await self._outbox.call("release", one.lease_id)
 
-    async def _rows(self, granted: Granted) -> Rows:
-        return assemble(granted.payload, granted.names, await self._link.fetch(granted.payload.refs))
+    def _read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
+        """All of them, or the store hears that none is read."""
+        read: list[tuple[Granted, Rows]] = []
+        try:
+            for one in granted:
+                read.append((one, self._rows(one)))
+        finally:
+            for one in granted[len(read) + 1 :]:  # after one that cannot be read
+                self._link.skip(one.payload.refs)
+        return read
+
+    def _rows(self, granted: Granted) -> Rows:
+        return assemble(granted.payload, granted.names, self._link.fetch(granted.payload.refs))
 
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
         spec = await self.spec()

@@ -17,6 +17,7 @@ __all__ = [
     "StalenessViolation",
     "StoreClosed",
     "StoreError",
+    "StoreUnreachable",
     "TooLarge",
     "UnknownColumn",
     "UnknownRow",
@@ -28,6 +29,10 @@ __all__ = [
 
 class StoreClosed(StoreError):
     """The store takes no more groups; the message has the reason that it was closed with."""
+
+
+class StoreUnreachable(StoreError):
+    """The connection to the store's machine broke during a call, and whether that was carried out is not known."""
 
 
 class UnknownColumn(StoreError):

@@ -21,10 +21,11 @@ from penstock.store.layout import Placed, read
 class Use:
     """What every buffer of one reading holds on to; its end is noted in `over`."""
 
-    __slots__ = ("_ended", "_memory", "_name", "_over")
+    __slots__ = ("_ended", "_name", "_over", "memory")
 
-    def __init__(self, name: str, memory: np.ndarray, over: "deque[str]", ended: Callable[[], None]) -> None:
-        self._name, self._memory, self._over, self._ended = name, memory, over, ended
+    def __init__(self, name: str, over: "deque[str]", ended: Callable[[], None]) -> None:
+        self._name, self._over, self._ended = name, over, ended
+        self.memory: np.ndarray | None = None
 
     def __del__(self) -> None:  # may run in any thread, and while any other line runs: `ended` must bear that
         self._over.append(self._name)
@@ -42,12 +43,19 @@ class Mappings:
 
     def read(self, placed: Placed) -> pa.RecordBatch:
         """The batch: views of the file. Ends one use. Raises `StoreError` if it is in none of the places."""
+        use = Use(placed.segment, self._over, self._ended)  # first: it ends whatever fails from here on
         memory = self._files.get(placed.segment)
         if memory is None or len(memory) < placed.nbytes:
             memory = self._files[placed.segment] = self._map(placed.segment)
-        use = Use(placed.segment, memory, self._over, self._ended)
+        use.memory = memory
         address = memory.ctypes.data
         return read(placed, lambda offset, length: pa.foreign_buffer(address + offset, length, use))
+
+    def skip(self, names: Iterable[str]) -> None:
+        """A use of each ends that was never read."""
+        for name in names:
+            self._over.append(name)
+            self._ended()
 
     def over(self) -> list[str]:
         """Names of the uses that have ended since the last call, one for each."""

@@ -12,11 +12,9 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
 
 from penstock.store import snapshot
 from penstock.store.blocks import Blocks
@@ -24,7 +22,6 @@ from penstock.store.calls import Ask, Granted, Parcel, Result, Write
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.group import Facts
 from penstock.store.intake import Intake
-from penstock.store.layout import Placed
 from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
 from penstock.store.segments import Segments
@@ -35,6 +32,8 @@ from penstock.store.turns import Turns
 Clock = Callable[[], float]
 SWEEP_AT = 1000
 """Ended leases whose client is remembered at most."""
+STANDSTILL_S = 0.1
+"""Lateness of a timer that tells that the store's process stood still."""
 
 
 class Store:
@@ -67,8 +66,8 @@ class Store:
         self._intake = Intake(spec, segments)
         self._node = node
         self._server: Server | None = None
-        self._client_of: dict[int, str] = {}
-        """Lease -> client that has it; swept now and then."""
+        self._client_of: dict[int, tuple[str, int]] = {}
+        """Lease -> client that has it, and the ticket of its wish; swept now and then."""
         self.ledger = Ledger(spec)
         self._blocks = Blocks(spec.columns, spec.group_size, self._intake.let_go)
         self._reads = {stage.name: stage.reads for stage in spec.stages}
@@ -83,6 +82,8 @@ class Store:
         self._closed: str | None = None
         self._pump_due = False
         self._timer: asyncio.TimerHandle | None = None
+        self._patient_until = 0.0
+        """By the clock: nothing expires before."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that the last event came from: all come from one."""
         self._cut: tuple[snapshot.Cut, dict[Any, Any]] | None = None
@@ -106,20 +107,13 @@ class Store:
 
     async def left(self, client: str) -> None:
         """A client's process has ended: what it held goes back."""
-        for lease_id in [lease_id for lease_id, holder in self._client_of.items() if holder == client]:
-            del self._client_of[lease_id]
-            self.ledger.release(lease_id)
+        self._release_all([lease_id for lease_id, (holder, _) in self._client_of.items() if holder == client])
         if self._segments is not None:
             self._segments.left(client)
         for clients in self._clients.values():
             clients.discard(client)
         self._gone.discard(client)
         self._changed()
-
-    async def read(self, refs: list[Placed]) -> list[pa.RecordBatch]:
-        """Segments by value, for clients on other machines."""
-        assert self._segments is not None
-        return [self._segments.open(placed) for placed in refs]
 
     async def many(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Result]:
         """Several calls that do not wait, in one message; each stands for itself."""
@@ -181,7 +175,7 @@ class Store:
                 lease = self.ledger.lease(ask.stage, ask.max_units, ask.owner, self._clock(), ask.max_tokens)
                 if lease is None:
                     break
-                self._client_of[lease.id] = ask.client
+                self._client_of[lease.id] = ask.client, ask.ticket
                 granted.append(self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)))
             return granted or None
 
@@ -194,9 +188,11 @@ class Store:
         return await turns.wait(take, ask.client, ask.ticket)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
-        """The wish of that ticket no longer waits: its call returns None, unless it has returned leases already."""
+        """The wish of that ticket is no more: its call returns None, and what it was given goes back."""
+        self.ledger.residents.stage(stage)
         self._consumers[stage].withdraw(client, ticket)
-        self._schedule()
+        self._release_all([lease_id for lease_id, holder in self._client_of.items() if holder == (client, ticket)])
+        self._changed()
 
     async def lease_shared(
         self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str, max_rounds: int = 1
@@ -252,9 +248,14 @@ class Store:
         self.ledger.release(lease_id)
         self._changed()
 
-    async def renew(self, lease_ids: list[int]) -> list[int]:
-        """Their time starts anew; those that are over are returned."""
+    async def renew(self, lease_ids: list[int], client: str = "", tickets: Sequence[int] = ()) -> list[int]:
+        """Their time starts anew; those that are over are returned. `tickets`: wishes of the client that it has no
+        answer to yet; what they were given is renewed as well."""
         over = []
+        if wishes := {(client, ticket) for ticket in tickets}:
+            given = {lease_id for lease_id, holder in self._client_of.items() if holder in wishes}
+            for lease_id in given & self.ledger.residents.leases.held.keys():
+                self.ledger.renew(lease_id, self._clock())
         for lease_id in lease_ids:
             try:
                 self.ledger.renew(lease_id, self._clock())
@@ -369,6 +370,11 @@ class Store:
         self._schedule()
         return Granted(lease_id, stage, names, self._blocks.gather(rows, names), version)
 
+    def _release_all(self, lease_ids: list[int]) -> None:
+        for lease_id in lease_ids:
+            del self._client_of[lease_id]
+            self.ledger.release(lease_id)
+
     def _check_source(self, names: list[str]) -> None:
         if self._closed is not None:
             raise StoreClosed(f"the store is closed ({self._closed}) and takes no more groups.")
@@ -418,10 +424,17 @@ class Store:
             self._timer = None
         deadline = self.ledger.next_deadline()
         if deadline is not None and self.loop is not None and self._closed is None:
-            self._timer = self.loop.call_later(max(0.0, deadline - self._clock()), self._expire)
+            due = max(deadline, self._patient_until)
+            self._timer = self.loop.call_later(max(0.0, due - self._clock()), self._expire, due)
 
-    def _expire(self) -> None:
+    def _expire(self, due: float) -> None:
+        """A lease's deadline has come. If this process stood still until long after it, renewals lie unread: they come
+        first."""
         self._timer = None
+        if self._clock() - due > STANDSTILL_S and due > self._patient_until:
+            self._patient_until = self._clock() + STANDSTILL_S
+            self._arm()
+            return
         self.ledger.expire(self._clock())
         self._changed()
 

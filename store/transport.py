@@ -7,23 +7,33 @@ memory (`segments.py`). From other machines calls go through Ray, and so does th
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
 
 from penstock.conf.errors import PartnerGone, StoreError
-from penstock.store import peers
+from penstock.store import peers, pulse
 from penstock.store.arena import Arena, Slot
 from penstock.store.calls import refs_of
+from penstock.store.errors import StoreUnreachable
 from penstock.store.layout import Placed
 from penstock.store.mappings import Mappings
+from penstock.store.pulse import Pulse
 from penstock.store.segments import Notice
 from penstock.store.server import Endpoint
 from penstock.store.soon import Soon
 from penstock.store.store import Store
 from penstock.store.wire import Wire
+
+ONCE_ONLY = ("put", "lease", "snapshot")
+"""Calls that may not be repeated when it is not known whether they were carried out: groups would be admitted twice,
+rows be leased to nobody, another moment than that of the cut be written. All others change nothing the second time."""
+RETRY_S = 60.0
+"""Calls through Ray are repeated for so long while the network is down."""
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
 
 
 class Link(Protocol):
@@ -37,20 +47,31 @@ class Link(Protocol):
     async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
         """Put a batch where the store takes it from, the slot if it lies there: the batch, or the note where it is."""
 
-    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
-        """Read what an answer names."""
+    def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+        """Read what an answer names: all of it, or nothing is kept from being written anew."""
+
+    def skip(self, refs: Sequence[Any]) -> None:
+        """What an answer names will not be read."""
+
+    def pulse(self) -> Pulse:
+        """A way to the store for the thread of a heartbeat. Any thread may ask, once there was a call."""
 
 
-def link_to(handle: "Store | Any", client: str) -> Link:
-    """`handle`: a `Store`, or a Ray actor handle of one. `client`: the unique name of this end."""
-    return InProcess(handle) if isinstance(handle, Store) else ToActor(handle, client)
+def link_to(handle: "Store | Any", client: str, node: str | None = None) -> Link:
+    """`handle`: a `Store`, an endpoint of one, or a Ray actor handle of one.
+    `client`: the unique name of this end. `node`: Ray's id of its machine; None: to be asked for."""
+    if isinstance(handle, Store):
+        return InProcess(handle, client)
+    if isinstance(handle, Endpoint):
+        return Lazy(lambda: find_endpoint(handle, client))
+    return Lazy(lambda: find_actor(handle, client, node))
 
 
 class InProcess:
     """Direct calls; all values are in the answers."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self, store: Store, client: str) -> None:
+        self._store, self._client = store, client
 
     async def call(self, method: str, *args: Any) -> Any:
         return await getattr(self._store, method)(*args)
@@ -61,63 +82,100 @@ class InProcess:
     async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
         return batch
 
-    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+    def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
         return []
 
+    def skip(self, refs: Sequence[Any]) -> None:
+        pass
 
-class ToActor:
-    """A store actor: by its socket if that can be reached, else through Ray. Found out by the first call."""
+    def pulse(self) -> Pulse:
+        return pulse.InProcess(self._store, self._client)
 
-    def __init__(self, handle: Any, client: str) -> None:
-        self._handle, self._client = handle, client
-        self._link: Link | None = None
+
+class Lazy:
+    """A link that the first call finds."""
+
+    def __init__(self, find: Callable[[], Awaitable[Link]]) -> None:
+        self._find = find
         self._finding = asyncio.Lock()
+        self.found: Link | None = None
 
     async def call(self, method: str, *args: Any) -> Any:
-        link = self._link or await self._find()
-        return await link.call(method, *args)
+        return await (await self._link()).call(method, *args)
 
     async def reserve(self, nbytes: int) -> Slot | None:
-        return await (self._link or await self._find()).reserve(nbytes)
+        return await (await self._link()).reserve(nbytes)
 
     async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
-        return await (self._link or await self._find()).ship(batch, inline_bytes, slot)
+        return await (await self._link()).ship(batch, inline_bytes, slot)
 
-    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
-        return await (self._link or await self._find()).fetch(refs)
+    def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+        assert self.found is not None
+        return self.found.fetch(refs)
 
-    async def _find(self) -> Link:
-        async with self._finding:
-            if self._link is None:
-                import ray
+    def skip(self, refs: Sequence[Any]) -> None:
+        assert self.found is not None
+        self.found.skip(refs)
 
-                through_ray = OverRay(self._handle)
-                endpoint: Endpoint = await through_ray.call("endpoint")
-                link: Link = through_ray
-                if endpoint.node == ray.get_runtime_context().get_node_id():
-                    link = await OverSocket.connect(endpoint, self._client) or through_ray
-                self._link = link
-        return self._link
+    def pulse(self) -> Pulse:
+        assert self.found is not None
+        return self.found.pulse()
+
+    async def _link(self) -> Link:
+        if self.found is None:
+            async with self._finding:
+                self.found = self.found or await self._find()
+        return self.found
+
+
+async def find_endpoint(endpoint: Endpoint, client: str) -> Link:
+    """By its socket alone. Raises `PartnerGone`."""
+    link = await OverSocket.connect(endpoint, client)
+    if link is None:
+        raise PartnerGone(f"no store listens at {endpoint.path}.")
+    return link
+
+
+async def find_actor(handle: Any, client: str, node: str | None) -> Link:
+    """A store actor: by its socket if that can be reached, else through Ray."""
+    import ray
+
+    through_ray = OverRay(handle, client)
+    endpoint: Endpoint = await through_ray.call("endpoint")
+    if endpoint.node != (node or ray.get_runtime_context().get_node_id()):
+        return through_ray
+    return await OverSocket.connect(endpoint, client) or through_ray
 
 
 class OverRay:
-    """Actor calls. What the store keeps in segments is read by it and comes by value."""
+    """Actor calls. Data goes by value, with the call or the answer."""
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, client: str, patience_s: float = RETRY_S) -> None:
+        """`patience_s`: how long calls that may be repeated are, while the actor cannot be reached."""
         import ray
 
-        self._ray = ray
-        self._handle = handle
+        self._errors = ray.exceptions
+        self._handle, self._client, self._patience_s = handle, client, patience_s
 
     async def call(self, method: str, *args: Any) -> Any:
-        try:
-            return await getattr(self._handle, method).remote(*args)
-        except self._ray.exceptions.RayTaskError as error:
-            if isinstance(error.cause, StoreError):
-                raise error.cause from None
-            raise
-        except self._ray.exceptions.RayActorError as error:
-            raise PartnerGone(f"the store's process is gone: {error}") from None
+        """Raises `StoreError` as the store does, `StoreUnreachable` if it is not known whether the call was carried
+        out, `PartnerGone` if the store's process is gone."""
+        give_up = time.monotonic() + self._patience_s
+        pause_s = FIRST_PAUSE_S
+        while True:
+            try:
+                return await asyncio.shield(asyncio.wrap_future(getattr(self._handle, method).remote(*args).future()))
+            except self._errors.RayTaskError as error:
+                if isinstance(error.cause, StoreError):
+                    raise error.cause from None
+                raise
+            except (self._errors.ActorUnavailableError, self._errors.ObjectLostError) as error:
+                if method in ONCE_ONLY or time.monotonic() + pause_s > give_up:
+                    raise _unreachable(method, error, self._patience_s) from None
+            except self._errors.RayActorError as error:
+                raise PartnerGone(f"the store's process is gone: {error}") from None
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     async def reserve(self, nbytes: int) -> Slot | None:
         return None
@@ -125,8 +183,24 @@ class OverRay:
     async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
         return batch
 
-    async def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
-        return list(await self.call("read", list(refs))) if refs else []
+    def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+        return []
+
+    def skip(self, refs: Sequence[Any]) -> None:
+        pass
+
+    def pulse(self) -> Pulse:
+        return pulse.OverRay(self._handle, self._client)
+
+
+def _unreachable(method: str, error: Exception, patience_s: float) -> StoreUnreachable:
+    done = (
+        "is not repeated, since that could do it twice" if method in ONCE_ONLY else f"was repeated for {patience_s} s"
+    )
+    return StoreUnreachable(
+        f"the store's actor cannot be reached, and call {method!r} {done}: {error} See whether its machine and the "
+        "network are well, and resume the run."
+    )
 
 
 class OverSocket:
@@ -157,12 +231,15 @@ class OverSocket:
     async def call(self, method: str, *args: Any) -> Any:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        over = self._mappings.over()
         try:
-            self._wire.send((number, method, args, self._mappings.over()))
+            self._wire.send((number, method, args, over))
+            over = []
             return await answer
         except ConnectionError:
             raise self._lost() from None
         finally:
+            self._mappings.skip(over)  # arguments that pickle refuses: what has ended is told with the next call
             self._answers.pop(number, None)
 
     async def reserve(self, nbytes: int) -> Slot | None:
@@ -179,8 +256,20 @@ class OverSocket:
                 slot.give_back()
             return batch
 
-    async def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
-        return [self._mappings.read(placed) for placed in refs]
+    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+        batches: list[pa.RecordBatch] = []
+        try:
+            for placed in refs:
+                batches.append(self._mappings.read(placed))
+        finally:
+            self.skip(refs[len(batches) + 1 :])  # after one that cannot be read
+        return batches
+
+    def skip(self, refs: Sequence[Placed]) -> None:
+        self._mappings.skip(placed.segment for placed in refs)
+
+    def pulse(self) -> Pulse:
+        return pulse.OverSocket(self._endpoint.path, self._client)
 
     def _say_over(self) -> None:
         """No call has taken along which readings have ended: the store would hold on to their files."""
@@ -198,8 +287,7 @@ class OverSocket:
             return
         answer = self._answers.get(number)
         if answer is None or answer.done():
-            for placed in refs_of(value):  # nobody will read it: the use that the store has counted ends
-                self._mappings.read(placed)
+            self.skip(refs_of(value))  # nobody will read it: the use that the store has counted ends
             return
         if error is None:
             answer.set_result(value)

@@ -2,7 +2,7 @@
 
     number of buffers, bytes of the pickle │ bytes of each buffer │ pickle │ buffer │ buffer …
 
-Both ends are processes of one run and one user, on one machine. Used by `server.py` and `transport.py`.
+Both ends are processes of one run and one user, on one machine. Used by `server.py`, `transport.py` and `pulse.py`.
 """
 
 import asyncio
@@ -35,6 +35,14 @@ def pieces(value: Any, beside: int = BESIDE) -> "list[bytes | memoryview]":
     body = pickle.dumps(value, protocol=5, buffer_callback=within)
     sizes = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
     return [HEAD.pack(len(buffers), len(body)) + sizes + body, *buffers]
+
+
+def receive(read: Callable[[int], bytes]) -> Any:
+    """One message, for a thread that waits. `read(n)`: the next n bytes."""
+    count, body = HEAD.unpack(read(HEAD.size))
+    sizes = struct.unpack(f"<{count}Q", read(8 * count))
+    pickled = read(body)
+    return pickle.loads(pickled, buffers=[read(size) for size in sizes])
 
 
 class Wire(asyncio.BufferedProtocol):

@@ -150,7 +150,6 @@ MOMENTS: dict[str, Callable[[Store], bool]] = {
     "before there is anything": lambda store: True,
     "before it is woken": lambda store: store.ledger.residents.next_group == 1,
     "between the wake-up and its turn": lambda store: len(store._consumers["rollout"]) == 1,
-    "while the answer is on its way": lambda store: bool(store.ledger.residents.leases.held),
 }
 
 

@@ -1,6 +1,7 @@
 """Messages arrive whole and in order, however the bytes are cut; a client that goes away takes its wishes along."""
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from penstock.store.roots import OWNER_NAME
 from penstock.store.segments import Segments
 from penstock.store.server import Endpoint, Server
 from penstock.store.store import Store
-from penstock.store.transport import OverSocket
+from penstock.store.transport import Lazy, OverSocket
 from penstock.store.wire import SCRATCH, Wire
 from tests.store.driver import make_spec
 from tests.store.players import group, values_of
@@ -90,11 +91,11 @@ def serve(tmp_path: Path, body: Callable[[Store, Endpoint], Awaitable[None]], **
 
 async def visit(endpoint: Endpoint) -> tuple[StoreClient, OverSocket]:
     """A client as in another process of the machine."""
-    client = StoreClient(Store(make_spec()))
-    link = await OverSocket.connect(endpoint, client._name)
-    assert link is not None
-    client._link = client._outbox._link = client._inlet._link = link
-    return client, link
+    client = StoreClient(endpoint)
+    await client.spec()
+    assert isinstance(client._link, Lazy)
+    assert isinstance(client._link.found, OverSocket)
+    return client, client._link.found
 
 
 def test_calls_errors_and_large_batches_go_over_the_socket(tmp_path: Path) -> None:
@@ -175,6 +176,62 @@ def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path
         assert lease.rows.row_ids.tolist() == held.rows.row_ids.tolist()
         assert not any(map(len, store._consumers.values()))
         assert not list((tmp_path / "shm").glob(f"{dead._name}-*"))
+
+    serve(tmp_path, body)
+
+
+def test_a_lease_that_arrives_after_its_asker_has_gone_goes_back_and_is_read_by_nobody(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        asking = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
+        while not len(store._consumers["rollout"]):
+            await asyncio.sleep(0)
+        await StoreClient(store).put_groups([long_group()])
+        while not store.ledger.residents.leases.held:  # granted: the answer lies in the socket
+            await asyncio.sleep(0)
+        assert asking.cancel()
+        while store.ledger.residents.leases.held:
+            await asyncio.sleep(0)
+        again = await client.lease("rollout", 1, "engine")
+        assert again is not None
+        assert again.rows.lists("prompt_ids")[0] == [1] * 2000
+        await client.drop(again, again.rows.row_ids, "test")
+        assert asking.cancelled()
+        del again
+        await client.stats()  # tells what was let go
+        assert (await client.stats())["store/shared_bytes"] == 0
+
+    serve(tmp_path, body)
+
+
+def long_group() -> dict[str, Any]:
+    """More than travels inline."""
+    return {"prompt_ids": [1] * 2000, "task": "{}"}
+
+
+def test_a_grant_that_cannot_be_read_goes_back_at_once(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        for _ in range(3):
+            await client.put_groups([long_group()])
+        hidden = [file.rename(tmp_path / file.name) for file in (tmp_path / "shm").glob(f"{client._name}-1")]
+        assert len(hidden) == 1
+        stream = client.leases("rollout", 1, "engine", ahead=2)
+        with pytest.raises(StoreError, match="is in none of"):
+            await anext(stream)
+        while store.ledger.residents.leases.held:
+            await asyncio.sleep(0)
+        assert client._heartbeat.held == {}
+        for file in hidden:
+            file.rename(tmp_path / "shm" / file.name)
+        lease = await client.lease("rollout", 3, "engine")
+        assert lease is not None
+        assert lease.rows.lists("prompt_ids")[::2] == [[1] * 2000] * 3
+        await client.drop(lease, lease.rows.row_ids, "test")
+        del lease, stream
+        gc.collect()  # the error's frames hold the lease before it
+        await client.stats()
+        assert (await client.stats())["store/shared_bytes"] == 0  # no reading is waited for that never was
 
     serve(tmp_path, body)
 

@@ -1,0 +1,188 @@
+"""A client on another machine: calls through Ray, data by value. One cluster and one store for all tests."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+
+from penstock.conf.errors import PartnerGone
+from penstock.store.calls import Ask
+from penstock.store.client import StoreClient
+from penstock.store.errors import LeaseExpired, UnknownStage
+from penstock.store.lease import Lease
+from penstock.store.transport import Lazy, OverRay, OverSocket
+from tests.store.driver import make_spec
+from tests.store.players import group, train, values_of
+
+pytestmark = pytest.mark.ray
+
+LONG = 30_000
+"""Tokens of a response: more than travel inline."""
+ANSWER_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def handle() -> Iterator[Any]:
+    from penstock.store.actor import create_store_actor
+
+    ray.init(
+        address="local", num_cpus=1, include_dashboard=False, object_store_memory=120 * 2**20, logging_level="ERROR"
+    )
+    yield create_store_actor(make_spec(lease_timeout_s=600.0, max_active_groups=8, max_staleness=3), "elsewhere")
+    ray.shutdown()
+
+
+def elsewhere(handle: Any, body: Callable[[StoreClient, StoreClient], Awaitable[None]]) -> None:
+    """`body` gets a client on another machine and one on the store's. What they leave is dropped."""
+
+    async def main() -> None:
+        far, near = StoreClient(handle, node="another machine"), StoreClient(handle)
+        for client, link in ((far, OverRay), (near, OverSocket)):
+            await client.spec()
+            assert isinstance(client._link, Lazy)
+            assert isinstance(client._link.found, link)
+        await asyncio.wait_for(body(far, near), ANSWER_S)
+        stats = await near.stats()
+        while stats["store/rows"]:
+            lease = await near.lease("rollout", 100, "cleaner")
+            assert lease is not None
+            await near.drop(lease, lease.rows.row_ids, "test over")
+            stats = await near.stats()
+        assert stats["store/leases"] == 0
+
+    asyncio.run(main())
+
+
+def long_responses(lease: Lease) -> dict[str, Any]:
+    ids = lease.rows.row_ids.tolist()
+    return values_of("rollout", lease) | {
+        "response_ids": [np.full(LONG, row, dtype=np.int32) for row in ids],
+        "behavior_logprobs": [np.full(LONG, -row, dtype=np.float32) for row in ids],
+        "token_versions": [np.zeros(LONG, dtype=np.int32)] * len(ids),
+    }
+
+
+def test_large_values_come_and_go_by_value_and_are_those_that_were_written(handle: Any) -> None:
+    async def body(far: StoreClient, near: StoreClient) -> None:
+        await far.put_groups([group(number) for number in range(2)])
+        lease = await far.lease("rollout", 2, "engine")
+        assert lease is not None
+        await far.write(lease, lease.rows.row_ids, long_responses(lease))
+        for client in (near, far):  # from a segment in place, and by value
+            judged = await client.lease("reference", 4, "reference")
+            assert judged is not None
+            assert [set(ids) for ids in judged.rows.arrays("response_ids")] == [{row} for row in judged.rows.row_ids]
+            assert [len(ids) for ids in judged.rows.arrays("response_ids")] == [LONG] * 4
+            assert judged.rows.lists("prompt_ids") == [[1, 2, 10]] * 2 + [[1, 2, 11]] * 2
+            await client.release(judged) if client is near else None
+        await far.drop(judged, judged.rows.row_ids, "test")
+
+    elsewhere(handle, body)
+
+
+def test_rows_that_end_after_they_were_granted_are_there_to_be_read(handle: Any) -> None:
+    async def body(far: StoreClient, near: StoreClient) -> None:
+        await near.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
+        (granted,) = await far._link.call("lease", Ask("rollout", 1, "engine", client="far"))
+        await near._link.call("drop", granted.lease_id, "rollout", granted.payload.row_ids.tolist(), "test", "")
+        assert (await near.stats())["store/shared_bytes"] == 0
+        ((_, rows),) = far._read([granted])
+        assert rows.lists("prompt_ids") == [[7] * LONG] * 2
+
+    elsewhere(handle, body)
+
+
+def test_a_step_is_trained_by_ranks_on_two_machines_and_its_batch_read_afterwards(handle: Any) -> None:
+    async def body(far: StoreClient, near: StoreClient) -> None:
+        numbers = await far.put_groups([group(number) for number in range(2)])
+        for stage in ("rollout", "reward", "reference", "group_advantage"):
+            lease = await far.lease(stage, 4, stage)
+            assert lease is not None
+            values = long_responses(lease) if stage == "rollout" else values_of(stage, lease)
+            if stage == "reference":
+                values = {"reference_logprobs": [np.zeros(LONG, dtype=np.float32)] * 4}
+            await far.write(lease, lease.rows.row_ids, values)
+        shares = await asyncio.gather(
+            *(client.lease_shared("train", 0, rank, 2) for rank, client in enumerate((far, near)))
+        )
+        for client, share in zip((far, near), shares, strict=True):
+            assert share is not None
+            assert [set(ids) for ids in share.rows.arrays("response_ids")] == [{row} for row in share.rows.row_ids]
+            await client.complete_shared(share)
+        batch = await far.last_batch(["response_ids", "task"])
+        assert sorted(set(batch.group_ids.tolist())) == numbers
+        assert [ids[0] for ids in batch.arrays("response_ids")] == batch.row_ids.tolist()
+        await far.published(1)
+        # A batch stays until the next one is trained.
+        await near.put_groups([group(number) for number in range(2)])
+        for stage in ("rollout", "reward", "reference", "group_advantage"):
+            lease = await near.lease(stage, 4, stage)
+            assert lease is not None
+            await near.write(lease, lease.rows.row_ids, values_of(stage, lease))
+        await train(near, 1)
+        await near.published(2)
+
+    elsewhere(handle, body)
+
+
+def test_a_far_clients_heart_renews_what_it_holds_and_hears_what_is_over(handle: Any) -> None:
+    async def body(far: StoreClient, near: StoreClient) -> None:
+        await near.put_groups([group()])
+        lease = await far.lease("rollout", 1, "engine")
+        assert lease is not None
+        pulse = far._link.pulse()
+        assert await asyncio.to_thread(pulse.renew, [lease.id], [], ANSWER_S) == []
+        await far.release(lease)
+        assert await asyncio.to_thread(pulse.renew, [lease.id], [0, 1], ANSWER_S) == [lease.id]
+
+    elsewhere(handle, body)
+
+
+def test_a_far_client_that_is_cancelled_leaves_no_lease(handle: Any) -> None:
+    async def body(far: StoreClient, near: StoreClient) -> None:
+        asking = asyncio.ensure_future(far.lease("rollout", 1, "gone"))
+        while not any((await near.describe())["waiters"]["rollout"]):
+            pass
+        asking.cancel()
+        await near.put_groups([group()])
+        lease = await near.lease("rollout", 1, "engine")
+        assert lease is not None
+        assert asking.cancelled()
+        assert (await near.stats())["store/leases"] == 1
+        await near.release(lease)
+
+    elsewhere(handle, body)
+
+
+def test_typed_errors_cross_ray_as_themselves(handle: Any) -> None:
+    async def body(far: StoreClient, near: StoreClient) -> None:
+        with pytest.raises(UnknownStage, match="did you mean 'reward'") as caught:
+            await far.lease("rewards", 1, "judge")
+        assert type(caught.value) is UnknownStage
+        await far.put_groups([group()])
+        late = await far.lease("rollout", 1, "late")
+        assert late is not None
+        await far.release(late)
+        with pytest.raises(LeaseExpired):
+            await far.renew(late)
+
+    elsewhere(handle, body)
+
+
+def test_a_far_client_hears_of_the_stores_death(handle: Any) -> None:
+    """The last one: it ends the store."""
+
+    async def main() -> None:
+        far = StoreClient(handle, node="another machine")
+        waiting = asyncio.ensure_future(far.lease("reward", 1, "judge"))
+        await far.stats()
+        ray.kill(handle)
+        with pytest.raises(PartnerGone, match="the store's process is gone"):
+            await asyncio.wait_for(waiting, ANSWER_S)
+        with pytest.raises(PartnerGone, match="the store's process is gone"):
+            await asyncio.to_thread(far._link.pulse().renew, [0], [], ANSWER_S)
+
+    asyncio.run(main())
