@@ -9,20 +9,25 @@ ever.
 import json
 import math
 import os
+from collections import Counter
 from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.store.errors import LeaseExpired
+from penstock.store.errors import LeaseExpired, StoreError
 from penstock.store.leases import HeldLease
 from penstock.store.ledger_state import groups_table, living_groups, restore_ledger, scalars
+from penstock.store.rounds import Round
 from tests.store.driver import Driver, facts_for, facts_of, make_spec
 
 STEPS = 20
 """Events of one history."""
 WORKED = ("rollout", "reward", "reference", "group_advantage")
+SHARED = WORKED[1:]
+"""Stages whose rows are shared by ranks in these histories; rollout could be as well, but no engine does that."""
 
 
 class Histories(RuleBasedStateMachine):
@@ -62,6 +67,10 @@ class Histories(RuleBasedStateMachine):
         self.trained_groups: list[int] = []
         self.round = 0
         self.served = 0
+        self.shared: Counter[str] = Counter()
+        """By stage: the number of the next round outside of training."""
+        self.rounds: list[tuple[Round, list[list[int]]]] = []
+        """Those that were formed since the last restart, and each rank's share at first."""
 
     @rule(count=st.integers(1, 4), priority=st.sampled_from([0, 0, 3, -1]))
     def admit(self, count: int, priority: int = 0) -> None:
@@ -178,6 +187,54 @@ class Histories(RuleBasedStateMachine):
         self.trained_groups += groups
         self.round += 1
 
+    @rule(
+        stage=st.sampled_from(SHARED),
+        max_units=st.integers(1, 4),
+        owner=st.sampled_from("ab"),
+        shuffled=st.randoms(use_true_random=False),
+    )
+    def share_a_round(self, stage: str, max_units: int, owner: str, shuffled: Random) -> None:
+        """All ranks ask for it, the first forms it. Each writes its share later, or never, or dies."""
+        number, had = self.shared[stage], self.ledger.residents.stage(stage).num_free
+        wishes = [max_units + rank for rank in range(self.num_ranks)]  # whoever comes first decides
+        shuffled.shuffle(wishes)
+        made = [self.ledger.lease_shared(stage, number, self.num_ranks, units, owner, self.now) for units in wishes]
+        first = made[0]
+        assert (first is None) == (not had)
+        if first is None:
+            return
+        assert all(one is first for one in made), "ranks of one round got different ones"
+        self.shared[stage] += 1
+        lease = self.ledger.residents.leases.held[first.lease_id]
+        shares = [self.ledger.share(first, rank) for rank in range(self.num_ranks)]
+        assert sorted(row for share in shares for row in share) == self.ledger.rows_of(lease)
+        assert all(share == sorted(share) for share in shares)
+        if self.ledger.residents.stage(stage).unit == "group":
+            owners = Counter(group for share in shares for group in {row // self.spec.group_size for row in share})
+            assert set(owners.values()) == {1}, "two ranks got samples of one group"
+        self.leases += [(lease, stage, share) for share in shares if share]
+        self.rounds.append((first, shares))
+
+    @precondition(lambda self: self.rounds)
+    @rule(data=st.data())
+    def ask_for_a_round_again(self, data: st.DataObject) -> None:
+        """Every rank gets what is left of its share, or hears that the round is over."""
+        made, shares = data.draw(st.sampled_from(self.rounds[-8:]))
+        is_held = made.lease_id in self.ledger.residents.leases.held
+        try:
+            again = self.ledger.lease_shared(made.stage, made.number, self.num_ranks, 1, "c", self.now)
+        except LeaseExpired:
+            assert not is_held
+            return
+        assert again is made
+        for rank, share in enumerate(shares):
+            left = self.ledger.share(made, rank)
+            assert set(left) <= set(share)
+            assert is_held or not left
+            assert not is_held or {row for row in share if self.is_undone(row, made.stage)} <= set(left)
+        with pytest.raises(StoreError, match="split over"):
+            self.ledger.lease_shared(made.stage, made.number, self.num_ranks + 1, 1, "c", self.now)
+
     @rule()
     def lose_an_update(self) -> None:
         made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
@@ -191,6 +248,7 @@ class Histories(RuleBasedStateMachine):
         values = json.loads(json.dumps(scalars(self.ledger)))
         table = groups_table(living_groups(self.ledger), self.spec.group_size)
         self.ledger = self.driver.ledger = restore_ledger(self.spec, values, table)
+        self.rounds.clear()
 
     @precondition(lambda self: self.served < self.round)
     @rule()
