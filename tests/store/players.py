@@ -11,6 +11,8 @@ from penstock.store.lease import Lease, SharedLease
 from penstock.store.store import Store
 from tests.store.driver import make_spec
 
+STAGES = ("rollout", "reward", "reference", "group_advantage")
+
 
 def run(body: Callable[[Store, StoreClient], Awaitable[None]], **changes: Any) -> None:
     async def main() -> None:
@@ -26,10 +28,11 @@ def group(number: int = 0) -> dict[str, Any]:
     return {"prompt_ids": [1, 2, 10 + number], "task": f'{{"number": {number}}}'}
 
 
-def values_of(stage: str, lease: Lease, version: int = 0) -> dict[str, Any]:
-    """What a stage writes: a pure function of the rows, so that two runs can be compared."""
+def values_of(stage: str, lease: Lease, version: int = 0, more_tokens: int = 0) -> dict[str, Any]:
+    """What a stage writes: a pure function of the rows, so that two runs can be compared. `more_tokens`: in every third
+    response."""
     ids = lease.rows.row_ids.tolist()
-    lengths = [2 + row % 5 for row in ids]
+    lengths = [2 + row % 5 + more_tokens * (row % 3 == 0) for row in ids]
     if stage == "rollout":
         return {
             "response_ids": [list(range(row, row + length)) for row, length in zip(ids, lengths, strict=True)],
@@ -43,10 +46,13 @@ def values_of(stage: str, lease: Lease, version: int = 0) -> dict[str, Any]:
     return {{"reward": "reward", "group_advantage": "advantage"}[stage]: [float(row) for row in ids]}
 
 
-async def work(client: StoreClient, stage: str, owner: str, serves: "Served", max_units: int = 3) -> None:
+async def work(
+    client: StoreClient, stage: str, owner: str, serves: "Served", max_units: int = 3, more_tokens: int = 0
+) -> None:
     async with client.leases(stage, max_units, owner) as leases:
         async for lease in leases:
-            await client.write(lease, lease.rows.row_ids, values_of(stage, lease, serves.version))
+            values = values_of(stage, lease, serves.version, more_tokens)
+            await client.write(lease, lease.rows.row_ids, values)
 
 
 class Served:
@@ -56,10 +62,12 @@ class Served:
         self.version = version
 
 
-def start_workers(handle: Any, serves: Served) -> list["asyncio.Task[None]"]:
-    """One of each stage, each with a client of its own."""
-    stages = ("rollout", "reward", "reference", "group_advantage")
-    return [asyncio.ensure_future(work(StoreClient(handle), stage, stage, serves)) for stage in stages]
+def start_workers(handle: Any, serves: Served, more_tokens: int = 0) -> list["asyncio.Task[None]"]:
+    """One of each stage, each with a client of its own and its stage's name."""
+    return [
+        asyncio.ensure_future(work(StoreClient(handle), stage, stage, serves, more_tokens=more_tokens))
+        for stage in STAGES
+    ]
 
 
 async def train(client: StoreClient, round: int, num_ranks: int = 1) -> list[SharedLease]:
