@@ -7,8 +7,9 @@
 
 Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights
 had read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
-under which version. The engine process and its workers are children of this process. Called by `worker.py`; vLLM is
-imported in `start`. Where adapters are published: `engine_vllm_adapter.py`.
+under which version. The engine process and its workers are children of this process, and what they print is kept for
+the error that tells of their death (`engine_output.py`). Called by `worker.py`; vLLM is imported in `start`. Where
+adapters are published: `engine_vllm_adapter.py`.
 """
 
 import asyncio
@@ -24,6 +25,7 @@ from typing import Any, TypeVar
 from penstock.conf.errors import DataError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.rollout.engine_output import EngineOutput, explained
 from penstock.workers.rollout.vllm_setup import engine_arguments, shares_gpu, vllm_environment
 from penstock.workers.weights.inbox import Inbox
 from penstock.workers.weights.reading import MappedWeights, open_publication
@@ -67,6 +69,7 @@ class VllmEngine:
         self.phase_seconds: dict[str, float] = {}
         """Of the last update."""
         self._broken: str | None = None
+        self._output = EngineOutput()
 
     async def start(self) -> None:
         """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
@@ -160,16 +163,17 @@ class VllmEngine:
         await self._llm.update_weight_version(str(self._version))
 
     def _build(self) -> None:
-        with vllm_environment(self._config, self._model_path, self._num_threads):
+        with self._output.captured(), vllm_environment(self._config, self._model_path, self._num_threads):
             from vllm import AsyncEngineArgs
             from vllm.v1.engine.async_llm import AsyncLLM
 
             try:
                 self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
             except (RuntimeError, ValueError, OSError) as error:
+                told = explained(str(error), self._output.tail())
                 raise ResourceError(
-                    f"the vLLM engine for {self._model_path} did not start: {error}. Its own log lines are above; a "
-                    "smaller rollout.kv_cache_gib or rollout.max_model_len needs less memory."
+                    f"the vLLM engine for {self._model_path} did not start: {told}\nIts memory is set by "
+                    "rollout.kv_cache_gib and rollout.max_model_len, on a GPU by rollout.gpu_memory_utilization."
                 ) from None
 
     def _arguments(self) -> dict[str, Any]:
@@ -316,7 +320,8 @@ class VllmEngine:
 
     def _died(self, reason: object) -> WorkerDied:
         self._broken = self._broken or str(reason)
-        return WorkerDied(f"the vLLM engine for {self._model_path} is gone: {reason}. Its own log lines are above.")
+        told = explained(str(reason), self._output.tail())
+        return WorkerDied(f"the vLLM engine for {self._model_path} is gone: {told}")
 
     def _check_alive(self) -> None:
         if self._broken is not None or self._llm is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -200,6 +201,17 @@ def test_a_model_that_is_not_there_is_a_resource_error(tmp_path: Path) -> None:
     engine = VllmEngine(RolloutConfig(), str(tmp_path / "nothing"), num_threads=1)
     with pytest.raises(ResourceError, match="did not start"):
         asyncio.run(engine.start())
+
+
+def test_an_engine_whose_process_fails_at_the_start_says_why_in_its_own_words(tiny_model: Path) -> None:
+    """There is room for fewer tokens than one request may have."""
+    engine = VllmEngine(RolloutConfig(max_model_len=512, kv_cache_gib=1e-5), str(tiny_model), num_threads=1)
+    with pytest.raises(ResourceError) as raised:
+        asyncio.run(engine.start())
+    message = str(raised.value)
+    assert re.match(r"the vLLM engine for .* did not start: ValueError: .*memory", message)
+    assert "The end of its output:" in message
+    assert "rollout.kv_cache_gib" in message
 
 
 def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path) -> None:
