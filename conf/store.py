@@ -23,7 +23,8 @@ class StoreConfig:
     """Shared memory of the store for large writes, in MiB. What exceeds it is moved to disk and read from
     there."""
     spill_dir: str | None = None
-    """Where it is moved to. null: the system's temporary directory."""
+    """A disk where it is moved to, into a directory of the run's own that goes with it. null: the system's temporary
+    directory."""
 
     def __post_init__(self) -> None:
         at_least("store.window", self.window, 1)

@@ -7,7 +7,6 @@ loop.
 import contextlib
 import os
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import ray
@@ -21,7 +20,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.sharing import SharedDevices, plan_sharing
 from penstock.orchestrator.waiting import get_all
-from penstock.store.actor import STORE, create_store_actor, end_store_actor
+from penstock.store.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts
@@ -49,8 +48,6 @@ class Fleet:
     with_store: bool = True
     resumed: Checkpoint | None = None
     """What the run goes on from."""
-    shared_memory: Path | None = None
-    """Directory of the run in shared memory, removed by its creator."""
     store: Any = None
     """The store's actor."""
     actors: dict[str, Any] = field(default_factory=dict)
@@ -64,8 +61,7 @@ class Fleet:
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
             snapshot = self.resumed.store if self.resumed is not None else None
-            directory = str(self.shared_memory / STORE) if self.shared_memory is not None else None
-            self.store = create_store_actor(spec, self.namespace, restore=snapshot, directory=directory)
+            self.store = create_store_actor(spec, self.namespace, restore=snapshot)
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue

@@ -128,7 +128,7 @@ def _train(
 ) -> Outcome:
     """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
     with weights_root(directory.run_id) as root:
-        fleet = Fleet(plan, config, flow, model_path, namespace, shared_memory=root / "store", resumed=resumed)
+        fleet = Fleet(plan, config, flow, model_path, namespace, resumed=resumed)
         try:
             progress.phase(_starting_text(plan, config))
             evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None

@@ -68,7 +68,7 @@ def create_store_actor(
     until `end_store_actor`.
 
     `restore`: a snapshot to go on from, see `store/snapshot.py`. `directory`: which it makes for its socket and
-    segments, in shared memory, removed by the caller as well; None: one that goes with this process.
+    segments; None: one in shared memory, which goes with this process if nobody ends the store.
     """
     import ray
 

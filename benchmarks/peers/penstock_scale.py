@@ -24,7 +24,7 @@ import ray
 import xxhash
 
 from penstock.algorithms.columns import STANDARD_COLUMNS
-from penstock.store.actor import create_store_actor
+from penstock.store.actor import create_store_actor, end_store_actor
 from penstock.store.client import StoreClient
 from penstock.store.spec import StageSpec, StoreSpec
 
@@ -105,8 +105,9 @@ async def control(request: Request, number: int) -> Request:
             "cpu_share": cpu_share,
         }
     finally:
-        for actor in (store, *processes):
-            ray.kill(actor)
+        for process in processes:
+            ray.kill(process)
+        end_store_actor(store)
 
 
 async def cpu_seconds(store: Any) -> float:
@@ -141,7 +142,7 @@ async def spill(request: Request, number: int) -> Request:
         read_s = time.perf_counter() - began
         return {"bytes": count * row * 4, "put_s": put_s, "read_s": read_s, "spilled_bytes": spilled}
     finally:
-        ray.kill(store)
+        end_store_actor(store)
 
 
 async def main() -> None:

@@ -26,7 +26,7 @@ import numpy as np
 import ray
 
 from penstock.algorithms.columns import STANDARD_COLUMNS
-from penstock.store.actor import create_store_actor
+from penstock.store.actor import create_store_actor, end_store_actor
 from penstock.store.client import StoreClient
 from penstock.store.lease import Lease
 from penstock.store.spec import StageSpec, StoreSpec
@@ -212,7 +212,7 @@ class Side:
         except TimeoutError:
             return {"error": f"not done after {DEADLINE_S:g} s"}
         finally:
-            ray.kill(store)
+            end_store_actor(store)
 
     async def put(self, store: Any, workers: list[Any], request: Request) -> Request:
         await reside(StoreClient(store), request, True)

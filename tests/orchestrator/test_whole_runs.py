@@ -27,6 +27,7 @@ def metrics_of(directory):
 @pytest.mark.vllm
 def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(small_run, tmp_path):
     words = [*small_run, "rollout.engine=vllm", "max_staleness=1", "trainer.max_steps=5", "name=async"]
+    words += ["store.inline_bytes=100", "store.shared_memory_mib=1", f"store.spill_dir={tmp_path}/disk"]
     result = run(load_config([*words, f"output_dir={tmp_path}"]), quiet=True)
     steps = metrics_of(result.directory)
     assert [line["step"] for line in steps] == [1, 2, 3, 4, 5]
@@ -38,6 +39,7 @@ def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(s
     assert list((result.directory / "samples").glob("step_*.parquet"))
     assert list((result.directory / "plots").glob("*.png"))
     assert not list(Path("/dev/shm").glob("penstock-async-*")), "weights left in shared memory"
+    assert not list((tmp_path / "disk").iterdir()), "what the store had moved to disk is left"
 
 
 def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path):
