@@ -13,9 +13,9 @@ class StoreConfig:
     max_bytes: int = 4 * 2**30
     """Bytes of resident columns; producers wait above it."""
     lease_timeout_s: float = 60.0
-    """A worker whose process gives no sign of life for so long loses its rows to another. A thread of each client renews
-    what it holds three times in it, however long the work takes and whatever blocks the worker's event loop. Raise it
-    where one call holds Python's lock for longer."""
+    """A worker whose process gives no sign of life for so long loses its rows to another. A thread of each client
+    renews what it holds three times in it, however long the work takes and whatever blocks the worker's event loop.
+    Raise it where one call holds Python's lock for longer."""
     inline_bytes: int = 2**16
     """A write up to this size travels in the call itself; a larger one goes through a file in shared memory. Below a
     megabyte the copy is cheaper than the file."""
