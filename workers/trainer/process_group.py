@@ -94,6 +94,14 @@ class ProcessGroup:
         dist.all_gather_object(values, value, group=self.data_ranks)
         return values
 
+    def gather_ranks(self, value: Any) -> list[Any]:
+        """A small picklable value of every rank, in order of rank. Collective."""
+        if self.num_ranks == 1:
+            return [value]
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value)
+        return values
+
     def barrier(self) -> None:
         if self.num_ranks > 1:
             dist.barrier()

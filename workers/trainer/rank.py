@@ -146,11 +146,7 @@ class TrainerRank:
     def connect(self, name: str, engines: Engines, address: str, directory: str, config: WeightsConfig) -> None:
         """Meet the engines, where weights are streamed to them. `address`: where they can meet; `directory`: root of
         publications. Collective."""
-        trainer, group = self._ready, self._ready.group
-        side = TrainerSide(
-            group.rank, group.num_ranks, group.device, trainer.publish, trainer.engine.pieces, group.gather,
-            trainer.model.lm, trainer.engine_dtype,
-        )  # fmt: skip
+        side = TrainerSide.of(self._ready)
         self._transport = make_transport(
             name, side, directory=directory, bucket_mib=config.bucket_mib, timeout_s=self._spec.update_timeout_s
         )

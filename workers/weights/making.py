@@ -36,6 +36,15 @@ class TrainerSide:
     dtype: str
     """Of the engines."""
 
+    @classmethod
+    def of(cls, trainer: Any) -> "TrainerSide":
+        """`trainer`: a rank, as `trainer.py` makes it."""
+        group = trainer.group
+        return cls(
+            group.rank, group.num_ranks, group.device, trainer.publish, trainer.engine.pieces, group.gather_ranks,
+            trainer.model.lm, trainer.engine_dtype,
+        )  # fmt: skip
+
 
 def make_transport(name: str, side: TrainerSide, *, directory: str, bucket_mib: int, timeout_s: float) -> Transport:
     """Collective. `directory`: root of publications in shared memory. `timeout_s`: `rollout.update_timeout_s`.
