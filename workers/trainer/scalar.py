@@ -18,7 +18,8 @@ from penstock.store.rows import Rows
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.loss_inputs import LossInputs
 from penstock.workers.trainer.models.policy_model import max_length
-from penstock.workers.trainer.models.scalar_model import ScalarModel, load_scalar_lm
+from penstock.workers.trainer.models.scalar_model import ScalarModel, open_scalar_lm
+from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.tally import Tally
 from penstock.workers.trainer.trainer import PolicyTrainer, Step
 
@@ -33,9 +34,13 @@ class ScalarTrainer(PolicyTrainer):
 
     model: ScalarModel
 
-    def _load(self, path: str, dtype: str, attention: str, checkpoint_layers: bool) -> tuple[nn.Module, int | None]:
-        lm = load_scalar_lm(path, "model.path", dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
-        return ScalarModel(lm), max_length(lm)
+    def _open(
+        self, path: str, dtype: str, attention: str, checkpoint_layers: bool
+    ) -> tuple[nn.Module, StartingWeights, int | None]:
+        lm, weights = open_scalar_lm(
+            path, "model.path", dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers
+        )
+        return ScalarModel(lm), weights, max_length(lm)
 
     @torch.no_grad()
     def values(self, rows: Rows) -> list[np.ndarray]:

@@ -34,8 +34,9 @@ from penstock.workers.trainer.engines.fsdp import FsdpEngine
 from penstock.workers.trainer.engines.layers import compile_layers, use_liger
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.loss_inputs import LossInputs
-from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm, max_length
+from penstock.workers.trainer.models.policy_model import PolicyModel, max_length, open_causal_lm
 from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.schedule import learning_rate
 from penstock.workers.trainer.tally import Tally, add_mismatch
@@ -105,24 +106,26 @@ class PolicyTrainer:
         self._temperature = temperature
         dtype = "float32" if trainable else config.dtype
         checkpoint_layers = trainable and config.activation_checkpointing
-        self.model, self.max_length = self._load(model_path, dtype, attention, checkpoint_layers)
+        self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
         self.model.requires_grad_(trainable)
         if config.liger:
             use_liger(self.model.lm)
         if trainable and config.lora.rank:
-            add_adapters(self.model.lm, config.lora)
+            weights.add(add_adapters(self.model.lm, config.lora))
         if config.compile:
             compile_layers(self.model)
         self.trainable = trainable
         self.before_step: Callable[[], None] | None = None
         """Called before weights change: a checkpoint may still be copying them."""
-        self.engine = make_engine(self.model, self.group, self.config)
+        self.engine = make_engine(self.model, weights, self.group, self.config)
 
-    def _load(self, path: str, dtype: str, attention: str, checkpoint_layers: bool) -> tuple[Any, int | None]:
-        """The model, and its longest sequence."""
-        lm = load_causal_lm(path, dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
+    def _open(
+        self, path: str, dtype: str, attention: str, checkpoint_layers: bool
+    ) -> tuple[Any, StartingWeights, int | None]:
+        """The model without its weights, those, and its longest sequence."""
+        lm, weights = open_causal_lm(path, dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
         chunk_mib = self.config.logprob_chunk_mib
-        return PolicyModel(lm, temperature=self._temperature, chunk_mib=chunk_mib), max_length(lm)
+        return PolicyModel(lm, temperature=self._temperature, chunk_mib=chunk_mib), weights, max_length(lm)
 
     def set_step(self, step: int) -> None:
         """Updates made before this one's start, when resuming: where the learning-rate schedule goes on."""
@@ -325,13 +328,15 @@ class PolicyTrainer:
         return norm
 
 
-def make_engine(model: PolicyModel | ScalarModel, group: ProcessGroup, config: TrainerConfig) -> TrainEngine:
-    """`config.engine` around the model. Collective."""
+def make_engine(
+    model: PolicyModel | ScalarModel, weights: StartingWeights, group: ProcessGroup, config: TrainerConfig
+) -> TrainEngine:
+    """`config.engine` around a model that gets its weights there. Collective."""
     if config.engine == "deepspeed":
         from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine
 
-        return DeepSpeedEngine(model, group, config)
-    return FsdpEngine(model, group, config)
+        return DeepSpeedEngine(model, weights, group, config)
+    return FsdpEngine(model, weights, group, config)
 
 
 def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:

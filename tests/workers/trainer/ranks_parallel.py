@@ -5,6 +5,8 @@ Runs every scenario of that number of ranks and leaves what the tests look at in
 rank and none of their ways to split the work are what they are compared to.
 """
 
+import ctypes
+import gc
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
@@ -20,6 +23,8 @@ from penstock.workers.trainer.engines import fsdp
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.tally import with_explained_variance
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.weights.making import TrainerSide
+from penstock.workers.weights.source import WeightStream
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""
@@ -54,6 +59,8 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     },
 }
 """By number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3)."""
+LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
+"""How a model is loaded of which the memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
 NUM_ROWS = 12
 
@@ -99,13 +106,45 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         trainers.append(kind(config, model, rank=rank, num_ranks=num_ranks, address=address, metrics_prefix=prefix))
         result = one_update(trainers[-1], rows().select(share_of(rank, num_ranks, options)))
         trainers[-1].publish(str(directory / scenario), 1)
+        side = TrainerSide.of(trainers[-1])
+        result["streamed"] = dict(WeightStream(side.pieces, side.dtype, side.device, side.gather))
         if config.lora.rank:
             trainers[-1].config = replace(config, lora=replace(config.lora, publish="adapter"))
             del trainers[-1]._layout
             trainers[-1].publish(str(directory / scenario / "alone"), 1)
         torch.save(result, directory / f"{scenario}.{rank}.pt")
         trainers[-1].export(str(directory / scenario / "exported"))
+    for name, options in LARGE.items() if num_ranks == 4 else ():
+        torch.save(load_large(options, f"{models}/large", rank, num_ranks), directory / f"{name}.{rank}.pt")
     trainers[0].close()
+
+
+def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int) -> dict[str, Any]:
+    """What loading a model of 118 MB costs this rank, in bytes, and whether it has what is in the file."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not be seen
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+    before = own_bytes("VmHWM")
+    config = TrainerConfig(num_ranks=num_ranks, **options)
+    trainer = PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks)
+    peak = own_bytes("VmHWM") - before
+    parameters = [fsdp.local(parameter) for parameter in trainer.model.parameters()]
+    stored = load_file(f"{model}/model.safetensors")
+    return {
+        "peak": peak,
+        "shard": sum(parameter.nbytes for parameter in parameters),
+        "layer": sum(stored[name].nbytes for name in stored if name.startswith("model.layers.0.")),
+        "right": [
+            torch.equal(piece.values, stored[piece.name].reshape(-1)[piece.first :][: len(piece.values)])
+            for piece in trainer.engine.pieces()
+        ],
+    }
+
+
+def own_bytes(field: str) -> int:
+    """Of this process: VmHWM is the most that was resident, mapped files included."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
 
 
 def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
-from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm
+from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm, open_causal_lm
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.trainer import PolicyTrainer, make_engine
 from tests.workers.trainer.conftest import ENGINES, random_rows
@@ -61,13 +61,13 @@ def test_training_goes_on_from_a_loaded_state_as_if_nothing_had_happened(
 def test_what_is_not_trained_keeps_its_weights_and_is_published_all_the_same(
     engine: str, engine_options: dict[str, Any], model_path: str
 ) -> None:
-    lm = load_causal_lm(model_path)
-    before = {name: parameter.detach().clone() for name, parameter in lm.named_parameters()}
+    before = {name: parameter.detach() for name, parameter in load_causal_lm(model_path).named_parameters()}
+    lm, weights = open_causal_lm(model_path)
     model = PolicyModel(lm).requires_grad_(False)
     lm.model.layers[1].requires_grad_(True)
     config = TrainerConfig(**engine_options, optimizer=OptimizerConfig(lr=1e-2))
     group = ProcessGroup.join(0, 1, None, 60.0, use_gpu=False)
-    made = make_engine(model, group, config)
+    made = make_engine(model, weights, group, config)
     ids = torch.randint(3, 90, (2, 8))
     for _ in range(2):
         made.before_backward(is_last=True)

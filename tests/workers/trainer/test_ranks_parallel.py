@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 FRESH = FreshModelConfig(
     num_layers=2, hidden_size=32, intermediate_size=48, num_heads=8, num_kv_heads=4, max_position_embeddings=64
 )
+LARGE = FreshModelConfig(num_layers=10, hidden_size=512, intermediate_size=1408, num_heads=8, num_kv_heads=4)
 EVERY = [(number, scenario) for number, some in ranks.SCENARIOS.items() for scenario in some]
 CASES = [case for case in EVERY if "bfloat16" not in case[1]]
 Several = Callable[[int], Path]
@@ -39,6 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     torch.manual_seed(4)
     Qwen3ForCausalLM(config).save_pretrained(path / "qwen3")
+    build_fresh_model(path / "large", LARGE, seed=5)
     return str(path)
 
 
@@ -104,6 +106,12 @@ def test_weights_of_bfloat16_passes_are_near_those_of_one_rank(
     one: Path, several: Several, num_ranks: int, scenario: str
 ) -> None:
     assert_same(weights(several(num_ranks), scenario), weights(one, scenario), atol=2e-3)
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), EVERY)
+def test_what_is_streamed_to_engines_is_what_is_published(several: Several, num_ranks: int, scenario: str) -> None:
+    for rank in (0, num_ranks - 1):
+        assert_same(result(several(num_ranks), scenario, rank)["streamed"], weights(several(num_ranks), scenario), 0)
 
 
 @pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
@@ -176,3 +184,13 @@ def whole_state(directory: Path, scenario: str, num_ranks: int) -> dict[str, tor
 @pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
 def test_the_state_of_all_ranks_is_that_of_one(one: Path, several: Several, num_ranks: int, scenario: str) -> None:
     assert_same(whole_state(several(num_ranks), scenario, num_ranks), whole_state(one, scenario, 1), atol=2e-6)
+
+
+@pytest.mark.parametrize("scenario", ranks.LARGE)
+def test_no_rank_ever_holds_much_more_than_its_shard_while_it_loads(several: Several, scenario: str) -> None:
+    for rank in range(4):
+        loaded = result(several(4), scenario, rank)
+        assert loaded["shard"] > 25 * 2**20
+        assert loaded["peak"] > 0.9 * loaded["shard"]
+        assert loaded["peak"] <= 1.2 * loaded["shard"] + loaded["layer"]
+        assert all(loaded["right"])

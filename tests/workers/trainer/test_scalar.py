@@ -12,7 +12,7 @@ from penstock.algorithms.preference.bradley_terry import bradley_terry_loss
 from penstock.conf.errors import DataflowError, ModelError
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.rows import Rows
-from penstock.workers.trainer.models.scalar_model import load_scalar_lm
+from penstock.workers.trainer.models.scalar_model import open_scalar_lm
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from tests.workers.trainer.conftest import ENGINES, random_rows
@@ -137,4 +137,4 @@ def test_a_loss_of_another_kind_of_model_is_refused(make_scalar):
 
 def test_a_path_without_a_model_is_named(tmp_path):
     with pytest.raises(ModelError, match=r"model.paths.reward_model=.*no model with a scalar head"):
-        load_scalar_lm(str(tmp_path), "model.paths.reward_model")
+        open_scalar_lm(str(tmp_path), "model.paths.reward_model")

@@ -18,13 +18,15 @@ from penstock.workers.trainer.engines.deepspeed_runtime import (
     keep_deadline,
     leave_process_group,
     load_deepspeed,
+    load_sharded,
+    load_whole,
     settings,
-    shard_from_host,
 )
 from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.engines.fsdp import MOMENTS, buffer_pieces, make_adamw, moments_of
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.process_group import ProcessGroup
 
 
@@ -35,25 +37,33 @@ class DeepSpeedEngine:
     and 2 leave it whole on every rank.
     """
 
-    def __init__(self, model: PolicyModel | ScalarModel, group: ProcessGroup, config: TrainerConfig) -> None:
-        """`model`: loaded, on the CPU. Raises `ConfigError` where DeepSpeed is not installed or computes elsewhere."""
+    def __init__(
+        self, model: PolicyModel | ScalarModel, weights: StartingWeights, group: ProcessGroup, config: TrainerConfig
+    ) -> None:
+        """`model`: without weights. Stage 3 gives it one layer's at a time, and keeps the shards; stages 1 and 2 keep
+        all of them on every rank, by their nature. Raises `ConfigError` where DeepSpeed is not installed or computes
+        elsewhere."""
         self.model = model
         self.group = group
         self.stage = config.deepspeed.zero_stage
-        trained = {name: parameter for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
-        self.optimizer = make_adamw(list(trained.values()), config.optimizer) if trained else None
+        num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+        self.optimizer: torch.optim.AdamW | None = None
         self.where = ""
         self._engine: Any = None
         self._fragments: dict[str, Fragment] = {}
-        if self.optimizer is None and self.stage < 3:
+        dtype = getattr(torch, config.dtype)
+        if self.stage < 3:
+            load_whole(model.lm, model.lm, weights, dtype)
+        if not num_trained and self.stage < 3:
             model.to(group.device)
             return
-        # DeepSpeed copies parameters into its masters when they are in the compute dtype already.
-        loaded = {name: parameter.data for name, parameter in trained.items()} if config.dtype == "bfloat16" else {}
-        how = settings(config, group.device.type, sum(parameter.numel() for parameter in trained.values()))
+        how = settings(config, group.device.type, num_trained)
         deepspeed = load_deepspeed(group)
         if self.stage == 3:
-            shard_from_host(deepspeed, model, how, getattr(torch, config.dtype), group.device)
+            load_sharded(deepspeed, model, weights, how, dtype, group)
+        trained = {name: parameter for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
+        if trained:
+            self.optimizer = make_adamw(list(trained.values()), config.optimizer)
         self._engine, *_ = deepspeed.initialize(
             model=model, optimizer=self.optimizer, config=how, dist_init_required=False
         )
@@ -62,8 +72,9 @@ class DeepSpeedEngine:
             self._fragments = {
                 fragment.name: fragment for fragment in fragments_of(trained, self._engine.optimizer, group.rank)
             }
-            for name, values in loaded.items():
-                self._fragments[name].take(values)
+            if config.dtype == "bfloat16":  # which DeepSpeed has copied into its masters
+                for fragment in self._fragments.values():
+                    weights.fill_elements(fragment.piece().values, fragment.name, fragment.first)
 
     def take_device(self) -> None:
         """DeepSpeed's own, for ZeRO-3; the other stages stay where they are."""

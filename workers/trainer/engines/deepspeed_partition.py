@@ -37,10 +37,6 @@ class Fragment:
         source = (self.flat if flat is None else flat).detach()
         return Piece(prefix + self.name, self.shape, self.first, source.narrow(0, self.offset, self.count))
 
-    def take(self, full: Tensor) -> None:
-        """Copy this rank's elements of the whole parameter into the master."""
-        self.piece().values.copy_(full.reshape(-1).narrow(0, self.first, self.count))
-
     def refresh_shard(self) -> None:
         """Stage 3: bring the compute dtype's elements up to date with the master."""
         assert self.shard is not None

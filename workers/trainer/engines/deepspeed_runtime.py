@@ -17,6 +17,10 @@ from torch.distributed import distributed_c10d
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.engines.layers import decoder_layers
+from penstock.workers.trainer.models.policy_model import PolicyModel
+from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.models.starting_weights import StartingWeights, replace_parameters
 from penstock.workers.trainer.process_group import ProcessGroup
 
 MAX_BUCKET_ELEMENTS = 2**27
@@ -62,16 +66,35 @@ def _take_place_of_launcher(group: ProcessGroup) -> None:
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
 
 
-def shard_from_host(
-    deepspeed: Any, model: nn.Module, settings: dict[str, Any], dtype: torch.dtype, device: torch.device
+def load_sharded(
+    deepspeed: Any,
+    model: PolicyModel | ScalarModel,
+    weights: StartingWeights,
+    settings: dict[str, Any],
+    dtype: torch.dtype,
+    group: ProcessGroup,
 ) -> None:
-    """Stage 3: one parameter after the other goes to the device and is cut there, so that no device has to hold the
-    model, as it would if DeepSpeed were given it whole. Collective."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)
-    deepspeed.zero.Init(module=model, config_dict_or_path=settings, dtype=dtype)
+    """Stage 3: one layer after the other gets its weights and is cut, so that nothing ever holds the model, as it would
+    if DeepSpeed were given it whole. DeepSpeed cuts what rank 0 has, so that the others need not read it. Collective.
+    """
+    for module in (*decoder_layers(model), model):
+        load_whole(model.lm, module, weights if group.rank == 0 else None, dtype)
+        deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(device)
+        buffer.data = buffer.data.to(group.device)
+
+
+def load_whole(lm: nn.Module, module: nn.Module, weights: StartingWeights | None, dtype: torch.dtype) -> None:
+    """Give the parameters of `module`, a part of `lm`, that have no values yet all of theirs, on the CPU. None: any."""
+    within = set(module.parameters())
+
+    def made(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        whole = nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=parameter.requires_grad)
+        if weights is not None:
+            weights.fill(whole.detach(), name)
+        return whole
+
+    replace_parameters(lm, lambda _, parameter: parameter.is_meta and parameter in within, made)
 
 
 def keep_deadline(engine: Any, timeout_s: float) -> None:

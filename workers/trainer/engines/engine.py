@@ -41,7 +41,7 @@ class TrainEngine(Protocol):
 
     group: ProcessGroup
     model: PolicyModel | ScalarModel
-    """As loaded; its parameters may be shards. Not to be called: see `forward`."""
+    """Its parameters may be shards. Not to be called: see `forward`."""
 
     where: str
     """The part of the model that was gathered last, for messages."""

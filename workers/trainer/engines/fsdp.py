@@ -28,6 +28,7 @@ from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
+from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.process_group import ProcessGroup
 
 KEEP_WHOLE_BYTES = 2 * 2**30
@@ -42,8 +43,11 @@ class FsdpEngine:
     """One rank's shard of a model and of its optimizer. Every rank makes the same calls, since most of them
     communicate."""
 
-    def __init__(self, model: PolicyModel | ScalarModel, group: ProcessGroup, config: TrainerConfig) -> None:
-        """`model`: loaded, on the CPU; without parameters that require gradients it gets no optimizer."""
+    def __init__(
+        self, model: PolicyModel | ScalarModel, weights: StartingWeights, group: ProcessGroup, config: TrainerConfig
+    ) -> None:
+        """`model`: without weights, which each rank reads for its shards alone; where none requires gradients there is
+        no optimizer."""
         num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
         self.model = model
         self.group = group
@@ -61,6 +65,7 @@ class FsdpEngine:
         self.where = ""
         self._num_shards, self._shard = mesh.size(), mesh.get_local_rank()
         self.root = self._fully_shard(mesh, config.dtype, is_offloaded)
+        self._load(weights, torch.device("cpu") if is_offloaded else group.device)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for name, module in model.named_modules():
             if module in self.units:
@@ -83,9 +88,21 @@ class FsdpEngine:
         for layer in decoder_layers(self.model):
             fully_shard(layer, reshard_after_forward=not self.keeps_whole, **options)
         root: FSDPModule = fully_shard(self.model, reshard_after_forward=False, **options)
-        if not is_offloaded:
-            self.model.to(self.group.device)  # buffers
         return root
+
+    @torch.no_grad()
+    def _load(self, weights: StartingWeights, device: torch.device) -> None:
+        """Give the shards memory, and the values that they start as. Buffers have theirs already, and are where
+        `fully_shard` has moved them."""
+        buffers = dict(self.model.named_buffers(remove_duplicate=False))
+        self.model.to_empty(device=device)
+        for name, buffer in self.model.named_buffers(remove_duplicate=False):
+            buffer.data = buffers[name]
+        for name, parameter in self.model.lm.named_parameters():
+            columns = ALL
+            if self.tensor and self.tensor.split_dim(parameter) == 1:
+                columns = self.tensor.columns(parameter.shape[1])
+            weights.fill(local(parameter).detach(), hf_name(name), self._first_row(parameter), columns)
 
     def _entered(self, name: str, *_: Any) -> None:
         self.where = name

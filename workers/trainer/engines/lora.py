@@ -1,6 +1,6 @@
-"""LoRA (2106.09685) around a loaded model: PEFT's layers in place of linear ones, of which only A and B are trained.
+"""LoRA (2106.09685) around a model: PEFT's layers in place of linear ones, of which only A and B are trained.
 
-    load ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─┬▶ pieces: W + scale * B @ A under W's own name
+    open ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─┬▶ pieces: W + scale * B @ A under W's own name
                                                                       └▶ adapter_pieces: A and B (weights/adapter.py)
 
 The first make a publication that is a whole model, of which engines need not know that adapters made it; the second,
@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
+from penstock.workers.trainer.models.starting_weights import take_weights
 from penstock.workers.weights.adapter import FILE_NAME, tensor_name
 
 ADAPTER = "default"
@@ -49,9 +50,10 @@ class Adapter:
         yield tensor_name(self.name, "B"), self.b
 
 
-def add_adapters(lm: Any, config: LoraConfig) -> None:
+def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
     """Put adapters around the linear layers that `config` names, in place; everything else stops requiring gradients,
-    but for a scalar head, which is small and new.
+    but for a scalar head, which is small and new. `lm`: without weights. The values of A and B, which have none in it
+    either.
 
     B starts at zero, so that the model starts as it was. Without dropout: what is trained must be what sampled. Raises
     `ConfigError` for a target that names no linear layer.
@@ -68,12 +70,20 @@ def add_adapters(lm: Any, config: LoraConfig) -> None:
         bias="none",
         base_model_name_or_path=lm.name_or_path,
     )
+    layers = [lm.get_submodule(name) for name in targets]
+    without = [layer.weight for layer in layers]
+    for layer in layers:  # PEFT makes A and B where W is: one element many times is on the CPU, and takes no memory
+        layer.weight = nn.Parameter(torch.zeros((), dtype=layer.weight.dtype).expand(layer.weight.shape))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(INITIAL_SEED)
         inject_adapter_in_model(peft_config, lm, ADAPTER)
+    for layer, weight in zip(layers, without, strict=True):
+        layer.weight = weight.requires_grad_(False)
+    values = take_weights(lm, is_adapter)
     head = getattr(lm, "score", None)
     if isinstance(head, nn.Module):
         head.requires_grad_(True)
+    return values
 
 
 def target_layers(lm: Any, targets: list[str]) -> list[str]:

@@ -36,7 +36,7 @@ class TensorParallel:
     """
 
     def __init__(self, lm: Any, group: ProcessGroup, size: int) -> None:
-        """`lm`: loaded, on the CPU, adapters already in it. Raises `ConfigError` for a model that cannot be split so.
+        """`lm`: without weights, adapters already in it. Raises `ConfigError` for a model that cannot be split so.
         Collective."""
         self.size = size
         self.rank = group.rank % size
@@ -50,7 +50,6 @@ class TensorParallel:
             mesh_dim_names=("fsdp", "tensor"),
         )
         self.fsdp_mesh: DeviceMesh = mesh["fsdp"]
-        lm.to(group.device)
         parallelize_module(lm, mesh["tensor"], module_styles(lm, styles), src_data_rank=None)
         self._summed = [lm.get_submodule(name) for name, style in styles.items() if style == SUMMED]
 
@@ -72,6 +71,11 @@ class TensorParallel:
         parts = [torch.empty_like(part) for _ in range(self.size)]
         dist.all_gather(parts, part.contiguous(), group=self.group)
         return torch.cat(parts, dim=1)
+
+    def columns(self, num_columns: int) -> slice:
+        """This rank's of a parameter that is split along them."""
+        width = num_columns // self.size
+        return slice(self.rank * width, (self.rank + 1) * width)
 
     def from_first(self, tensor: Tensor) -> None:
         """What the first of the T ranks has, to the others. Collective over them."""

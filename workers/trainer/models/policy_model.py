@@ -7,12 +7,15 @@ shards it, and by straight-line loops.
 Legend: B rows of the micro-batch, L padded tokens of prompt and response, N response tokens of all rows.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ModelError, suggest
+from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 from penstock.workers.trainer.models.token_scores import ENTROPY, OutputLayer
 
 LOGIT_CHANGES = ("final_logit_softcapping", "logit_scale", "logits_scaling", "mup_enabled")
@@ -85,16 +88,56 @@ def load_causal_lm(
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    try:
+    with named_failure(path):
         config = without_dropout(AutoConfig.from_pretrained(path))
         lm = AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention
         )
+    return for_training(lm, checkpoint_layers)
+
+
+def open_causal_lm(
+    path: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
+) -> tuple[Any, StartingWeights]:
+    """What `load_causal_lm` gives, without its weights, and those: for whoever wants a part of each. Raises
+    `ModelError`."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with named_failure(path):
+        config = without_dropout(AutoConfig.from_pretrained(path))
+        lm, weights = without_weights(
+            lambda: AutoModelForCausalLM.from_config(
+                config, dtype=getattr(torch, dtype), attn_implementation=attention
+            ),
+            lambda: load_causal_lm(path, dtype=dtype, attention=attention),
+            path,
+        )
+        keep_generation_config(lm, path)
+    return for_training(lm, checkpoint_layers), weights
+
+
+@contextmanager
+def named_failure(path: str) -> Iterator[None]:
+    """What transformers raises where there is no such model."""
+    try:
+        yield
     except (OSError, ValueError) as error:
         raise ModelError(f"model.path={path}: no causal language model can be loaded from there: {error}") from error
+
+
+def for_training(lm: Any, checkpoint_layers: bool) -> Any:
     if checkpoint_layers:
         lm.gradient_checkpointing_enable({"use_reentrant": False})
     return lm.train()
+
+
+def keep_generation_config(lm: Any, path: str) -> None:
+    """Exports have the one of the checkpoint, where it has any."""
+    from transformers import GenerationConfig
+
+    if lm.can_generate():
+        with suppress(OSError):
+            lm.generation_config = GenerationConfig.from_pretrained(path)
 
 
 def without_dropout(config: Any) -> Any:

@@ -10,7 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ModelError
-from penstock.workers.trainer.models.policy_model import without_dropout
+from penstock.workers.trainer.models.policy_model import for_training, without_dropout
+from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
+
+HEAD = "score.weight"
 
 
 class ScalarModel(nn.Module):
@@ -29,29 +32,32 @@ class ScalarModel(nn.Module):
         return self.lm.score(hidden_KH).float().squeeze(-1).clone()
 
 
-def load_scalar_lm(
+def open_scalar_lm(
     path: str, key: str, *, dtype: str = "float32", attention: str = "sdpa", checkpoint_layers: bool = False
-) -> Any:
-    """A sequence classification model with one label, from such a directory or from a causal model's, whose head is
-    then new and all zero: a critic that begins by expecting nothing, a reward model without an opinion.
+) -> tuple[Any, StartingWeights]:
+    """A sequence classification model with one label, without its weights, and those; from such a directory or from a
+    causal model's, whose head is then new and all zero: a critic that begins by expecting nothing, a reward model
+    without an opinion.
 
     `key`: the configuration's, for messages. Raises `ModelError` if there is no such model.
     """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
     try:
         config = without_dropout(AutoConfig.from_pretrained(path, num_labels=1))
         has_head = any("SequenceClassification" in name for name in config.architectures or ())
-        lm = AutoModelForSequenceClassification.from_pretrained(
-            path, config=config, dtype=getattr(torch, dtype), attn_implementation=attention
+        lm, weights = without_weights(
+            lambda: AutoModelForSequenceClassification.from_config(config, **options),
+            lambda: AutoModelForSequenceClassification.from_pretrained(path, config=config, **options),
+            path,
+            new=() if has_head else (HEAD,),
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"{key}={path}: no model with a scalar head can be made from there: {error}") from error
     if not isinstance(getattr(lm, "score", None), nn.Linear):
         raise ModelError(f"{key}={path}: {type(lm).__name__} has no linear head `score`, which the trainer reads.")
     if not has_head:
-        nn.init.zeros_(lm.score.weight)
+        weights.add({HEAD: torch.zeros(lm.score.weight.shape)})
     lm.config.architectures = [type(lm).__name__]
-    if checkpoint_layers:
-        lm.gradient_checkpointing_enable({"use_reentrant": False})
-    return lm.train()
+    return for_training(lm, checkpoint_layers), weights

@@ -1,0 +1,288 @@
+"""What the weights of a model start as: read from its checkpoint range by range, into shards, so that no rank ever
+holds more of the model than its own part.
+
+    without_weights() ─▶ adapters, heads ─▶ an engine shards it ─▶ fill(shard, name, first_row, columns) each
+
+Ranges are read where safetensors hold the parameters as the model has them, under names that transformers maps one to
+one. Where they do not (files of another kind, fused experts, weights that are missing), transformers loads the whole
+model, and ranges are cut from that: correct, but each rank holds the whole for a moment, which is logged. Opened by
+`policy_model.py` and `scalar_model.py`, read by the engines.
+"""
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CHUNK_BYTES = 8 * 2**20
+"""Most that is copied at once, and most of a checkpoint that stays mapped: mapped pages count as memory."""
+STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+"""What is a weight as it stands, with its bytes. Others are parts of a quantized one."""
+INITIAL_SEED = 0
+"""Of weights that a checkpoint lacks. The same in every rank, or their shards would be of different tensors."""
+ALL = slice(None)
+_LOG = logging.getLogger("penstock")
+
+
+class NotByRange(Exception):
+    """Why a checkpoint cannot be read range by range. Never leaves this module."""
+
+
+class StoredTensors:
+    """The tensors of safetensors files by their keys, mapped while they are read."""
+
+    def __init__(self, files: Mapping[str, str]) -> None:
+        """`files`: the path of the file of each key."""
+        self._files = files
+        self._path, self._file = "", None
+        self._num_touched = 0
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __getitem__(self, key: str) -> "StoredTensor":
+        return StoredTensor(self, key)
+
+    def slices(self, key: str, num_bytes: int = 0) -> Any:
+        """safetensors' view of a tensor, of which `num_bytes` will be read. Lets go of what was mapped before, where
+        that was much."""
+        from safetensors import safe_open
+
+        self._num_touched += num_bytes
+        if self._file is None or self._path != self._files[key] or self._num_touched > CHUNK_BYTES:
+            self._path, self._num_touched = self._files[key], num_bytes
+            self._file = safe_open(self._path, framework="pt")
+        return self._file.get_slice(key)
+
+
+class StoredTensor:
+    """One tensor of them; has of a tensor what `StartingWeights` asks for."""
+
+    def __init__(self, tensors: StoredTensors, key: str) -> None:
+        self._tensors, self._key = tensors, key
+        slices = tensors.slices(key)
+        self.shape = tuple(slices.get_shape())
+        self.dtype: str = slices.get_dtype()
+
+    def __getitem__(self, index: Any) -> Tensor:
+        rows = index[0] if isinstance(index, tuple) else index
+        row_bytes = STORED_DTYPES[self.dtype]
+        for extent in self.shape[1:]:
+            row_bytes *= extent
+        return self._tensors.slices(self._key, (rows.stop - rows.start) * row_bytes)[index]
+
+
+class StartingWeights:
+    """The values of each parameter, by the name that it has before adapters are around it.
+
+    weights.fill(shard, "model.layers.0.mlp.up_proj.weight", first_row=128)
+    """
+
+    def __init__(self, sources: Mapping[str, Any]) -> None:
+        """`sources`: whole tensors, or what can be indexed as they can."""
+        self._sources = dict(sources)
+
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        """Weights that no checkpoint has: of adapters and heads."""
+        self._sources |= values
+
+    @torch.no_grad()
+    def fill(self, target: Tensor, name: str, first_row: int = 0, columns: slice = ALL) -> None:
+        """Copy rows from `first_row` on, as many as `target` has, into it, cast to its dtype."""
+        source, step = self._sources[name], _rows_at_once(target)
+        for start in range(0, len(target), step):
+            part = target[start : start + step]
+            rows = slice(first_row + start, first_row + start + len(part))
+            part.copy_(source[rows] if columns == ALL else source[rows, columns])
+
+    @torch.no_grad()
+    def fill_elements(self, target: Tensor, name: str, first: int) -> None:
+        """Copy elements of the flattened parameter from `first` on, as many as `target` has, into it."""
+        if not len(target):
+            return
+        source = self._sources[name]
+        row = max(1, _num_elements(source.shape[1:]))
+        first_row, last_row = first // row, -(-(first + len(target)) // row)
+        target.copy_(source[slice(first_row, last_row)].reshape(-1).narrow(0, first - first_row * row, len(target)))
+
+
+def without_weights(
+    make: Callable[[], Any], load: Callable[[], Any], path: str, new: Iterable[str] = ()
+) -> tuple[Any, StartingWeights]:
+    """A language model whose parameters have shapes but no values (they are on torch's meta device), and the values.
+
+    `make`: the model from its configuration. `load`: the model with its weights, as transformers loads it, for
+    checkpoints that cannot be read by range; weights that these lack get the same random values in every rank.
+    `new`: parameters that the checkpoint does not have; they start at zero.
+    """
+    from accelerate import init_empty_weights
+
+    try:
+        with init_empty_weights(include_buffers=False):
+            lm = make()
+        lm.tie_weights()  # which making them empty has undone
+        sources = _stored_weights(lm, path, set(new))
+    except NotByRange as reason:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(INITIAL_SEED)
+            lm = load()
+        num_bytes = sum(parameter.nbytes for parameter in lm.parameters())
+        _LOG.warning(
+            "%s cannot be read range by range: %s. Each rank loads the whole model (%.2f GiB) before it is sharded.",
+            path, reason, num_bytes / 2**30,
+        )  # fmt: skip
+        sources = take_weights(lm, lambda name: True)
+    return lm, StartingWeights(sources)
+
+
+def take_weights(lm: nn.Module, chosen: Callable[[str], bool]) -> dict[str, Tensor]:
+    """The values of the parameters whose names are chosen, which then have none. Tied ones stay tied."""
+    values = {}
+
+    def emptied(name: str, parameter: nn.Parameter) -> nn.Parameter:
+        values[name] = parameter.detach()
+        return nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+
+    replace_parameters(lm, lambda name, _: chosen(name), emptied)
+    return values
+
+
+def replace_parameters(
+    module: nn.Module,
+    chosen: Callable[[str, nn.Parameter], bool],
+    make: Callable[[str, nn.Parameter], nn.Parameter],
+) -> None:
+    """Put what `make` returns in the places of chosen parameters, under all names of each."""
+    places = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        places[parameter].append(name)
+    for parameter, names in places.items():
+        if chosen(names[0], parameter):
+            new = make(names[0], parameter)
+            for name in names:
+                owner, _, attribute = name.rpartition(".")
+                setattr(module.get_submodule(owner), attribute, new)
+
+
+def _stored_weights(lm: Any, path: str, new: set[str]) -> dict[str, Any]:
+    """A source for each parameter of `lm`; its persistent buffers get their values here. Raises `NotByRange`."""
+    _check_plain(lm, path)
+    stored = StoredTensors(_files_of(path))
+    keys = _keys_by_name(lm, stored)
+    names_of = defaultdict(list)
+    for name, parameter in lm.named_parameters(remove_duplicate=False):
+        names_of[parameter].append(name)
+    sources: dict[str, Any] = {}
+    for parameter, names in names_of.items():
+        if names[0] in new:
+            sources[names[0]] = torch.zeros(parameter.shape)
+            continue
+        found = [_checked(stored, name, keys[name], parameter) for name in names if name in keys]
+        if not found:
+            raise NotByRange(f"it has no {names[0]}")
+        for other in found[1:]:
+            _check_same(names, found[0], other)
+        sources[names[0]] = found[0]
+    parameters = {name for names in names_of.values() for name in names}
+    for name, buffer in lm.state_dict().items():
+        if name not in parameters:
+            if name not in keys:
+                raise NotByRange(f"it has no {name}")
+            buffer.copy_(stored.slices(keys[name])[...])
+    return sources
+
+
+def _check_plain(lm: Any, path: str) -> None:
+    """Raises `NotByRange` for checkpoints of which transformers makes something else than what lies in the files."""
+    if getattr(lm.config, "quantization_config", None) is not None:
+        raise NotByRange("it is quantized")
+    if getattr(lm.config, "transformers_weights", None) is not None:
+        raise NotByRange("its configuration names a file of weights of its own")
+    if Path(path, "adapter_config.json").exists():
+        raise NotByRange("it is an adapter")
+    if lm.dtype != torch.float32 and (lm._keep_in_fp32_modules_strict or lm._keep_in_fp32_modules):
+        raise NotByRange(f"{type(lm).__name__} keeps some of its weights in float32")
+
+
+def _files_of(path: str) -> dict[str, str]:
+    """The safetensors file of each key. Raises `NotByRange`."""
+    from safetensors import safe_open
+    from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+    from transformers.utils.hub import get_checkpoint_shard_files
+
+    single = _file(path, SAFE_WEIGHTS_NAME)
+    if single is not None:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single)
+    index = _file(path, SAFE_WEIGHTS_INDEX_NAME)
+    if index is None:
+        raise NotByRange("it has no safetensors")
+    names = json.loads(Path(index).read_text())["weight_map"]
+    shards, _ = get_checkpoint_shard_files(path, index)
+    by_name = {Path(shard).name: shard for shard in shards}
+    return {key: by_name[Path(name).name] for key, name in names.items()}
+
+
+def _file(path: str, name: str) -> str | None:
+    """Of a directory, or of a hub id."""
+    from transformers.utils import cached_file
+
+    if Path(path).is_dir():
+        return str(Path(path, name)) if Path(path, name).is_file() else None
+    try:
+        return cached_file(path, name)
+    except OSError:
+        return None
+
+
+def _keys_by_name(lm: Any, keys: Iterable[str]) -> dict[str, str]:
+    """The key of each parameter or buffer that is stored, by transformers' own rules for renaming. Raises `NotByRange`
+    where one is made of several, or changed."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, rename_source_key
+
+    transforms = get_model_conversion_mapping(lm)
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
+    known, prefix = lm.state_dict(), lm.base_model_prefix
+    found = {}
+    for key in keys:
+        name, pattern = rename_source_key(key, renamings, converters, prefix, known)
+        if name not in known and key in known:
+            name, pattern = rename_source_key(key, [], [], prefix, known)
+        if name in known:
+            if pattern is not None:
+                raise NotByRange(f"transformers makes {name} of {key} and maybe others")
+            found[name] = key
+    return found
+
+
+def _checked(stored: StoredTensors, name: str, key: str, parameter: Tensor) -> StoredTensor:
+    tensor = stored[key]
+    if tensor.shape != tuple(parameter.shape) or tensor.dtype not in STORED_DTYPES:
+        raise NotByRange(
+            f"{key} is {tensor.dtype} of shape {list(tensor.shape)}, and {name} has {list(parameter.shape)}"
+        )
+    return tensor
+
+
+def _check_same(names: list[str], one: StoredTensor, other: StoredTensor) -> None:
+    """Weights that a configuration ties are tied only where a checkpoint has no two of them."""
+    step = _rows_at_once(torch.empty(one.shape, device="meta"))
+    for start in range(0, one.shape[0], step):
+        rows = slice(start, min(start + step, one.shape[0]))
+        if not torch.equal(one[rows], other[rows]):
+            raise NotByRange(f"its configuration ties {' and '.join(names)}, which differ")
+
+
+def _rows_at_once(tensor: Tensor) -> int:
+    return max(1, CHUNK_BYTES // max(1, _num_elements(tensor.shape[1:]) * tensor.itemsize))
+
+
+def _num_elements(shape: Iterable[int]) -> int:
+    return torch.Size(shape).numel()
