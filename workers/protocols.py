@@ -88,10 +88,10 @@ class RolloutEngine(Protocol):
     async def version(self) -> int: ...
 
     async def sleep(self) -> None:
-        """Leave the device to others; nothing is in flight. `generate` waits until `wake`."""
+        """Leave the device to others; nothing is in flight. `generate` waits until `wake`; `update` does not."""
 
     async def wake(self) -> None:
-        """The opposite. The weights are those of before."""
+        """The opposite. The weights are those of before, or of an update since."""
 
     async def close(self) -> None: ...
 

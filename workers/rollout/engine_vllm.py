@@ -66,6 +66,8 @@ class VllmEngine:
         self._updating = asyncio.Lock()
         self._awake = asyncio.Event()
         self._awake.set()
+        self._has_weights = True
+        """On the device: asleep they are not, but for those that an update has brought meanwhile."""
         self.phase_seconds: dict[str, float] = {}
         """Of the last update."""
         self._broken: str | None = None
@@ -109,6 +111,8 @@ class VllmEngine:
             opened = await self._open(publication) if isinstance(publication, Publication) else None
             self._admission.clear()
             try:
+                if not self._has_weights:
+                    await self._phase(publication, "wake", self._wake_weights())
                 await self._exchange(publication, opened)
             except PenstockError as error:
                 self._inbox.refuse(publication.version, error)
@@ -133,13 +137,21 @@ class VllmEngine:
         self._check_alive()
         self._awake.clear()
         if shares_gpu(self._config):
+            self._has_weights = False
             await self._in_time("sleep", self._llm.sleep(level=1), self._config.update_timeout_s, UPDATE_KEY)
 
     async def wake(self) -> None:
         self._check_alive()
         if shares_gpu(self._config):
-            await self._in_time("wake", self._llm.wake_up(), self._config.update_timeout_s, UPDATE_KEY)
+            tags = ["kv_cache"] if self._has_weights else None
+            await self._in_time("wake", self._llm.wake_up(tags), self._config.update_timeout_s, UPDATE_KEY)
+        self._has_weights = True
         self._awake.set()
+
+    async def _wake_weights(self) -> None:
+        """Into memory that an update can be written to, while the trainer still has the rest of the device."""
+        await self._llm.wake_up(["weights"])
+        self._has_weights = True
 
     async def version(self) -> int:
         """As the engine process says."""

@@ -153,6 +153,12 @@ class FakeLLM:
     async def reset_prefix_cache(self) -> None:
         await self._do("reset")
 
+    async def sleep(self, level: int) -> None:
+        await self._do("sleep")
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        await self._do(f"wake {'+'.join(tags or ['all'])}")
+
     async def start_weight_update(self) -> None:
         await self._do("start")
 
@@ -248,7 +254,13 @@ def make_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     monkeypatch.setattr(torch.multiprocessing.reductions, "rebuild_cuda_tensor", lambda *args: handles[args[7]])
 
     def make(
-        name: str, *, engines: int = 1, timeout_s: float = 30.0, in_flight: int = 0, **troubles: Callable[[], Any]
+        name: str,
+        *,
+        engines: int = 1,
+        timeout_s: float = 30.0,
+        in_flight: int = 0,
+        num_gpus_per_worker: float = 0,
+        **troubles: Callable[[], Any],
     ) -> Side:
         tensors, wire, part_bytes = weights(), Wire(engines), []
         monkeypatch.setattr(nccl_engine, "open_trainer_endpoint", wire.sender)
@@ -267,7 +279,8 @@ def make_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         models = [Model() for _ in range(engines)]
         made = []
         for model in models:
-            engine = VllmEngine(RolloutConfig(update_timeout_s=timeout_s), "a-model", num_threads=1, transport=name)
+            config = RolloutConfig(update_timeout_s=timeout_s, num_gpus_per_worker=num_gpus_per_worker)
+            engine = VllmEngine(config, "a-model", num_threads=1, transport=name)
             engine._llm, engine._in_flight = FakeLLM(worker(name, model), troubles), in_flight
             monkeypatch.setattr(engine, "deliver", noting(part_bytes, engine.deliver))
             made.append(engine)
@@ -358,6 +371,33 @@ def test_every_engine_gets_the_same(make_side: Callable[..., Side], name: str) -
         for (ours, tensor), (theirs, other) in zip(side.loaded(0), side.loaded(index), strict=True):
             assert ours == theirs
             assert torch.equal(tensor, other)
+
+
+def test_an_engine_that_sleeps_on_a_shared_gpu_wakes_its_weights_before_a_stream_and_its_cache_after_it(
+    make_side: Callable[..., Side],
+) -> None:
+    side = make_side("ipc", num_gpus_per_worker=0.5)
+    (engine,) = side.engines
+    asyncio.run(engine.sleep())
+    assert side.run() == [None, None]
+    asyncio.run(engine.wake())
+    assert side.calls() == [
+        "sleep", "wake weights", "reset", "start", "load", "finish", "version", "wake kv_cache",
+    ]  # fmt: skip
+    asyncio.run(engine.sleep())
+    asyncio.run(engine.wake())
+    assert side.calls()[-2:] == ["sleep", "wake all"]
+    assert [name for name, _ in side.loaded()] == list(side.tensors)
+
+
+@pytest.mark.parametrize("trouble", ["fail", "hang"])
+def test_weights_that_do_not_wake_end_the_sending(make_side: Callable[..., Side], trouble: str) -> None:
+    troubles = {"wake weights": {"fail": fail, "hang": hang}[trouble]}
+    side = make_side("ipc", num_gpus_per_worker=0.5, timeout_s=0.3, **troubles)
+    asyncio.run(side.engines[0].sleep())
+    sent, updated = side.run()
+    assert "phase wake" in str(updated)
+    assert "phase wake" in str(sent)
 
 
 def test_engines_take_places_one_after_the_other_in_the_group_of_nccl(make_side: Callable[..., Side]) -> None:
