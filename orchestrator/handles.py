@@ -81,10 +81,12 @@ class Group:
         return get_all(calls, phase=method, timeout_s=timeout_s)
 
     def _shares(self, rows: Rows) -> list[np.ndarray]:
-        """Positions of `rows` by rank, balanced by cost."""
+        """Positions of `rows` by rank, balanced by cost; ranks that split the work on a row get the same ones."""
         lengths = rows.lengths("prompt_ids") + rows.lengths("response_ids")
         costs = [row_cost(length) for length in lengths.tolist()]
-        return [np.asarray(sorted(share), np.int64) for share in balance(costs, len(self._ranks))]
+        peers = self._config.trainer.ranks_per_row
+        shares = balance(costs, len(self._ranks) // peers)
+        return [np.asarray(sorted(share), np.int64) for share in shares for _ in range(peers)]
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """Log-probabilities of each row's response tokens under this model's weights, `[T_i]` float32."""
