@@ -206,6 +206,10 @@ class Ledger:
             return known
         return self.rounds.form(consumer, number, num_ranks, max_units, owner, now + self.spec.lease_timeout_s)
 
+    def has_formed(self, stage: str, number: int) -> bool:
+        """Some rank has been given its part of the round."""
+        return self.rounds.has_formed(stage, number)
+
     def share(self, made: Round, rank: int) -> list[int]:
         """The rows of a round that `rank` still has to compute, ascending. Raises `StoreError` for an unknown rank."""
         if not 0 <= rank < len(made.parts):

@@ -77,6 +77,11 @@ class Rounds:
             )
         return known
 
+    def has_formed(self, stage: str, number: int) -> bool:
+        """It is remembered, and was not given back."""
+        known = self._rounds.get(stage, {}).get(number)
+        return known is not None and not known.void
+
     def form(
         self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float
     ) -> Round | None:

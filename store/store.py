@@ -198,7 +198,8 @@ class Store:
         self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str, max_rounds: int = 1
     ) -> list[Granted] | None:
         """This rank's shares of the rounds from `number` on: of those that can be formed now, at most `max_rounds`.
-        Waits until the first is formed. None when the store is closed.
+        Waits until the first is formed. None when the store is closed, but for a round that another rank has already
+        begun: that one waits for this rank in a collective.
         """
         self.ledger.residents.stage(stage)
 
@@ -206,6 +207,8 @@ class Store:
             granted: list[Granted] = []
             while len(granted) < max(1, max_rounds):
                 round = number + len(granted)
+                if self._closed is not None and not self.ledger.has_formed(stage, round):
+                    break
                 made = self.ledger.lease_shared(stage, round, num_ranks, max_units, owner, self._clock())
                 if self.ledger.residents.freed:  # stale groups were evicted
                     self._changed()
@@ -214,7 +217,8 @@ class Store:
                 granted.append(self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version))
             return granted or None
 
-        return await self._ranks[stage].wait(take)
+        granted = await self._ranks[stage].wait(take)
+        return take() if granted is None else granted
 
     async def batch_ready(self) -> bool:
         """Wait until as many groups are complete as the next update takes. False when the store is closed."""

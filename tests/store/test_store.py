@@ -248,6 +248,24 @@ def test_a_closed_store_takes_no_groups_and_wakes_everybody() -> None:
     run(body)
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_round_that_one_rank_has_begun_is_given_to_the_others_after_the_end(waits: bool) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        workers = start_workers(store, client)
+        await client.put_groups([group(), group()])
+        first = await store.lease_shared("train", 0, 0, 2, 0, "trainer-0")
+        assert first is not None
+        second = asyncio.ensure_future(store.lease_shared("train", 0, 1, 2, 0, "trainer-1")) if waits else None
+        await client.close("the run has ended")
+        second = await (second or store.lease_shared("train", 0, 1, 2, 0, "trainer-1"))
+        assert second is not None
+        assert second[0].lease_id == first[0].lease_id
+        assert await store.lease_shared("train", 1, 0, 2, 0, "trainer-0") is None
+        await asyncio.gather(*workers)
+
+    run(body)
+
+
 def test_synchronous_ranks_use_the_same_store_from_their_threads() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         workers = start_workers(store, client)
