@@ -14,6 +14,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.weights import STREAMS, choose_transport
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.waiting import answers
+from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication import reclaim
 from penstock.workers.weights.reaching import ActorEngines
 from penstock.workers.weights.transport import Update
@@ -45,7 +46,10 @@ class WeightSync:
         await self._all(self._trainers, "connect", arguments, "connect trainers and engines")
 
     async def publish(self, version: int) -> Update:
-        """All that must be done before weights change again: the publication, or the whole transfer."""
+        """All that must be done before weights change again: the publication, or the whole transfer. Nothing where
+        there are no engines: a version that nobody loads is not written."""
+        if not self._engines:
+            return Publication("", version)
         phase = f"publish version {version}"
         if not self._streams:
             updates = await self._all(self._trainers, "publish", (str(self._root), version), phase, PHASES)
@@ -59,7 +63,7 @@ class WeightSync:
     async def deliver(self, update: Update) -> float:
         """Every engine serves the version afterwards; seconds."""
         start = time.time()
-        if not self._streams:
+        if self._engines and not self._streams:
             phase = f"update engines to version {update.version}"
             await self._all(self._engines, "update", (update,), phase, PHASES)
             reclaim(self._root, keep=PUBLICATIONS_KEPT)
