@@ -140,10 +140,12 @@ def test_existing_paths_become_absolute_and_hub_names_stay(tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text("{}\n")
     (tmp_path / "model").mkdir()
-    config = load_config(["data.path=train.jsonl", "model.path=model", "model.reference_path=Qwen/Qwen2.5-0.5B"])
+    words = ["data.path=train.jsonl", "model.path=model", "model.reference_path=Qwen/Qwen2.5-0.5B"]
+    config = load_config([*words, "model.paths={teacher: model, judge: Qwen/Qwen2.5-0.5B}"])
     assert config.data.path == str(tmp_path / "train.jsonl")
     assert config.model.path == str(tmp_path / "model")
     assert config.model.reference_path == "Qwen/Qwen2.5-0.5B"
+    assert config.model.paths == {"teacher": str(tmp_path / "model"), "judge": "Qwen/Qwen2.5-0.5B"}
 
 
 def test_paths_in_a_recipe_may_be_relative_to_it(tmp_path: Path) -> None:
