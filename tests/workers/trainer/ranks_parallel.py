@@ -120,7 +120,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
 
 
 def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int) -> dict[str, Any]:
-    """What loading a model of 118 MB costs this rank, in bytes, and whether it has what is in the file."""
+    """What loading a model of 184 MB costs this rank, in bytes, and whether it has what is in the file."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not be seen
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CHUNK_BYTES = 8 * 2**20
+CHUNK_BYTES = 4 * 2**20
 """Most that is copied at once, and most of a checkpoint that stays mapped: mapped pages count as memory."""
 STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """What is a weight as it stands, with its bytes. Others are parts of a quantized one."""
