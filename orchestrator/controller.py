@@ -218,7 +218,7 @@ class Controller:
         self, round: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None
     ) -> None:
         usage = await self._usage.since_last(QUICK_S)
-        store = await self.store.stats() | usage.dropped
+        store = await self.store.stats() | usage.dropped | usage.groups
         if self.config.checkpoint.every_steps:
             store["checkpoint/failed"] = float(self._saving.failed)
         now = time.time()

@@ -42,8 +42,11 @@ class Ask:
     max_tokens: int = 0
     """Of one lease, prompts and responses; 0 for no bound."""
     max_leases: int = 1
-    wait: bool = True
-    """Until at least one unit is free. False: an empty list at once if none is."""
+    max_held: int = 0
+    """Units that this client works on at a time, of all its leases; it asks again whenever it has fewer. 0: it asks
+    when it has nothing to do."""
+    num_peers: int = 1
+    """Clients of that kind that the stage has."""
     client: str = ""
     ticket: int = 0
     """What `withdraw` names the wish by: unique in the client, which is unique."""

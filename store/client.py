@@ -80,13 +80,17 @@ class StoreClient:
         batch, facts, slot = await self._encode(spec, values, list(range(len(groups))))
         return await self._inlet.put(batch, facts, priority, spec.inline_bytes, slot)
 
-    async def lease(self, stage: str, max_units: int, owner: str, max_tokens: int = 0) -> Lease | None:
+    async def lease(
+        self, stage: str, max_units: int, owner: str, max_tokens: int = 0, *, max_held: int = 0, num_peers: int = 1
+    ) -> Lease | None:
         """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
 
-        `max_tokens`: bound of the rows' prompt and response tokens together, 0 for none. None when the store is
-        closed. `owner`: who it is, for `describe` and `abandon`.
+        What is free is shared among those that ask. `max_tokens`: bound of the rows' prompt and response tokens
+        together, 0 for none. `owner`: who it is, for `describe` and `abandon`. `max_held`: for a client that asks
+        whenever it holds fewer units of the stage, one of `num_peers` (`store/sharing.py`). None when the store is
+        closed.
         """
-        leases = await self._ask(Ask(stage, max_units, owner, max_tokens))
+        leases = await self._ask(Ask(stage, max_units, owner, max_tokens, max_held=max_held, num_peers=num_peers))
         return leases[0] if leases else None
 
     def leases(

@@ -12,7 +12,8 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ from penstock.store.calls import Ask, Granted, Parcel, Result, Write
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.group import Facts
 from penstock.store.intake import Intake
+from penstock.store.leases import HeldLease
 from penstock.store.ledger import Ledger
 from penstock.store.report import describe, stats
 from penstock.store.segments import Segments
 from penstock.store.server import Endpoint, Server
+from penstock.store.sharing import PATIENCE_S, Sharing
 from penstock.store.spec import StoreSpec
 from penstock.store.turns import Turns
 
 Clock = Callable[[], float]
-SWEEP_AT = 1000
-"""Ended leases whose client is remembered at most."""
+SWEEP_AT = 64
+"""Leases of a client after which those that are over are forgotten."""
 STANDSTILL_S = 0.1
 """Lateness of a timer that tells that the store's process stood still."""
 
@@ -66,14 +69,17 @@ class Store:
         self._intake = Intake(spec, segments)
         self._node = node
         self._server: Server | None = None
-        self._client_of: dict[int, tuple[str, int]] = {}
-        """Lease -> client that has it, and the ticket of its wish; swept now and then."""
+        self._leases_of: dict[str, dict[int, int]] = {}
+        """Client -> its leases, and the tickets of its wishes for them; swept now and then."""
         self.ledger = Ledger(spec)
         self._blocks = Blocks(spec.columns, spec.group_size, self._intake.let_go)
         self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._producers = Turns(self._schedule)
         self._consumers = {stage.name: Turns(self._schedule) for stage in spec.stages}
         self._ranks = {stage.name: Turns(self._schedule) for stage in spec.stages}
+        self._sharing = {stage.name: Sharing() for stage in spec.stages}
+        self._patience: dict[str, asyncio.TimerHandle] = {}
+        """Stage -> until when units are kept for consumers that are not there."""
         self._clients: dict[str, set[str]] = {}
         """Owner -> its clients that have asked for leases."""
         self._gone: set[str] = set()
@@ -107,7 +113,9 @@ class Store:
 
     async def left(self, client: str) -> None:
         """A client's process has ended: what it held goes back."""
-        self._release_all([lease_id for lease_id, (holder, _) in self._client_of.items() if holder == client])
+        self._release_all(self._leases_of.pop(client, ()))
+        for sharing in self._sharing.values():
+            sharing.gone(client)
         if self._segments is not None:
             self._segments.left(client)
         for clients in self._clients.values():
@@ -168,30 +176,29 @@ class Store:
         if ask.client in self._gone:
             return None
         self._clients.setdefault(ask.owner, set()).add(ask.client)
+        self._sharing[ask.stage].asked(ask)
 
         def take() -> list[Granted] | None:
             granted: list[Granted] = []
-            while len(granted) < max(1, ask.max_leases):
-                lease = self.ledger.lease(ask.stage, ask.max_units, ask.owner, self._clock(), ask.max_tokens)
+            share = self._share_of(ask)
+            while share > 0 and len(granted) < max(1, ask.max_leases):
+                max_units = min(share, ask.max_units)
+                lease = self.ledger.lease(ask.stage, max_units, ask.owner, self._clock(), ask.max_tokens)
                 if lease is None:
                     break
-                self._client_of[lease.id] = ask.client, ask.ticket
+                share -= self._units_of(lease)
+                self._sharing[ask.stage].took(ask.client, self._units_of(lease))
+                self._swept(ask.client)[lease.id] = ask.ticket
                 granted.append(self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)))
             return granted or None
 
-        turns = self._consumers[ask.stage]
-        if not ask.wait:
-            if self._closed is not None:
-                return None
-            is_spare = self.ledger.residents.stage(ask.stage).num_free > len(turns)  # after those who came before
-            return take() or [] if is_spare else []
-        return await turns.wait(take, ask.client, ask.ticket)
+        return await self._consumers[ask.stage].wait(take, ask.client, ask.ticket, ask)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
         """The wish of that ticket is no more: its call returns None, and what it was given goes back."""
         self.ledger.residents.stage(stage)
         self._consumers[stage].withdraw(client, ticket)
-        self._release_all([lease_id for lease_id, holder in self._client_of.items() if holder == (client, ticket)])
+        self._release_all(self._given(client, (ticket,)))
         self._changed()
 
     async def lease_shared(
@@ -256,9 +263,8 @@ class Store:
         """Their time starts anew; those that are over are returned. `tickets`: wishes of the client that it has no
         answer to yet; what they were given is renewed as well."""
         over = []
-        if wishes := {(client, ticket) for ticket in tickets}:
-            given = {lease_id for lease_id, holder in self._client_of.items() if holder in wishes}
-            for lease_id in given & self.ledger.residents.leases.held.keys():
+        for lease_id in self._given(client, tickets):
+            if lease_id in self.ledger.residents.leases.held:
                 self.ledger.renew(lease_id, self._clock())
         for lease_id in lease_ids:
             try:
@@ -273,6 +279,8 @@ class Store:
         clients = self._clients.pop(owner, set())
         self._gone |= clients
         for client in clients:
+            for sharing in self._sharing.values():
+                sharing.gone(client)
             for turns in self._consumers.values():
                 turns.withdraw(client)
         lost = self.ledger.abandon(owner)
@@ -354,8 +362,9 @@ class Store:
         """Waiting calls end; results under leases are still taken. A second time changes nothing."""
         if self._closed is None:
             self._closed = reason
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, *self._patience.values()):
+            if timer is not None:
+                timer.cancel()
         if self._server is not None:
             self._server.close()
         for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
@@ -374,9 +383,12 @@ class Store:
         self._schedule()
         return Granted(lease_id, stage, names, self._blocks.gather(rows, names), version)
 
-    def _release_all(self, lease_ids: list[int]) -> None:
+    def _given(self, client: str, tickets: Sequence[int]) -> list[int]:
+        """Leases that a client was given for some of its wishes; they may be over."""
+        return [lease_id for lease_id, ticket in self._leases_of.get(client, {}).items() if ticket in tickets]
+
+    def _release_all(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:
-            del self._client_of[lease_id]
             self.ledger.release(lease_id)
 
     def _check_source(self, names: list[str]) -> None:
@@ -399,9 +411,6 @@ class Store:
         for group, mask in freed:
             self._blocks.free(group, mask)
         freed.clear()
-        if len(self._client_of) > SWEEP_AT + 2 * len(self.ledger.residents.leases.held):
-            held = self.ledger.residents.leases.held
-            self._client_of = {lease: client for lease, client in self._client_of.items() if lease in held}
         self._schedule()
 
     def _schedule(self) -> None:
@@ -415,11 +424,54 @@ class Store:
         self._pump_due = False
         for name, consumers in self._consumers.items():
             if self.ledger.residents.readiness.by_name[name].num_free:
-                consumers.wake_first()
+                consumers.wake_first(self._rank)
+            elif name in self._patience:
+                self._patience.pop(name).cancel()
         for ranks in self._ranks.values():
             ranks.wake_all()
         self._producers.wake_first()
         self._arm()
+
+    def _share_of(self, ask: Ask) -> int:
+        """Units of what is free now that this one may take. 0 with units free: they are kept for others, which come
+        or are given up soon."""
+        free = self.ledger.residents.stage(ask.stage).num_free
+        if not free:
+            return 0
+        wishes = self._consumers[ask.stage].wishes
+        share = self._sharing[ask.stage].share(free, ask, wishes, partial(self._held_by, ask.stage))
+        if not share and ask.stage not in self._patience:
+            loop = asyncio.get_running_loop()
+            self._patience[ask.stage] = loop.call_later(PATIENCE_S, self._lose_patience, ask.stage)
+        return share
+
+    def _lose_patience(self, stage: str) -> None:
+        del self._patience[stage]
+        self._sharing[stage].expect_only(str(client) for client in self._consumers[stage].clients)
+        self._schedule()
+
+    def _held_by(self, stage: str, client: str) -> int:
+        """Units of a stage that a client works on."""
+        held = self.ledger.residents.leases.held
+        index = self.ledger.residents.stage(stage).index
+        living = (held[lease] for lease in self._swept(client) if lease in held)
+        return sum(self._units_of(lease) for lease in living if lease.stage == index)
+
+    def _swept(self, client: str) -> dict[int, int]:
+        """Leases of a client, without most of those that are over."""
+        leases = self._leases_of.setdefault(client, {})
+        if len(leases) > SWEEP_AT:
+            held = self.ledger.residents.leases.held
+            leases = self._leases_of[client] = {lease: ticket for lease, ticket in leases.items() if lease in held}
+        return leases
+
+    def _units_of(self, lease: HeldLease) -> int:
+        if self._spec.stages[lease.stage].unit == "sample":
+            return sum(mask.bit_count() for mask in lease.open.values())
+        return len(lease.open)
+
+    def _rank(self, ask: Ask) -> tuple[float, int]:
+        return self._sharing[ask.stage].rank(ask, self._held_by(ask.stage, ask.client))
 
     def _arm(self) -> None:
         """One timer, for the lease that may expire next."""

@@ -4,12 +4,14 @@ Used by `store/store.py`, one for each stage and one for producers.
 """
 
 import asyncio
-from collections import deque
+import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
+LOOK = 64
+"""So many of those that wait are looked at when one is chosen, the first ones."""
 
 
 @dataclass(eq=False)
@@ -19,20 +21,26 @@ class Waiting:
     turn: "asyncio.Future[bool]"
     client: Hashable
     ticket: int
+    wish: Any
+    """What it waits for, for whoever chooses among those that wait."""
 
 
 class Turns:
     """Whoever is woken tries; if it succeeds there may be something for the next one too, so `pass_on` is called.
 
-    A caller that is cancelled or withdrawn has taken nothing, since it only tries in its own turn, and its turn is
-    passed on.
+    A caller keeps its place until it has succeeded. One that is cancelled, withdrawn or refused has taken nothing,
+    since it only tries in its own turn, and its turn is passed on.
     """
 
     def __init__(self, pass_on: Callable[[], None]) -> None:
         """`pass_on`: called when somebody else may have a turn; it ends in `wake_first` or `wake_all`."""
         self._pass_on = pass_on
-        self._queue: deque[Waiting] = deque()
+        self._queue: dict[Waiting, None] = {}
         self._closed = False
+        self._woken: Waiting | None = None
+        """Who is about to try."""
+        self._missed = False
+        """Somebody was to be woken while another had the turn."""
 
     def __len__(self) -> int:
         """Callers that wait."""
@@ -43,56 +51,73 @@ class Turns:
         """Of those that wait, in order."""
         return [waiting.client for waiting in self._queue]
 
-    async def wait(self, attempt: Callable[[], T | None], client: Hashable = None, ticket: int = 0) -> T | None:
+    @property
+    def wishes(self) -> list[Any]:
+        """Of the first that wait, in order."""
+        return [waiting.wish for waiting in itertools.islice(self._queue, LOOK)]
+
+    async def wait(
+        self, attempt: Callable[[], T | None], client: Hashable = None, ticket: int = 0, wish: Any = None
+    ) -> T | None:
         """The first result of `attempt` that is not None; it is tried now, and when it is this caller's turn.
 
         None once closed or withdrawn. `client` and `ticket` say who waits, for `withdraw`.
         """
-        if not self._queue and not self._closed:
+        if self._closed:
+            return None
+        if not self._queue:
             result = attempt()
             if result is not None:
                 return result
-        first = True
-        while not self._closed:
-            waiting = Waiting(asyncio.get_running_loop().create_future(), client, ticket)
-            self._queue.append(waiting) if first else self._queue.appendleft(waiting)
-            first = False
-            try:
-                goes_on = await waiting.turn
-            except asyncio.CancelledError:
-                if waiting in self._queue:
-                    self._queue.remove(waiting)
+        waiting = Waiting(asyncio.get_running_loop().create_future(), client, ticket, wish)
+        self._queue[waiting] = None
+        if len(self._queue) > 1:
+            self._pass_on()
+        try:
+            while await waiting.turn and not self._closed:
+                self._let_go(waiting)
+                waiting.turn = asyncio.get_running_loop().create_future()
+                result = attempt()
+                if result is not None:
+                    return result
+                if self._missed:
+                    self._pass_on()
+            return None
+        finally:
+            self._let_go(waiting)
+            self._queue.pop(waiting, None)
+            if not self._closed:
                 self._pass_on()
-                raise
-            if self._closed or not goes_on:
-                break
-            result = attempt()
-            if result is not None:
-                self._pass_on()
-                return result
-        return None
 
     def withdraw(self, client: Hashable, ticket: int | None = None) -> int:
         """The calls of `client` (that of one ticket, or all) give up their places; how many they were."""
         leaving = [waiting for waiting in self._queue if waiting.client == client and ticket in (None, waiting.ticket)]
         for waiting in leaving:
-            self._queue.remove(waiting)
+            del self._queue[waiting]
             _wake(waiting, goes_on=False)
         return len(leaving)
 
-    def wake_first(self) -> None:
-        if self._queue:
-            _wake(self._queue.popleft())
+    def wake_first(self, rank: Callable[[Any], Any] | None = None) -> None:
+        """One caller tries, unless another is about to. `rank`: of a wish; the first one of the lowest rank is
+        chosen. None: the first of all."""
+        self._missed = self._woken is not None
+        if self._queue and not self._missed:
+            first = itertools.islice(self._queue, LOOK if rank else 1)
+            self._woken = min(first, key=lambda one: rank(one.wish) if rank else 0)
+            _wake(self._woken)
 
     def wake_all(self) -> None:
-        waiting, self._queue = self._queue, deque()
-        for one in waiting:
-            _wake(one)
+        for waiting in self._queue:
+            _wake(waiting)
 
     def close(self) -> None:
         """All that wait, now or later, get None."""
         self._closed = True
         self.wake_all()
+
+    def _let_go(self, waiting: Waiting) -> None:
+        if self._woken is waiting:
+            self._woken = None
 
 
 def _wake(waiting: Waiting, *, goes_on: bool = True) -> None:

@@ -1,6 +1,7 @@
 """Who was busy how long since the last step: counters of all workers, asked once a step, as differences."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,8 @@ class StepUsage:
     """Tokens a response, over all responses finished since the last step."""
     dropped: dict[str, float] = field(default_factory=dict)
     """`dropped/<reason>` before the store: rows of the dataset, cumulative."""
+    groups: dict[str, float] = field(default_factory=dict)
+    """`rollout/groups/<engine>` and `rollout/groups_spread`, since the process began."""
 
 
 class Usage:
@@ -53,4 +56,21 @@ class Usage:
             tokens += gained.get("tokens", 0.0)
             samples += gained.get("samples", 0.0)
         means = {role: sum(values) / len(values) for role, values in seconds.items()}
-        return StepUsage(means, tokens / samples if samples else None, dropped)
+        groups = {
+            name: now["groups"]
+            for (role, name, _), now in zip(self._workers, counters, strict=False)
+            if role == "rollout" and "groups" in now
+        }
+        return StepUsage(means, tokens / samples if samples else None, dropped, group_metrics(groups))
+
+
+def group_metrics(groups: Mapping[str, float]) -> dict[str, float]:
+    """Groups sampled by each engine, and how unevenly: the busiest one's over the laziest one's.
+
+    >>> group_metrics({"Rollout-0": 6.0, "Rollout-1": 4.0})
+    {'rollout/groups/Rollout-0': 6.0, 'rollout/groups/Rollout-1': 4.0, 'rollout/groups_spread': 1.5}
+    """
+    metrics = {f"rollout/groups/{name}": count for name, count in groups.items()}
+    if len(groups) > 1:
+        metrics["rollout/groups_spread"] = max(groups.values()) / max(1.0, min(groups.values()))
+    return metrics

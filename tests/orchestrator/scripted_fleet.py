@@ -84,7 +84,7 @@ class Rollout(Member):
         self.engine = ScriptedEngine(TimeModel(tokens_per_s=10.0), length=lambda *_: int(random.paretovariate(1.2) * 3))
         self.worker = RolloutWorker(
             self.engine, StoreClient(store), Sampling.of(config.rollout.sampling), name, 0, num_samples=group_size,
-            max_concurrent_samples=config.rollout.max_concurrent_samples,
+            max_concurrent_samples=config.rollout.max_concurrent_samples, num_workers=config.rollout.num_workers,
         )  # fmt: skip
 
     async def run(self) -> None:

@@ -1,4 +1,4 @@
-"""The proof for `max_staleness=0`: the whole machine and a straight line end with the same bits."""
+"""The proof for `max_staleness=0`: the whole machine, with two engines, and a straight line end with the same bits."""
 
 import json
 import sys
@@ -26,7 +26,8 @@ def test_five_steps_of_the_real_run_equal_the_straight_line_bit_for_bit(tmp_path
     config = load_config(
         [
             f"model.path={tmp_path}/model", f"data.path={tmp_path}/prompts.jsonl", "data.columns.answer=null",
-            "rollout.engine=hf", "rollout.sampling.max_tokens=12", "rollout.num_threads=1", "trainer.num_threads=1",
+            "rollout.engine=hf", "rollout.num_workers=2", "rollout.sampling.max_tokens=12", "rollout.num_threads=1",
+            "trainer.num_threads=1",
             "reward.function=digits", "trainer.max_steps=5", "trainer.groups_per_step=4", "algorithm.group_size=4",
             "trainer.optimizer.lr=1e-3", "max_staleness=0", f"output_dir={tmp_path}/runs", "name=exact",
         ]
@@ -45,4 +46,6 @@ def test_five_steps_of_the_real_run_equal_the_straight_line_bit_for_bit(tmp_path
     assert not different
     metrics = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
     assert [line["staleness/max"] for line in metrics] == [0.0] * 5
+    for engine in ("Rollout-0", "Rollout-1"):  # half of each step's groups
+        assert [line[f"rollout/groups/{engine}"] for line in metrics] == [2.0, 4.0, 6.0, 8.0, 10.0]
     assert all(line["mismatch/logprob_abs_mean"] < 1e-5 for line in metrics)

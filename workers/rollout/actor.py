@@ -65,6 +65,7 @@ class Rollout:
             max_concurrent_samples=spec.config.max_concurrent_samples,
             generate_timeout_s=spec.config.generate_timeout_s,
             greedy=greedy,
+            num_workers=spec.config.num_workers,
         )
 
     async def start(self) -> None:

@@ -47,9 +47,11 @@ class RolloutWorker:
         max_concurrent_samples: int,
         generate_timeout_s: float = 1800.0,
         greedy: bool = False,
+        num_workers: int = 1,
     ) -> None:
         """`seed`: of the run, None for unseeded sampling. `num_samples`: samples in a group. `greedy`: serve the
-        greedy stage instead, one response for all samples of a group."""
+        greedy stage instead, one response for all samples of a group. `num_workers`: of this kind, which share the
+        groups."""
         self._stage = GREEDY_STAGE if greedy else STAGE
         self._greedy = greedy
         self._engine = engine
@@ -60,6 +62,7 @@ class RolloutWorker:
         self._num_samples = num_samples
         self._max_groups = max(1, max_concurrent_samples // num_samples)
         self._timeout_s = generate_timeout_s
+        self._num_workers = num_workers
         self._groups: set[asyncio.Task[None]] = set()
         self._clock = _BusyClock()
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0}
@@ -69,9 +72,8 @@ class RolloutWorker:
         asking: asyncio.Task[Lease | None] | None = None
         try:
             while True:
-                free = self._max_groups - len(self._groups)
-                if asking is None and free > 0:
-                    asking = asyncio.create_task(self._store.lease(self._stage, free, self._name))
+                if asking is None and len(self._groups) < self._max_groups:
+                    asking = asyncio.create_task(self._ask())
                 waits = self._groups | ({asking} if asking is not None else set())
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {asking}:
@@ -89,6 +91,11 @@ class RolloutWorker:
         """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease
         was over."""
         return {"busy_s": self._clock.seconds(), **self._counts}
+
+    async def _ask(self) -> Lease | None:
+        """As many groups as there is room for when they come, and no more than the share of one worker."""
+        most = self._max_groups
+        return await self._store.lease(self._stage, most, self._name, max_held=most, num_peers=self._num_workers)
 
     def _start(self, lease: Lease) -> None:
         for group_id, positions in lease.rows.groups():

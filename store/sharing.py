@@ -1,0 +1,110 @@
+"""Who gets how much of what is free, where several consumers of a stage want more than there is. Pure.
+
+    free units ─▶ one after the other to whoever holds the fewest, as far as each can take
+
+So that engines of a run have equally much to do, whoever asks first. What is nobody's share is never kept: one that
+asks alone gets everything it can take. Used by `store/store.py`, which counts what consumers hold.
+
+A consumer that always asks again while it can take more (`Ask.max_held`: rollout workers) is expected to: what is free
+is shared with it too, if it is not there at the moment, for `PATIENCE_S` and no longer. Whoever is still not there then
+is expected no more until it asks again.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from penstock.store.calls import Ask
+
+PATIENCE_S = 5.0
+"""How long units are kept for a consumer that should be there and is not: others work on their own share meanwhile."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What one consumer holds of a stage, and how many units more it can take."""
+
+    held: int
+    room: int
+
+
+def fair_share(free: int, claim: Claim, others: Sequence[Claim]) -> int:
+    """Of `free` units, those for `claim`, if each goes to the one that holds the fewest. Ties are for `claim`.
+
+    >>> fair_share(32, Claim(0, 64), [Claim(0, 64)])
+    16
+    >>> fair_share(4, Claim(6, 2), [Claim(2, 6)])
+    0
+    """
+    low, high = 0, claim.held + min(free, claim.room)
+    while low < high:  # the highest level that all can be filled to, or how far `claim` can be
+        level = (low + high + 1) // 2
+        if _poured(claim, level) + sum(_poured(other, level) for other in others) <= free:
+            low = level
+        else:
+            high = level - 1
+    share = _poured(claim, low)
+    left = free - share - sum(_poured(other, low) for other in others)
+    return share + (1 if left > 0 and share < claim.room and low >= claim.held else 0)
+
+
+def _poured(claim: Claim, level: int) -> int:
+    return min(claim.room, max(0, level - claim.held))
+
+
+class Sharing:
+    """The consumers of one stage that are expected to ask again."""
+
+    def __init__(self) -> None:
+        self._regulars: dict[str, int] = {}
+        """Client -> most units that it holds at a time."""
+        self._num_peers = 0
+        """Consumers that there should be, of which some may not have come yet."""
+        self._taken: Counter[str] = Counter()
+        """Client -> units that it has had."""
+
+    def asked(self, ask: Ask) -> None:
+        if ask.max_held and ask.client not in self._regulars:
+            self._regulars[ask.client] = ask.max_held
+            if self._num_peers >= 0:
+                self._num_peers = max(self._num_peers, ask.num_peers)
+
+    def took(self, client: str, num_units: int) -> None:
+        self._taken[client] += num_units
+
+    def gone(self, client: str) -> None:
+        if self._regulars.pop(client, None) is not None and self._num_peers > 0:
+            self._num_peers -= 1  # it has come, and need not be waited for
+        self._taken.pop(client, None)
+
+    def rank(self, ask: Ask, held: int) -> tuple[float, int]:
+        """The lowest is next: whoever holds the fewest units, of those that can take more, and has had the fewest."""
+        has_room = not ask.max_held or held < ask.max_held
+        return (held if has_room else math.inf, self._taken[ask.client])
+
+    def expect_only(self, present: Iterable[str]) -> None:
+        """Patience is over: whoever is not there is expected no more."""
+        there = set(present)
+        self._regulars = {client: most for client, most in self._regulars.items() if client in there}
+        self._num_peers = -1
+
+    def share(self, free: int, ask: Ask, wishes: Sequence[Ask], held_by: Callable[[str], int]) -> int:
+        """Units for `ask`, beside those that wait (`wishes`, it may be among them) and those that are expected."""
+        if ask.max_held == 0 and all(wish is ask for wish in wishes):
+            return free  # alone
+        others = [_claim(wish, held_by(wish.client)) for wish in wishes if wish is not ask]
+        if ask.max_held:
+            there = {ask.client, *(wish.client for wish in wishes)}
+            for client, most in self._regulars.items():
+                if client not in there:
+                    held = held_by(client)
+                    others.append(Claim(held, max(0, most - held)))
+            others += [Claim(0, ask.max_held)] * (self._num_peers - len(self._regulars))
+        return fair_share(free, _claim(ask, held_by(ask.client)), others)
+
+
+def _claim(ask: Ask, held: int) -> Claim:
+    if ask.max_held:
+        return Claim(held, min(ask.max_units, max(0, ask.max_held - held)))
+    return Claim(held, ask.max_units * max(1, ask.max_leases))
