@@ -76,6 +76,10 @@ class CheckpointError(PenstockError):
     """A checkpoint that cannot be written, is damaged, or is of another run than the one that wants it."""
 
 
+class NotPlainData(PenstockError, ValueError):
+    """A value that cannot be kept as plain data, or a text that holds none."""
+
+
 class DeadlineExceeded(PenstockError):
     """A phase did not end in time. The message names the phase and who did not answer."""
 

@@ -1,0 +1,181 @@
+"""Values as JSON and back, exactly, and nothing else: what is read cannot run code, whoever wrote it.
+
+`encode` takes None, bool, int, float (NaN and infinities too), str, bytes, list, tuple, dict, numpy arrays and scalars
+of numbers, and torch tensors on the CPU; anything else it refuses by the place where it lies. `decode` gives equal
+values of the same types and dtypes. For files that outlive a process, and for what less trusted processes say; large
+arrays have better forms (Arrow, safetensors).
+
+    {"loss": (0.5, nan)}  ─▶  {"dict": [["loss", {"tuple": [0.5, {"float": "7ff8000000000000"}]}]]}
+
+A JSON object has one key, which says what it stands for. numpy and torch are imported where one of theirs is met.
+"""
+
+import base64
+import json
+import math
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from penstock.conf.errors import NotPlainData
+
+MAX_DEPTH = 64
+"""Containers within containers: neither writer nor reader may run out of stack."""
+JSON_INT = 2**63
+"""Larger integers are written in hexadecimal: decimal ones take quadratic time, and Python refuses long ones."""
+NUMBERS = "biufc"
+"""numpy's kinds that are plain bytes."""
+INTS = [f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)]
+TENSORS = frozenset(["bool", *INTS, "float16", "bfloat16", "float32", "float64", "complex64", "complex128"])
+"""torch's dtypes likewise. Others are no plain bytes, and torch may crash where such bytes claim to be of one."""
+KNOWN = "None, bool, int, float, str, bytes, list, tuple, dict, numpy arrays and torch tensors"
+
+
+def encode(value: Any) -> str:
+    """Raises `NotPlainData` with the key and type of what it cannot write, and what to do."""
+    return json.dumps(_tree(value, "", 0), allow_nan=False)
+
+
+def decode(text: str | bytes) -> Any:
+    """Raises `NotPlainData` for whatever `encode` does not write."""
+    try:
+        return _value(json.loads(text), 0)
+    except NotPlainData:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RuntimeError, struct.error) as error:
+        raise NotPlainData(f"the text is no plain data: {type(error).__name__}: {error}"[:300]) from None
+
+
+def _tree(value: Any, place: str, depth: int) -> Any:
+    """`place`: how to come to the value, as one writes it behind a name: ["loss"][1]."""
+    if depth > MAX_DEPTH:
+        raise NotPlainData(f"{_where(place)} lies deeper than {MAX_DEPTH} containers, or contains itself. Flatten it.")
+    match value:  # exact types below: what is derived from one would come back as another
+        case None | True | False:
+            return value
+        case _ if type(value) is str:
+            return _text(value, place)
+        case _ if type(value) is int:
+            return value if -JSON_INT <= value < JSON_INT else {"int": hex(value)}
+        case _ if type(value) is float:
+            return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+        case _ if type(value) is bytes:
+            return {"bytes": _base64(value)}
+        case _ if type(value) is list:
+            return [_tree(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]
+        case _ if type(value) is tuple:
+            return {"tuple": [_tree(item, f"{place}[{index}]", depth + 1) for index, item in enumerate(value)]}
+        case _ if type(value) is dict:
+            return {"dict": [_pair(key, item, place, depth + 1) for key, item in value.items()]}
+    return _array(value, place)
+
+
+def _pair(key: Any, value: Any, place: str, depth: int) -> list[Any]:
+    inside = f"{place}[{key!r:.60}]"
+    return [_tree(key, f"{inside} (the key)", depth), _tree(value, inside, depth)]
+
+
+def _text(value: str, place: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise NotPlainData(f"{_where(place)} is a str that UTF-8 cannot write. Keep it as bytes.") from None
+    return value
+
+
+def _array(value: Any, place: str) -> Any:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")  # a value of theirs has imported them
+    if numpy is not None and type(value) is numpy.ndarray and value.dtype.kind in NUMBERS:
+        return {"array": [value.dtype.str, list(value.shape), _base64(value.tobytes())]}
+    if numpy is not None and isinstance(value, numpy.generic) and value.dtype.kind in NUMBERS:
+        return {"scalar": [value.dtype.str, _base64(value.tobytes())]}
+    if torch is not None and type(value) is torch.Tensor:
+        return {"tensor": _tensor(value, place, torch)}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+    dtype = f" of {value.dtype}" if hasattr(value, "dtype") else ""
+    raise NotPlainData(f"{_where(place)} is of type {kind}{dtype}; plain data is {KNOWN}. Make it one of these.")
+
+
+def _tensor(tensor: Any, place: str, torch: Any) -> list[Any]:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or dtype not in TENSORS:
+        raise NotPlainData(
+            f"{_where(place)} is a tensor of {dtype} on {tensor.device}, {tensor.layout}; plain data is a dense one of "
+            "common numbers on the CPU. Keep it as tensor.to_dense().float().cpu()."
+        )
+    if tensor.requires_grad:
+        raise NotPlainData(f"{_where(place)} is a tensor that requires a gradient. Keep it as tensor.detach().")
+    values = tensor.resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8).numpy()
+    return [dtype, list(tensor.shape), _base64(values.tobytes())]
+
+
+def _where(place: str) -> str:
+    return place or "the value"
+
+
+def _value(tree: Any, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise NotPlainData(f"the text has more than {MAX_DEPTH} containers within each other.")
+    if isinstance(tree, list):
+        return [_value(item, depth + 1) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    ((kind, content),) = tree.items()
+    if kind == "tuple":
+        return tuple(_value(item, depth + 1) for item in content)
+    if kind == "dict":
+        return {_value(key, depth + 1): _value(item, depth + 1) for key, item in content}
+    return LEAVES[kind](content)
+
+
+def _read_float(digits: str) -> float:
+    (value,) = struct.unpack(">d", bytes.fromhex(digits))
+    return float(value)
+
+
+def _read_bytes(text: str) -> bytes:
+    return base64.b64decode(text, validate=True)
+
+
+def _read_array(content: list[Any]) -> Any:
+    import numpy
+
+    name, shape, text = content
+    dtype = numpy.dtype(str(name))
+    if dtype.kind not in NUMBERS:
+        raise NotPlainData(f"the text has an array of {dtype}, which is no plain data.")
+    return numpy.frombuffer(_read_bytes(text), dtype).reshape(_shape(shape)).copy()
+
+
+def _read_tensor(content: list[Any]) -> Any:
+    import torch
+
+    name, shape, text = content
+    if name not in TENSORS:
+        raise NotPlainData(f"the text has a tensor of {name!r:.60}, which is no plain data.")
+    dtype = getattr(torch, name)
+    data = bytearray(_read_bytes(text))
+    flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    return flat.reshape(_shape(shape))
+
+
+def _shape(sizes: list[Any]) -> tuple[int, ...]:
+    """Exact: a negative size would be guessed from the others."""
+    if any(type(size) is not int or size < 0 for size in sizes):
+        raise NotPlainData(f"the text has an array of shape {sizes!r:.60}.")
+    return tuple(sizes)
+
+
+def _base64(value: bytes) -> str:
+    return base64.b64encode(value).decode()
+
+
+LEAVES: dict[str, Callable[[Any], Any]] = {
+    "int": lambda digits: int(digits, 16),
+    "float": _read_float,
+    "bytes": _read_bytes,
+    "array": _read_array,
+    "scalar": lambda content: _read_array([content[0], [], content[1]])[()],
+    "tensor": _read_tensor,
+}
