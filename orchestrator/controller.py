@@ -151,7 +151,7 @@ class Controller:
         if finishing is not None:
             await finishing
         if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
-            await self._saving.begin(self.outcome.num_steps)
+            await self._saving.begin(self.outcome.num_steps, is_last=True)
         if self.config.tracking.export_model:
             await self._export()
         await self._saving.finish(strict=True)

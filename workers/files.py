@@ -105,9 +105,10 @@ def exists(place: str) -> bool:
 def remove(place: str) -> None:
     """A file, or a directory with all that is in it; nothing happens if it is not there."""
     if not is_url(place):
-        if Path(place).is_file():
-            Path(place).unlink()
-        shutil.rmtree(place, ignore_errors=True)
+        if Path(place).is_dir():
+            shutil.rmtree(place, ignore_errors=True)
+        else:
+            Path(place).unlink(missing_ok=True)
         return
     system, root = _open(place)
     if system.exists(root):

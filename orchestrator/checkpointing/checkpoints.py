@@ -1,7 +1,7 @@
 """The checkpoints of a run as files: what is complete, what may go, what one holds.
 
     checkpoints/global_step_20/
-        trainer/         weights and optimizer in shards (torch DCP), written by the ranks
+        trainer/         weights and optimizer in shards with an index, and what is no tensor, written by the ranks
         store/           the store's snapshot: groups on their way, with their columns
         manifest.json    step, prompts' place, model, sizes and checksums of the trainer's files
         COMPLETE         written last: without it, it is none
@@ -57,7 +57,7 @@ class Checkpoint:
 
     @property
     def trainer(self) -> str:
-        return f"{self.directory}/trainer"
+        return trainer_directory(self.directory)
 
     @property
     def store(self) -> str:
@@ -126,6 +126,10 @@ class Checkpoints:
         return sorted(int(number) for number in numbers if number.isdigit())
 
 
+def trainer_directory(checkpoint: str) -> str:
+    return f"{checkpoint}/trainer"
+
+
 def open_checkpoint(place: str) -> Checkpoint:
     """The checkpoint in a directory, or the newest of a run's or of a `checkpoints/` directory. Its files are there in
     their sizes; checksums are for whoever reads them.
@@ -144,8 +148,11 @@ def open_checkpoint(place: str) -> Checkpoint:
         )
     try:
         values = json.loads(read_text(f"{place}/{MANIFEST}"))
-        if values.pop("format") != FORMAT:
-            raise CheckpointError(f"{place}/{MANIFEST}: its format is not {FORMAT}, which this version reads.")
+        if (found := values.pop("format")) != FORMAT:
+            raise CheckpointError(
+                f"{place}/{MANIFEST}: its format is {found}, and this version reads {FORMAT}. Resume it with the "
+                "version of Penstock that wrote it."
+            )
         prompts = values.pop("prompts")
         cursor = PromptCursor.from_dict(prompts["cursor"])
         start = PromptStart(cursor, int(prompts["first_group"]))

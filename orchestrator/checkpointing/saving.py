@@ -1,12 +1,13 @@
 """Takes checkpoints of a run while it goes on. Called by `controller.py` at step boundaries.
 
-    begin(N):  store.cut ─▶ prompts' place ─▶ trainers begin (they copy while the next batch is sampled)
+    begin(N):  trainers begin (they copy while the next batch is sampled) ─▶ store.cut ─▶ prompts' place
                   │ all of one moment: no update is under way
     meanwhile: store.snapshot, trainers finish ─▶ manifest, marker ─▶ older ones go
 
 One at a time: a second waits for the first. One that fails is told and counted, what there is of it is removed (it may
 be what filled the disk), and the run goes on, since its last good checkpoint is still there; only the last of a run
-must not fail.
+must not fail. One that missed its deadline may still be on its way somewhere: the trainers begin no other before it has
+ended, which costs those in between, and what it leaves late is removed before the next.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from typing import Any
 
 from penstock.conf.errors import CheckpointError, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints, trainer_directory
 from penstock.orchestrator.failures import cause_of
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.reporting.progress import Progress
@@ -29,6 +30,11 @@ from penstock.orchestrator.waiting import answer, answers
 from penstock.store.client import StoreClient
 from penstock.workers.files import is_url
 from penstock.workers.prompts.source import PromptStart
+
+RETRY_S = 1.0
+"""Between two tries to begin the last one."""
+GRACE_S = 10.0
+"""A rank has the same deadline, and says more when it is missed; so it is given a moment to."""
 
 
 class CheckpointWriter:
@@ -43,6 +49,8 @@ class CheckpointWriter:
         self._writing: asyncio.Task[PenstockError | None] | None = None
         self._newest: int | None = None
         """Step of the last that was begun."""
+        self._left: set[int] = set()
+        """Steps of failed ones: something of theirs may have come after it was removed."""
         self.failed = 0
         """Checkpoints that could not be written."""
 
@@ -53,14 +61,18 @@ class CheckpointWriter:
             return False
         return is_last or step % every == 0 or step == self._config.trainer.max_steps
 
-    async def begin(self, step: int) -> float:
-        """Take the state of now, after update `step`; what it cost in seconds. Raises `DeadlineExceeded`,
-        `WorkerDied`."""
+    async def begin(self, step: int, *, is_last: bool = False) -> float:
+        """Take the state of now, after update `step`; what it cost in seconds. `is_last`: of the run, so that it waits
+        for an earlier one that is late. Raises `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no
+        checkpoint can keep."""
         started = time.monotonic()
         await self.finish()
-        self._newest = step
         place = self._checkpoints.directory(step)
-        await asyncio.to_thread(self._checkpoints.clear, step)
+        patience_s = self._config.checkpoint.timeout_s if is_last or step == self._config.trainer.max_steps else 0.0
+        if not await self._trainers_begin(step, patience_s):
+            self._writing = asyncio.create_task(self._skip(place))
+            return time.monotonic() - started
+        self._newest = step
         admitted = await self._in_time(self._store.cut(), "Store", step)
         name, prompts = self._fleet.role("prompts")[0]
         start: PromptStart = await self._in_time(prompts.start_after.remote(admitted), name, step)
@@ -68,10 +80,26 @@ class CheckpointWriter:
             place, step, start, self._fleet.model_path, dict(self._config.model.paths), config=asdict(self._config),
             head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy",
         )  # fmt: skip
-        calls = [(name, handle.begin_saving.remote(checkpoint.trainer)) for name, handle in self._fleet.role("trainer")]
-        await answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)
         self._writing = asyncio.create_task(self._write_or_say(checkpoint))
         return time.monotonic() - started
+
+    async def _trainers_begin(self, step: int, patience_s: float) -> bool:
+        """Whether they do: not while one of them still writes an earlier checkpoint."""
+        trainers, deadline = self._fleet.role("trainer"), time.monotonic() + patience_s
+        directory = trainer_directory(self._checkpoints.directory(step))
+        await asyncio.to_thread(self._clear, step)
+        while True:
+            calls = [(name, handle.begin_saving.remote(directory)) for name, handle in trainers]
+            if all(await answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)):
+                return True
+            if time.monotonic() >= deadline:
+                return False
+            await asyncio.sleep(min(RETRY_S, patience_s))
+
+    def _clear(self, step: int) -> None:
+        """What failed ones have left, and what a run that died left of this step."""
+        for left in {step, *self._left}:
+            self._checkpoints.clear(left)
 
     async def finish(self, *, strict: bool = False) -> None:
         """Wait for the one that is being written. `strict`: raise what it failed with."""
@@ -91,9 +119,23 @@ class CheckpointWriter:
             failure: PenstockError = CheckpointError(f"{checkpoint.directory}: cannot be written: {error}")
         except PenstockError as error:
             failure = error
-        self.failed += 1
+        self._left.add(checkpoint.step)
         with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
-            await asyncio.to_thread(self._checkpoints.clear, checkpoint.step)
+            await asyncio.to_thread(self._clear, checkpoint.step)
+        return self._failed(failure)
+
+    async def _skip(self, place: str) -> PenstockError:
+        return self._failed(
+            CheckpointError(
+                f"{place}: not begun, because an earlier checkpoint has missed its deadline "
+                f"(checkpoint.timeout_s={self._config.checkpoint.timeout_s:g}) and is still being written. See whether "
+                "checkpoint.directory answers."
+            )
+        )
+
+    def _failed(self, failure: PenstockError) -> PenstockError:
+        """Counted and told."""
+        self.failed += 1
         self._directory.event("checkpoint_failed", error=type(failure).__name__, message=str(failure))
         self._progress.note(f"a checkpoint could not be written, the one before stays: {failure}")
         return failure
@@ -101,7 +143,8 @@ class CheckpointWriter:
     async def _write(self, checkpoint: Checkpoint) -> None:
         step, started = checkpoint.step, time.time()
         calls = [
-            self._in_time(handle.finish_saving.remote(), name, step) for name, handle in self._fleet.role("trainer")
+            self._in_time(handle.finish_saving.remote(), name, step, GRACE_S)
+            for name, handle in self._fleet.role("trainer")
         ]
         with _store_place(checkpoint) as root:
             *saved, _ = await _all_ended(*calls, self._in_time(self._store.snapshot(root, step, keep=1), "Store", step))
@@ -114,8 +157,8 @@ class CheckpointWriter:
         self._directory.event("checkpoint", step=step, path=checkpoint.directory, bytes=num_bytes, removed=removed)
         self._directory.timeline.span("checkpoint", "write", started, time.time(), step=step)
 
-    async def _in_time(self, call: Awaitable[Any], name: str, step: int) -> Any:
-        return await answer(call, name=name, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)
+    async def _in_time(self, call: Awaitable[Any], name: str, step: int, grace_s: float = 0.0) -> Any:
+        return await answer(call, name=name, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s + grace_s)
 
 
 async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:

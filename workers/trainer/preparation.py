@@ -1,7 +1,7 @@
 """What the trainers do with the step's whole batch before the policy's update: stages per batch, in order.
 
     compute   this rank's rows ─▶ gather over ranks ─▶ function on all rows ─▶ columns of this rank's rows
-              (what such a function carries from step to step is `state`, the same on every rank)
+              (what such a function carries from step to step is its state, the same on every rank)
     staleness version of the update - token_versions
     values    this rank's rows ─▶ critic ─▶ old_values
     critic    this rank's rows ─▶ critic.update
@@ -10,7 +10,7 @@ Statistics over the batch (REINFORCE++'s deviation, whitening) are thus over all
 every rank computes the same, in order of row id. Called by `worker.py`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from penstock.algorithms.dataflow import Stage
 from penstock.store.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
+from penstock.workers.trainer.carried import states_from_text, states_to_text
 from penstock.workers.trainer.tally import with_explained_variance
 
 CRITIC = "critic"
@@ -43,29 +44,37 @@ class Preparation:
     """
 
     def __init__(
-        self, stages: Sequence[Stage], columns: dict[str, Column], gather: Gather, critic: Critic | None = None
+        self,
+        stages: Sequence[Stage],
+        columns: dict[str, Column],
+        gather: Gather,
+        critic: Critic | None = None,
+        *,
+        is_saved: bool = False,
     ) -> None:
-        """`critic`: for the stages that ask for one."""
+        """`critic`: for the stages that ask for one. `is_saved`: checkpoints are taken, so that what functions carry
+        must be plain data; the first step tells."""
         self._stages = stages
+        self._starts = {stage.name: stage.state for stage in stages if stage.state is not None}
+        self._untried = is_saved
         self._workers = {stage.name: ComputeWorker(stage, columns) for stage in stages if stage.kind == "compute"}
         self._gather = gather
         self._critic = critic
 
-    @property
-    def state(self) -> dict[str, Any]:
-        """What functions carry from step to step, by the names of their stages: for checkpoints. Assign it to go on
-        from there."""
-        return {name: worker.state for name, worker in self._workers.items() if worker.state is not None}
+    def carried(self) -> str:
+        """What functions carry from step to step, for checkpoints. Raises `DataflowError` for a state that is no plain
+        data."""
+        return states_to_text({name: self._workers[name].state for name in self._starts}, self._starts)
 
-    @state.setter
-    def state(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            self._workers[name].state = value
+    def resume(self, carried: str) -> None:
+        """Go on from there. Raises `CheckpointError` if it is of other stages."""
+        for name, state in states_from_text(carried, self._starts).items():
+            self._workers[name].state = state
 
     def apply(self, rows: Rows, version: int) -> tuple[Rows, dict[str, float]]:
         """These rows with the columns that the stages write, and the metrics of critic and states. `version`: of the
         policy that is about to be updated. Collective, also for a rank without rows. Raises `DataflowError` if a
-        function returns what its stage does not declare."""
+        function returns what its stage does not declare, or carries what cannot be saved."""
         metrics: dict[str, float] = {}
         for stage in self._stages:
             if stage.kind == "compute":
@@ -83,6 +92,9 @@ class Preparation:
             else:
                 assert stage.function is not None
                 metrics |= with_explained_variance(self._critic.update(rows, stage.function).metrics, CRITIC)
+        if self._untried:
+            self.carried()
+            self._untried = False
         return rows, metrics
 
     def _computed(self, worker: ComputeWorker, rows: Rows) -> Rows:

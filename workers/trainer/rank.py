@@ -55,7 +55,7 @@ class TrainerRank:
             options = {"metrics_prefix": "critic", "optimizer": spec.config.critic_optimizer}
             critic = cast(ScalarTrainer, self._make(True, address, **options))
         group = trainer.group
-        preparation = Preparation(spec.in_trainer, spec.columns, group.gather, critic)
+        preparation = Preparation(spec.in_trainer, spec.columns, group.gather, critic, is_saved=spec.is_saved)
         if spec.trains:
             trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
             self._state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
@@ -124,10 +124,11 @@ class TrainerRank:
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         return self._ready.logprobs(rows)
 
-    def begin_saving(self, directory: str) -> None:
-        """Take the state of now; it is copied and written while training goes on. Collective."""
+    def begin_saving(self, directory: str) -> bool:
+        """Take the state of now; it is copied and written while training goes on. False: an earlier one is still being
+        written. Collective. Raises `DataflowError` for a state that no checkpoint can keep."""
         assert self._state is not None
-        self._state.begin(directory)
+        return self._state.begin(directory)
 
     def finish_saving(self) -> list[SavedFile]:
         """Wait for what `begin_saving` started; may run beside `step`. Raises `CheckpointError`,

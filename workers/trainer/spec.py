@@ -34,6 +34,8 @@ class TrainerSpec:
     checkpoint_timeout_s: float = 1800.0
     update_timeout_s: float = 120.0
     """Of each phase of a weight update."""
+    is_saved: bool = False
+    """Checkpoints of it are taken."""
 
     @property
     def trains(self) -> bool:

@@ -20,8 +20,8 @@ def write(checkpoints: Checkpoints, step: int, *, model: str = "/", **values) ->
     directory = checkpoints.directory(step)
     path = Path(directory.removeprefix("file://"))
     (path / "trainer").mkdir(parents=True)
-    (path / "trainer" / "__0_0.distcp").write_bytes(b"weights" * step)
-    files = [saved_file(path / "trainer" / "__0_0.distcp")]
+    (path / "trainer" / "rank_0.bin").write_bytes(b"weights" * step)
+    files = [saved_file(path / "trainer" / "rank_0.bin")]
     start = PromptStart(PromptCursor(1, step), 4 * step)
     config = {"algorithm": {"name": "grpo"}}
     made = Checkpoint(directory, step, start, model, {"teacher": "/t"}, files, config, **values)
@@ -71,7 +71,7 @@ def test_a_damaged_one_is_refused_by_its_files_name_and_the_one_before_offered(t
     checkpoints = Checkpoints(str(tmp_path), CheckpointConfig())
     write(checkpoints, 1)
     write(checkpoints, 2)
-    file = tmp_path / "global_step_2" / "trainer" / "__0_0.distcp"
+    file = tmp_path / "global_step_2" / "trainer" / "rank_0.bin"
     if damage == "missing":
         file.unlink()
     elif damage == "truncated":
@@ -83,6 +83,15 @@ def test_a_damaged_one_is_refused_by_its_files_name_and_the_one_before_offered(t
         open_checkpoint(checkpoints.directory(2))
     assert str(file) in str(raised.value)
     assert f"The one before is {tmp_path}/global_step_1." in str(raised.value)
+
+
+def test_one_of_another_format_is_refused(tmp_path):
+    checkpoints = Checkpoints(str(tmp_path), CheckpointConfig())
+    write(checkpoints, 1)
+    manifest = tmp_path / "global_step_1" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
+    with pytest.raises(CheckpointError, match="its format is 1, and this version reads 2"):
+        open_checkpoint(checkpoints.directory(1))
 
 
 def run_words(tmp_path, *more):
@@ -222,4 +231,4 @@ def test_the_manifest_is_plain_json(tmp_path):
     values = json.loads((tmp_path / "global_step_7" / "manifest.json").read_text())
     assert values["step"] == 7
     assert values["prompts"] == {"cursor": {"epoch": 1, "position": 7}, "first_group": 28}
-    assert values["files"][0] == {"name": "__0_0.distcp", "num_bytes": 49, "checksum": made.files[0].checksum}
+    assert values["files"][0] == {"name": "rank_0.bin", "num_bytes": 49, "checksum": made.files[0].checksum}

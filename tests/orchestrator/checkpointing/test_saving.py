@@ -1,8 +1,129 @@
-"""A disk that fills up while a checkpoint is written costs that checkpoint only."""
+"""A checkpoint that cannot be written, or not in time, costs that checkpoint only."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace as Some
+from unittest.mock import Mock
 
+import pytest
+
+from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.checkpoint import CheckpointConfig
+from penstock.conf.errors import CheckpointError, DeadlineExceeded
+from penstock.conf.run import RunConfig
+from penstock.conf.trainer import TrainerConfig
+from penstock.orchestrator.checkpointing.saving import CheckpointWriter
+from penstock.workers.prompts.source import PromptStart
 from tests.tmpfs import run_in_tmpfs
+
+
+class Remote:
+    def __init__(self, call):
+        self.call = call
+
+    async def remote(self, *arguments):
+        return self.call(*arguments)
+
+
+class LateTrainer:
+    """Its first checkpoint misses its deadline, and it begins no other before `free`; then a file of the first comes
+    late. Keeps the order of calls."""
+
+    def __init__(self, calls):
+        self.calls, self.free, self.directory = calls, True, None
+        self.begin_saving, self.finish_saving = Remote(self._begin), Remote(self._finish)
+
+    def _begin(self, directory):
+        self.calls.append("trainer")
+        self.directory = Path(directory) if self.free else self.directory
+        return self.free
+
+    def _finish(self):
+        if self.directory.parent.name == "global_step_1":
+            self.free = False
+            raise DeadlineExceeded("too late")
+        return []
+
+    def end_late(self):
+        self.directory.mkdir(parents=True)
+        (self.directory / "rank_0.bin").write_text("late")
+        self.free = True
+
+
+class EmptyStore:
+    def __init__(self, calls):
+        self.calls = calls
+
+    async def cut(self):
+        self.calls.append("store")
+        return [0]
+
+    async def snapshot(self, root, step, keep):
+        Path(root).mkdir(parents=True)
+
+
+def saving(tmp_path, **config):
+    """A writer, its trainer, what it tells the run's directory, and the order of calls."""
+    calls = []
+    trainer, directory = LateTrainer(calls), Mock()
+    prompts = Some(start_after=Remote(lambda admitted: PromptStart()))
+    roles = {"trainer": [("Trainer-0", trainer)], "prompts": [("Prompts", prompts)]}
+    flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
+    checkpoint = CheckpointConfig(directory=str(tmp_path), **config)
+    run = RunConfig(algorithm=GrpoConfig(), checkpoint=checkpoint, trainer=TrainerConfig(max_steps=4))
+    fleet = Some(role=roles.get, flow=flow, model_path="/")
+    return CheckpointWriter(fleet, EmptyStore(calls), run, directory, Mock()), trainer, directory, calls
+
+
+def test_checkpoints_are_skipped_while_a_late_one_is_on_its_way_and_what_it_leaves_is_removed(tmp_path):
+    writer, trainer, directory, calls = saving(tmp_path)
+
+    async def save(step):
+        await writer.begin(step)
+        await writer.finish()
+        return writer.failed, sorted(path.name for path in tmp_path.iterdir())
+
+    async def run():
+        assert await save(1) == (1, [])
+        calls.clear()
+        assert await save(2) == (2, [])
+        assert calls == ["trainer"]  # nothing of the store is held for one that does not begin
+        trainer.end_late()
+        assert await save(3) == (2, ["global_step_3"])
+
+    asyncio.run(run())
+    kinds = [call.args[0] for call in directory.event.call_args_list]
+    assert kinds == ["checkpoint_failed", "checkpoint_failed", "checkpoint"]
+    assert "an earlier checkpoint has missed its deadline" in directory.event.call_args_list[1].kwargs["message"]
+
+
+@pytest.mark.parametrize(("step", "is_last"), [(4, False), (2, True)])
+def test_the_last_one_waits_for_a_late_one(tmp_path, step, is_last):
+    writer, trainer, _, _ = saving(tmp_path)
+
+    async def run():
+        await writer.begin(1)
+        await writer.finish()
+        asyncio.get_running_loop().call_later(0.01, trainer.end_late)
+        await writer.begin(step, is_last=is_last)
+        await writer.finish(strict=True)
+
+    asyncio.run(run())
+    assert (tmp_path / f"global_step_{step}" / "COMPLETE").is_file()
+
+
+def test_the_last_one_fails_where_a_late_one_does_not_end(tmp_path):
+    writer, *_ = saving(tmp_path, timeout_s=0.1)
+
+    async def run():
+        await writer.begin(1)
+        await writer.finish()
+        await writer.begin(4)
+        await writer.finish(strict=True)
+
+    with pytest.raises(CheckpointError, match=r"global_step_4: not begun.*checkpoint\.timeout_s=0\.1"):
+        asyncio.run(run())
+
 
 SMALL_TMPFS = """
 import asyncio, sys
@@ -19,7 +140,8 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.workers.prompts.source import PromptStart
-from penstock.workers.trainer.checkpointing.saver import Saver, check_files
+from penstock.workers.trainer.checkpointing.reading import check_files
+from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.process_group import ProcessGroup
 

@@ -1,6 +1,6 @@
 """What trainers compute on the step's batch: the same values over any number of ranks."""
 
-import pickle
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -12,7 +12,7 @@ from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss, value_loss
 from penstock.algorithms.registry import build_dataflow
-from penstock.conf.errors import DataflowError
+from penstock.conf.errors import CheckpointError, DataflowError
 from penstock.conf.policy_gradient import PolicyGradientConfig, ReinforcePpConfig
 from penstock.conf.ppo import PpoConfig
 from penstock.store.rows import Rows
@@ -129,15 +129,15 @@ def test_an_adaptive_coefficient_is_carried_from_step_to_step_and_resumes():
     # rewards 1 - 0.3 and 0 - 0.1, mean 0.3
     np.testing.assert_allclose(first.values("advantage"), [0.4, -0.4], rtol=1e-6)
     assert metrics == {"actor/kl_coef": pytest.approx(0.102), "actor/response_kl": pytest.approx(2.0)}
-    state = pickle.loads(pickle.dumps(preparation.state))
+    carried = preparation.carried()
     second, _ = preparation.apply(rows, 1)
     # 1 - 3 · 0.102 and 0 - 0.102: half their difference
     np.testing.assert_allclose(second.values("advantage"), [0.398, -0.398], rtol=1e-6)
     resumed = adaptive()
-    resumed.state = state
+    resumed.resume(carried)
     again, _ = resumed.apply(rows, 1)
     assert again.values("advantage").tolist() == second.values("advantage").tolist()
-    assert resumed.state == preparation.state
+    assert resumed.carried() == preparation.carried() != carried
 
 
 def test_a_function_that_forgets_its_state_is_named():
@@ -148,6 +148,81 @@ def test_a_function_that_forgets_its_state_is_named():
     preparation = Preparation(flow.in_trainer, flow.columns, lambda mine: [mine])
     with pytest.raises(DataflowError, match=r"stage 'mine': .* \(result, state of the next batch\) is due"):
         preparation.apply(rows_of(range(8)), 0)
+
+
+def carrying(start, after=lambda state: state, **options):
+    """A stage that turns its state into another at each step."""
+    flow = Dataflow().rollout(samples_per_prompt=1).reward()
+    flow.compute(
+        lambda reward, state: (reward, after(state)), per="batch", reads=["reward"], writes=["advantage"], name="mine",
+        state=start,
+    )  # fmt: skip
+    return Preparation(flow.in_trainer, flow.columns, lambda mine: [mine], **options)
+
+
+@dataclass(frozen=True)
+class Mean:
+    value: float
+    seen: tuple[int, ...] = ()
+
+
+@dataclass
+class Cached:
+    value: float
+    square: float = field(init=False, default=0.0)
+
+
+@pytest.mark.parametrize(
+    "state", [{"mean": torch.ones(3), "seen": np.arange(2)}, 0.1, [float("inf"), (1, None)], Mean(0.3, (1, 2))]
+)
+def test_plain_data_and_dataclasses_of_it_are_carried(state):
+    resumed = carrying(Mean(9.0) if isinstance(state, Mean) else 0)
+    resumed.resume(carrying(state).carried())
+    found = resumed._workers["mine"].state
+    assert type(found) is type(state)
+    assert str(found) == str(state)
+
+
+NOT_KEPT = {
+    "a function": (len, r"of its state, the value is of type builtin_function_or_method"),
+    "within": ({"rows": [{1}]}, r"of its state, \['rows'\]\[0\] is of type set; plain data is None, bool"),
+    "a field": (Mean(0.1, len), r"of its state, \['seen'\] is of type"),
+    "a derived field": (Cached(0.1), r"its state's field 'square'"),
+}
+
+
+@pytest.mark.parametrize("name", NOT_KEPT)
+def test_a_state_that_cannot_be_kept_is_refused_by_its_stage(name):
+    start, message = NOT_KEPT[name]
+    with pytest.raises(DataflowError, match=f"stage 'mine': {message}.*checkpoint.every_steps=0"):
+        carrying(start).carried()
+
+
+def test_a_state_that_becomes_another_class_is_refused():
+    preparation = carrying(0.0, lambda state: Mean(state))
+    preparation.apply(rows_of(range(2)), 0)
+    with pytest.raises(DataflowError, match="its state is a Mean now and started as float"):
+        preparation.carried()
+
+
+def test_where_checkpoints_are_taken_the_first_step_tells_of_a_state_that_cannot_be_kept():
+    carrying(0.0, lambda state: {1}).apply(rows_of(range(2)), 0)
+    with pytest.raises(DataflowError, match="stage 'mine'"):
+        carrying(0.0, lambda state: {1}, is_saved=True).apply(rows_of(range(2)), 0)
+
+
+@pytest.mark.parametrize(
+    ("carried", "message"),
+    [
+        ('{"dict": []}', r"states of \[\], and this dataflow's stages with a state are \['mine'\]"),
+        ('{"dict": [["mine", {"dict": [["value", 1.0], ["other", 2]]}]]}', "stage 'mine' makes no Mean"),
+        ('{"dict": [["mine", 3]]}', "stage 'mine' makes no Mean"),
+        ("nonsense", "cannot be read"),
+    ],
+)
+def test_what_others_carried_is_refused(carried, message):
+    with pytest.raises(CheckpointError, match=message):
+        carrying(Mean(0.0)).resume(carried)
 
 
 def test_staleness_counts_from_the_version_that_is_updated():

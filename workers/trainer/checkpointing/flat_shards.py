@@ -2,11 +2,12 @@
 
 Whoever sharded a tensor, a rank has a range of its elements. Saved as such, a checkpoint of R ranks can be read by any
 other number of ranks and by another engine: DCP finds which saved ranges overlap those that are asked for. Used by
-`saver.py`.
+`saver.py` and `reading.py`.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,15 +33,19 @@ from penstock.workers.trainer.engines.engine import Piece
 class FlatSavePlanner(DefaultSavePlanner):
     """Of a state dict that has the pieces' names."""
 
-    def __init__(self, pieces: Iterable[Piece]) -> None:
+    def __init__(self, pieces: Iterable[Piece], check_wanted: Callable[[], None] = lambda: None) -> None:
+        """`check_wanted`: called before each tensor; what it raises ends the save, on all ranks."""
         super().__init__(flatten_state_dict=False)
         self._pieces = by_place(pieces)
+        self._check_wanted = check_wanted
 
     def create_local_plan(self) -> SavePlan:
+        self._check_wanted()
         self.plan = SavePlan([_write_item(piece) for piece in self._pieces.values()])
         return self.plan
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
+        self._check_wanted()
         return self._pieces[_place(index)].values
 
 
@@ -70,6 +75,11 @@ class FlatLoadPlanner(DefaultLoadPlanner):
 def by_place(pieces: Iterable[Piece]) -> dict[tuple[str, int], Piece]:
     """By name and first element: a rank may have several pieces of a tensor. Those without elements are left out."""
     return {(piece.name, piece.first): piece for piece in pieces if piece.values.numel()}
+
+
+def values_of(pieces: Iterable[Piece]) -> dict[str, Any]:
+    """What DCP wants to see; the planners know where each element belongs."""
+    return {piece.name: piece.values for piece in pieces}
 
 
 def _place(index: MetadataIndex) -> tuple[str, int]:

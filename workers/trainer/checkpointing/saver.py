@@ -1,24 +1,26 @@
-"""Saves and loads one rank's share of a trainer with torch's distributed checkpoint (DCP), while training goes on.
+"""Saves one rank's share of a trainer through torch's distributed checkpoint (DCP), while training goes on.
 
     begin ─▶ a thread copies the pieces to the host ─▶ writes them, all ranks together ─▶ notes sizes and checksums
                         │
     the next optimizer step waits for this copy, and for nothing else: forward and backward change no weight
 
-Copies are kept and used again, since fresh memory costs more than the copying. Called by `trainer.py` and `actor.py`;
-the files around it (marker, store, what is kept) are `orchestrator/checkpointing/checkpoints.py`'s.
+Copies are kept and used again, since fresh memory costs more than the copying; so no save begins before the one before
+has let go of them, on every rank. One that misses its deadline, or that nobody asks for, is given up: it stops at the
+next tensor and removes what it wrote, however late. Called by `training_state.py`; the files around it (marker, store,
+what is kept) are `orchestrator/checkpointing/checkpoints.py`'s.
 """
 
+import contextlib
 import os
-import pickle
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterable, Iterator
+from concurrent.futures import CancelledError, Future
 from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +29,46 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from penstock.conf.errors import CheckpointError, DeadlineExceeded, suggest
-from penstock.workers.files import SavedFile, download, is_url, saved_file, upload
-from penstock.workers.trainer.checkpointing.flat_shards import FlatLoadPlanner, FlatSavePlanner
+from penstock.conf.errors import CheckpointError, DeadlineExceeded
+from penstock.workers.files import SavedFile, is_url, remove, saved_file, upload
+from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
+from penstock.workers.trainer.checkpointing.shard_files import INDEX, ShardWriter, file_of
 from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.process_group import ProcessGroup
 
 LOWEST = 19
 """Niceness of a thread that takes what others leave."""
-CARRIED = "carried.pickle"
+CARRIED = "carried.json"
 """The file of what is no tensor."""
+
+
+class Save:
+    """One save of one rank: what it has copied, what came of it, and whether anybody still wants it.
+
+    `result` decides once and for all: either the thread claims it and its files count, or it is cancelled first and
+    they go.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self.copied = threading.Event()
+        self.ended = threading.Event()
+        """Its thread has let go of the copies and of its files."""
+        self.result: Future[list[SavedFile]] = Future()
+        self.is_asked = False
+        self.in_step = False
+        """All ranks have gone through the same collectives."""
+
+    def give_up(self) -> bool:
+        """False: it has ended, and its result is there."""
+        given_up = self.result.cancel()
+        if given_up:
+            self.copied.set()
+        return given_up
+
+    def check_wanted(self) -> None:
+        if self.result.cancelled():
+            raise CheckpointError("it was given up")
 
 
 class Saver:
@@ -54,33 +86,41 @@ class Saver:
         self._timeout_s = timeout_s
         self._ranks: Any = None
         self._copies: dict[tuple[str, int], Tensor] = {}
-        self._copied = threading.Event()
-        self._copied.set()
-        self._result: Future[list[SavedFile]] | None = None
+        self._last: Save | None = None
         self.copied_s = 0.0
         """What the last copy took, most of it beside other work."""
         self.waited_s = 0.0
         """For how long `wait_until_copied` has held up its callers, in all."""
 
-    def begin(self, pieces: Iterable[Piece], directory: str, carried: bytes = b"") -> None:
+    def begin(self, pieces: Iterable[Piece], directory: str, carried: str = "") -> bool:
         """Start to write. The pieces' values may not change before `wait_until_copied` returns. `directory`: one that
-        all ranks see, or an fsspec URL. `carried`: what is no tensor, the same on every rank. Collective."""
-        self.finish()
-        if self._ranks is None and self._group.num_ranks > 1:
-            self._ranks = dist.new_group(backend="gloo")  # collectives of its own, beside the training's
-        listed = list(pieces)
-        self._copied.clear()
-        result: Future[list[SavedFile]] = Future()
-        self._result = result
-        thread = threading.Thread(
-            target=self._save, args=(listed, directory, carried, result), name="checkpoint", daemon=True
-        )
-        thread.start()
+        all ranks see, or an fsspec URL. `carried`: what is no tensor, the same on every rank. Collective.
+
+        False, on every rank alike: an earlier save still holds some rank's copies, and nothing has begun. One that
+        nobody has asked for is given up."""
+        if self._last is not None and not self._last.is_asked:
+            self._last.give_up()
+        is_free, in_step = self._agree(self.is_free(), self._last is None or self._last.in_step)
+        if not is_free:
+            return False
+        if self._group.num_ranks > 1 and (self._ranks is None or not in_step):
+            # Collectives of its own, beside the training's; new ones where the last may have left some unmatched.
+            self._ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+        save = self._last = Save(directory)
+        arguments = save, list(pieces), carried
+        threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()
+        return True
+
+    def is_free(self, timeout_s: float = 0.0) -> bool:
+        """Whether no save holds this rank's copies; waits for it so long."""
+        return self._last is None or self._last.ended.wait(timeout_s)
 
     def wait_until_copied(self) -> None:
         """Raises `DeadlineExceeded`."""
+        if self._last is None:
+            return
         started = time.perf_counter()
-        copied = self._copied.wait(self._timeout_s)
+        copied = self._last.copied.wait(self._timeout_s)
         self.waited_s += time.perf_counter() - started
         if not copied:
             raise DeadlineExceeded(
@@ -89,51 +129,89 @@ class Saver:
             )
 
     def finish(self) -> list[SavedFile]:
-        """Wait for what `begin` started; what this rank wrote (nothing: none was started). Raises `CheckpointError`,
-        `DeadlineExceeded`."""
-        if self._result is None:
+        """Wait for what `begin` started; what this rank wrote (nothing: none was started). One that does not end in
+        time is given up. Raises `CheckpointError`, `DeadlineExceeded`."""
+        save = self._last
+        if save is None or save.is_asked:
             return []
-        result, self._result = self._result, None
+        save.is_asked = True
         try:
-            return result.result(self._timeout_s)
+            return save.result.result(self._timeout_s)
+        except CancelledError:
+            raise CheckpointError(f"{save.directory}: rank {self._group.rank} has given it up.") from None
         except FutureTimeout:
+            if not save.give_up():
+                return save.result.result()
             raise DeadlineExceeded(
                 f"checkpoint: rank {self._group.rank} did not finish writing within {self._timeout_s:g} s. Raise "
                 "checkpoint.timeout_s, or see whether checkpoint.directory answers."
             ) from None
 
-    def _save(self, pieces: list[Piece], directory: str, carried: bytes, result: "Future[list[SavedFile]]") -> None:
-        free_bytes = None
+    def _agree(self, *answers: bool) -> list[bool]:
+        """True where every rank says so. Collective."""
+        if self._group.num_ranks == 1:
+            return list(answers)
+        votes = torch.tensor(answers, dtype=torch.int32)
+        dist.all_reduce(votes, dist.ReduceOp.MIN)
+        return [bool(vote) for vote in votes.tolist()]
+
+    def _run(self, save: Save, pieces: list[Piece], carried: str) -> None:
+        """The thread."""
+        failure: CheckpointError | None = None
+        written: list[SavedFile] = []
+        room = _Room(sum(piece.values.nbytes for piece in pieces))
         try:
             started = time.perf_counter()
             shards = self._copy(pieces)
             self.copied_s = time.perf_counter() - started
-            self._copied.set()
+            save.copied.set()
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOWEST)  # of this thread: training comes first
-            with _local(directory) as local:
-                free_bytes = _free_bytes(local)
-                dcp.save(
-                    _values(shards),
-                    storage_writer=dcp.FileSystemWriter(local),
-                    planner=FlatSavePlanner(shards),
-                    process_group=self._ranks,
-                    no_dist=self._ranks is None,
-                )
-                if self._group.rank == 0:
-                    (Path(local) / CARRIED).write_bytes(carried)
-                written = _written_by(local, self._group.rank)
-                if local != directory:
-                    for file in written:
-                        upload(Path(local) / file.name, directory)
-            result.set_result(written)
+            with local_place(save.directory) as local:
+                room.look(local)
+                written = self._write(save, shards, carried, local)
         except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001 - it is for `finish` to tell
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
-            room = _too_little(free_bytes, sum(piece.values.nbytes for piece in pieces))
-            result.set_exception(
-                CheckpointError(f"{directory}: rank {self._group.rank} could not write: {reason[0]}{room}")
+            failure = CheckpointError(
+                f"{save.directory}: rank {self._group.rank} could not write: {reason[0]}{room.too_little()}"
             )
         finally:
-            self._copied.set()
+            self._end(save, written, failure)
+
+    def _end(self, save: Save, written: list[SavedFile], failure: CheckpointError | None) -> None:
+        """Tell what came of it, or take it back if nobody wants it any more."""
+        save.copied.set()
+        is_wanted = save.result.set_running_or_notify_cancel()
+        if not is_wanted:
+            with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
+                _take_back(save.directory, self._group.rank)
+        save.ended.set()  # before the result: whoever has it may begin the next
+        if is_wanted and failure is not None:
+            save.result.set_exception(failure)
+        elif is_wanted:
+            save.result.set_result(written)
+
+    def _write(self, save: Save, shards: list[Piece], carried: str, local: str) -> list[SavedFile]:
+        """All ranks together until DCP is done; it fails on all of them or on none."""
+        try:
+            dcp.save(
+                values_of(shards),
+                storage_writer=ShardWriter(local, self._group.rank),
+                planner=FlatSavePlanner(shards, save.check_wanted),
+                process_group=self._ranks,
+                no_dist=self._ranks is None,
+            )
+            save.in_step = True
+        except dcp.CheckpointException:
+            save.in_step = True
+            raise
+        if self._group.rank == 0:
+            (Path(local) / CARRIED).write_text(carried)
+        written = [saved_file(Path(local) / name) for name in _names_of(self._group.rank)]
+        if local != save.directory:
+            for file in written:
+                save.check_wanted()
+                upload(Path(local) / file.name, save.directory)
+        return written
 
     @torch.no_grad()
     def _copy(self, pieces: list[Piece]) -> list[Piece]:
@@ -151,9 +229,31 @@ class Saver:
         return [replace(piece, values=self._copies[piece.name, piece.first]) for piece in pieces]
 
 
-@contextmanager
-def _local(directory: str) -> Iterator[str]:
-    """Where DCP writes or reads: the directory itself, or one beside it if it is a URL."""
+class _Room:
+    """What to say of room where that may be the trouble: other ranks and the store want some of it as well."""
+
+    def __init__(self, needed_bytes: int) -> None:
+        self._needed_bytes = needed_bytes
+        self._free_bytes: int | None = None
+
+    def look(self, directory: str) -> None:
+        """Where a directory is or is to be made."""
+        path = Path(directory)
+        existing = next(place for place in (path, *path.absolute().parents) if place.is_dir())
+        self._free_bytes = shutil.disk_usage(existing).free
+
+    def too_little(self) -> str:
+        if self._free_bytes is None or self._free_bytes > 2 * self._needed_bytes:
+            return ""
+        return (
+            f". Its part alone needs {self._needed_bytes:,} bytes, and {self._free_bytes:,} were free. Make room, "
+            "lower checkpoint.keep_last, or set checkpoint.directory to a place with more."
+        )
+
+
+@contextlib.contextmanager
+def local_place(directory: str) -> Iterator[str]:
+    """Where files are written or read: the directory itself, or one beside it if it is a URL."""
     if not is_url(directory):
         yield directory
         return
@@ -161,100 +261,17 @@ def _local(directory: str) -> Iterator[str]:
         yield folder
 
 
-def _free_bytes(directory: str) -> int:
-    """Where a directory is or is to be made."""
-    path = Path(directory)
-    existing = next(place for place in (path, *path.absolute().parents) if place.is_dir())
-    return shutil.disk_usage(existing).free
+def _names_of(rank: int) -> list[str]:
+    """Rank 0 writes the index and what is no tensor as well."""
+    return [file_of(rank), INDEX, CARRIED] if rank == 0 else [file_of(rank)]
 
 
-def _too_little(free_bytes: int | None, needed_bytes: int) -> str:
-    """What to say of room where that may be the trouble: other ranks and the store want some of it as well."""
-    if free_bytes is None or free_bytes > 2 * needed_bytes:
-        return ""
-    return (
-        f". Its part alone needs {needed_bytes:,} bytes, and {free_bytes:,} were free. Make room, lower "
-        "checkpoint.keep_last, or set checkpoint.directory to a place with more."
-    )
-
-
-def load(pieces: Iterable[Piece], directory: str, group: ProcessGroup, optional: Collection[str] = ()) -> set[str]:
-    """Overwrite the pieces' values with those of a checkpoint, however many ranks wrote it. Collective.
-
-    `optional`: names that it may lack. Returns the names that were found. Raises `CheckpointError` for one of another
-    architecture, before anything is overwritten, and for files that cannot be read.
-    """
-    with _local(directory) as local:
-        if local != directory:
-            download(directory, Path(local))
-        return _load(list(pieces), local, directory, group, optional)
-
-
-@torch.no_grad()
-def _load(pieces: list[Piece], local: str, directory: str, group: ProcessGroup, optional: Collection[str]) -> set[str]:
-    reader = dcp.FileSystemReader(local)
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{directory}: its index cannot be read ({error}). Resume from another one.") from None
-    wanted = [piece for piece in pieces if piece.name in saved or piece.name not in optional]
-    for piece in wanted:
-        _check_fits(piece, saved, directory)
-    try:
-        planner = FlatLoadPlanner(wanted)
-        dcp.load(_values(wanted), storage_reader=reader, planner=planner, no_dist=group.num_ranks == 1)
-    except (OSError, RuntimeError, ValueError, EOFError, dcp.CheckpointException) as error:
-        raise CheckpointError(f"{directory}: rank {group.rank} could not read it: {error}") from None
-    return {piece.name for piece in wanted}
-
-
-def read_carried(directory: str) -> bytes:
-    """What `begin` was given besides tensors. Raises `CheckpointError`."""
-    with _local(directory) as local:
-        if local != directory:
-            download(f"{directory}/{CARRIED}", Path(local) / CARRIED)
-        try:
-            return (Path(local) / CARRIED).read_bytes()
-        except OSError as error:
-            raise CheckpointError(f"{directory}/{CARRIED}: cannot be read: {error}") from None
-
-
-def _values(pieces: list[Piece]) -> dict[str, Any]:
-    """What DCP wants to see; the planners know where each element belongs."""
-    return {piece.name: piece.values for piece in pieces}
-
-
-def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:
-    found = saved.get(piece.name)
-    if found is None:
-        raise CheckpointError(
-            f"{directory} has no {piece.name!r}{suggest(piece.name, saved)} It is of another model or algorithm: "
-            "resume with the configuration that wrote it."
-        )
-    wanted = torch.Size(piece.shape).numel()
-    if found.size != torch.Size([wanted]):
-        raise CheckpointError(
-            f"{directory}: {piece.name!r} has {found.size.numel():,} elements, and this model's has {wanted:,} "
-            f"(shape {list(piece.shape)}). It is of another architecture: set model.path to the model that was trained."
-        )
-
-
-def _written_by(directory: str, rank: int) -> list[SavedFile]:
-    """A rank's files are called `__<rank>_<n>.distcp`; rank 0 writes the index and what is no tensor as well."""
-    root = Path(directory)
-    files = sorted(root.glob(f"__{rank}_*.distcp"))
-    files += [root / ".metadata", root / CARRIED] if rank == 0 else []
-    return [saved_file(file) for file in files]
-
-
-def check_files(directory: str, files: Iterable[SavedFile]) -> None:
-    """Raise `CheckpointError` for the first file of a directory that is not what was written. Files behind a URL are
-    left to its file system."""
+def _take_back(directory: str, rank: int) -> None:
+    """Remove what a rank wrote, and the directories that are empty without it."""
+    for name in _names_of(rank):
+        remove(f"{directory}/{name}")
     if is_url(directory):
         return
-    for file in files:
-        path = Path(directory) / file.name
-        found = saved_file(path) if path.is_file() else None
-        if found != file:
-            problem = "is missing" if found is None else "is damaged: its size or checksum is not what was written"
-            raise CheckpointError(f"{path} {problem}. Resume from the checkpoint before it.")
+    with contextlib.suppress(OSError):  # not empty, or gone
+        for place in (Path(directory), Path(directory).parent):
+            place.rmdir()

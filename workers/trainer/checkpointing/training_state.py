@@ -3,14 +3,15 @@
 policy/weights/…  policy/exp_avg/…  policy/exp_avg_sq/…  policy/counters      critic/…      rng/<rank>
 """
 
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from penstock.workers.files import SavedFile
-from penstock.workers.trainer.checkpointing.saver import Saver, check_files, load, read_carried
+from penstock.workers.trainer.carried import states_to_text
+from penstock.workers.trainer.checkpointing.reading import check_files, load, read_carried
+from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.trainer import PolicyTrainer
@@ -33,10 +34,11 @@ class TrainingState:
         for trainer in self._trainers.values():
             trainer.before_step = self._saver.wait_until_copied
 
-    def begin(self, directory: str) -> None:
-        """Save the state of now; training may go on. Collective."""
-        carried = self._preparation.state if self._preparation is not None else {}
-        self._saver.begin(self._pieces(), directory, pickle.dumps(carried))
+    def begin(self, directory: str) -> bool:
+        """Save the state of now; training may go on. False: an earlier one is still being written. Collective. Raises
+        `DataflowError` for what a function carries and no checkpoint can keep."""
+        carried = self._preparation.carried() if self._preparation is not None else states_to_text({}, {})
+        return self._saver.begin(self._pieces(), directory, carried)
 
     @property
     def copied_s(self) -> float:
@@ -67,9 +69,8 @@ class TrainingState:
             step, num_optimizer_steps = counters[name].tolist()
             trainer.set_step(step)
             trainer.engine.loaded(num_optimizer_steps)
-        carried = pickle.loads(read_carried(directory))
         if self._preparation is not None:
-            self._preparation.state = carried
+            self._preparation.resume(read_carried(directory))
         if random.name in found:
             torch.set_rng_state(random.values)
 

@@ -1,7 +1,11 @@
 """A rank's share of a checkpoint: exact, written while training goes on, and refused where it does not fit."""
 
+import contextlib
+import json
+import pickle
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +15,13 @@ from penstock.conf.errors import CheckpointError
 from penstock.conf.model import FreshModelConfig
 from penstock.store.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.trainer.checkpointing.reading import load
+from penstock.workers.trainer.checkpointing.saver import Saver
+from penstock.workers.trainer.checkpointing.shard_files import INDEX
 from penstock.workers.trainer.checkpointing.training_state import TrainingState
+from penstock.workers.trainer.engines.engine import Piece
+from penstock.workers.trainer.preparation import Preparation
+from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 Make = Callable[..., PolicyTrainer]
@@ -24,6 +34,11 @@ def everything(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture
+def group() -> ProcessGroup:
+    return ProcessGroup.join(0, 1, None, 60, False)
 
 
 @pytest.fixture
@@ -75,8 +90,9 @@ def test_files_are_listed_with_size_and_checksum(trained: PolicyTrainer, tmp_pat
     state = TrainingState({"policy": trained})
     state.begin(str(tmp_path))
     files = {file.name: file for file in state.finish()}
-    assert files.keys() == {"__0_0.distcp", ".metadata", "carried.pickle"} == {path.name for path in tmp_path.iterdir()}
-    assert files["__0_0.distcp"].num_bytes == (tmp_path / "__0_0.distcp").stat().st_size > 3 * 4 * 20_000
+    assert files.keys() == {"rank_0.bin", "index.json", "carried.json"} == {path.name for path in tmp_path.iterdir()}
+    num_bytes = sum(piece.values.nbytes for piece in state._pieces())
+    assert files["rank_0.bin"].num_bytes == (tmp_path / "rank_0.bin").stat().st_size == num_bytes
     assert state.finish() == []
 
 
@@ -117,7 +133,7 @@ def test_another_architecture_is_refused_by_name_and_changes_nothing(
         TrainingState({"critic": make_trainer()}).load(str(tmp_path / "saved"))
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("name", ["rank_0.bin", "index.json"])
 def test_a_truncated_file_is_one_error(trained: PolicyTrainer, make_trainer: Make, tmp_path: Path, name: str) -> None:
     state = TrainingState({"policy": trained})
     state.begin(str(tmp_path))
@@ -126,6 +142,67 @@ def test_a_truncated_file_is_one_error(trained: PolicyTrainer, make_trainer: Mak
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         TrainingState({"policy": make_trainer()}).load(str(tmp_path))
+
+
+class Touch:
+    """What would run if anything unpickled it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return open, (str(self.path), "w")
+
+
+def test_nothing_in_a_checkpoint_is_run_when_it_is_read(
+    trained: PolicyTrainer, make_trainer: Make, tmp_path: Path
+) -> None:
+    place, touched = tmp_path / "saved", tmp_path / "touched"
+    state = TrainingState({"policy": trained})
+    state.begin(str(place))
+    names = [file.name for file in state.finish()]
+    whole = {name: (place / name).read_bytes() for name in names}
+    for name in [*names, ".metadata", "carried.pickle"]:
+        (place / name).write_bytes(pickle.dumps(Touch(touched)))
+        trainer = make_trainer()
+        with contextlib.suppress(CheckpointError):
+            TrainingState({"policy": trainer}, preparation=Preparation((), {}, list)).load(str(place))
+        assert not touched.exists()
+        if name in whole:
+            (place / name).write_bytes(whole[name])
+
+
+INDEX_FAULTS = {
+    "a file elsewhere": (lambda entry: entry["ranges"][0].update(file="../other"), "no file of the checkpoint"),
+    "a gap": (lambda entry: entry["ranges"][0].update(first=1), "from element 1 on after one that ends at 0"),
+    "an end too early": (lambda entry: entry["ranges"][0].update(length=1), "1 of them in files"),
+    "a negative place": (lambda entry: entry["ranges"][0].update(offset=-8), "has a range at"),
+    "a strange dtype": (lambda entry: entry.update(dtype="qint8"), "is of 'qint8'"),
+    "a missing key": (lambda entry: entry.pop("size"), "KeyError"),
+}
+
+
+@pytest.mark.parametrize("fault", INDEX_FAULTS)
+def test_an_index_that_no_rank_writes_is_refused(group: ProcessGroup, tmp_path: Path, fault: str) -> None:
+    saver = Saver(group, timeout_s=60)
+    saver.begin([Piece("w", (8,), 0, torch.ones(8))], str(tmp_path))
+    saver.finish()
+    index = json.loads((tmp_path / INDEX).read_text())
+    change, message = INDEX_FAULTS[fault]
+    change(index["tensors"]["w"])
+    (tmp_path / INDEX).write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=message):
+        load([Piece("w", (8,), 0, torch.zeros(8))], str(tmp_path), group)
+
+
+def test_a_range_across_others_is_read_from_each(group: ProcessGroup, tmp_path: Path) -> None:
+    values = torch.arange(10).to(torch.bfloat16)
+    saver = Saver(group, timeout_s=60)
+    saver.begin([Piece("w", (2, 5), first, values[first : first + 5]) for first in (0, 5)], str(tmp_path))
+    saver.finish()
+    piece = Piece("w", (2, 5), 3, torch.zeros(4))
+    load([piece], str(tmp_path), group)
+    assert piece.values.tolist() == [3, 4, 5, 6]
 
 
 def test_a_place_that_cannot_be_written_is_told_by_finish(trained: PolicyTrainer, tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""A checkpoint's tensors as files: each rank's elements back to back, and an index in JSON that says where they lie.
+
+    rank_0.bin  rank_1.bin  …      bytes of the ranges, nothing else
+    index.json                     name, size and dtype of each tensor; file, offset and elements of each range
+
+torch's distributed checkpoint (DCP) plans who writes and reads what; these are the storage under it, through its public
+interface. Its own `FileSystemWriter` pickles the index and each tensor: reading them back runs what their author wrote.
+Used by `saver.py` and `reading.py`.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from penstock.conf.errors import CheckpointError
+from penstock.store.plain_data import TENSORS
+
+INDEX = "index.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a range of a tensor lies. `first`, `length` in elements of the tensor, `offset` in bytes of the file."""
+
+    first: int
+    length: int
+    file: str
+    offset: int
+
+
+def file_of(rank: int) -> str:
+    return f"rank_{rank}.bin"
+
+
+class ShardWriter(StorageWriter):
+    """One rank's side of a save."""
+
+    def __init__(self, directory: str | Path, rank: int) -> None:
+        self._directory, self._rank = Path(directory), rank
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        self._directory.mkdir(parents=True, exist_ok=True)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results, offset = [], 0
+        with (self._directory / file_of(self._rank)).open("wb", buffering=0) as file:
+            for item in plan.items:
+                values = planner.resolve_data(item)
+                assert isinstance(values, Tensor)
+                _write_all(file.fileno(), _bytes_of(values))
+                assert item.index.offset is not None
+                place = Place(item.index.offset[0], values.numel(), file_of(self._rank), offset)
+                results.append(WriteResult(item.index, values.nbytes, place))
+                offset += values.nbytes
+            os.fsync(file.fileno())
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, last: on one rank."""
+        tensors: dict[str, Any] = {}
+        for name, tensor in metadata.state_dict_metadata.items():
+            assert isinstance(tensor, TensorStorageMetadata)
+            dtype = str(tensor.properties.dtype).removeprefix("torch.")
+            tensors[name] = {"size": tensor.size.numel(), "dtype": dtype, "ranges": []}
+        for result in (result for part in results for result in part):
+            tensors[result.index.fqn]["ranges"].append(asdict(result.storage_data))
+        part = self._directory / f".{INDEX}.part"
+        with part.open("w") as file:
+            json.dump({"format": FORMAT, "tensors": tensors}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(self._directory / INDEX)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return "://" not in str(checkpoint_id)
+
+
+class ShardReader(StorageReader):
+    """The same for reading. `read_metadata` raises `CheckpointError` for an index that `ShardWriter` does not write."""
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = Path(directory)
+        self._metadata: Metadata | None = None
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        if self._metadata is None:
+            try:
+                self._metadata = _metadata_of(json.loads((self._directory / INDEX).read_bytes()))
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+                raise CheckpointError(
+                    f"{self._directory / INDEX} cannot be read ({type(error).__name__}: {error}). Resume from another "
+                    "checkpoint."
+                ) from None
+        return self._metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item)
+            target.copy_(self._read(item))
+            planner.commit_tensor(item, target)
+        return _done(None)
+
+    def _read(self, item: ReadItem) -> Tensor:
+        metadata = self.read_metadata()
+        place: Place = metadata.storage_data[item.storage_index]
+        tensor = metadata.state_dict_metadata[item.storage_index.fqn]
+        assert isinstance(tensor, TensorStorageMetadata)
+        values = torch.empty(item.lengths[0], dtype=tensor.properties.dtype)
+        with (self._directory / place.file).open("rb", buffering=0) as file:
+            file.seek(place.offset + item.storage_offsets[0] * values.itemsize)
+            _read_all(file, _bytes_of(values))
+        return values
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return "://" not in str(checkpoint_id)
+
+
+def _metadata_of(index: dict[str, Any]) -> Metadata:
+    """Raises `ValueError`, `KeyError` or `TypeError` for what is no index."""
+    if index["format"] != FORMAT:
+        raise ValueError(f"its format is {index['format']!r}; this version reads {FORMAT}")
+    tensors: dict[str, Any] = {}
+    places: dict[MetadataIndex, Place] = {}
+    for name, entry in index["tensors"].items():
+        if entry["dtype"] not in TENSORS:
+            raise ValueError(f"{name!r} is of {entry['dtype']!r}")
+        ranges = list(_places(name, entry["size"], entry["ranges"]))
+        chunks = [ChunkStorageMetadata(torch.Size([place.first]), torch.Size([place.length])) for place in ranges]
+        properties = TensorProperties(dtype=getattr(torch, entry["dtype"]))
+        tensors[name] = TensorStorageMetadata(properties, torch.Size([entry["size"]]), chunks)
+        places |= {MetadataIndex(name, chunk.offsets): place for chunk, place in zip(chunks, ranges, strict=True)}
+    return Metadata(tensors, storage_data=places)
+
+
+def _places(name: str, size: int, ranges: list[dict[str, Any]]) -> Iterator[Place]:
+    """In order of their elements. They cover the tensor: what is left out would stay as it was, and nobody know."""
+    end = 0
+    for place in sorted((Place(**entry) for entry in ranges), key=lambda place: place.first):
+        numbers = place.first, place.length, place.offset
+        if any(type(number) is not int or number < 0 for number in numbers) or not place.length:
+            raise ValueError(f"{name!r} has a range at {numbers}")
+        if place.first != end:
+            raise ValueError(f"{name!r} has a range from element {place.first} on after one that ends at {end}")
+        if place.file in ("", ".", "..") or place.file != Path(place.file).name:
+            raise ValueError(f"{name!r} lies in {place.file!r}, which is no file of the checkpoint")
+        end = place.first + place.length
+        yield place
+    if end != size:
+        raise ValueError(f"{name!r} has {size} elements, {end} of them in files")
+
+
+def _bytes_of(values: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    assert values.is_contiguous()
+    return memoryview(values.detach().flatten().view(torch.uint8).numpy())
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    """A system call writes at most 2 GiB."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _read_all(file: Any, data: memoryview) -> None:
+    while data:
+        count = file.readinto(data)
+        if not count:
+            raise EOFError(f"{file.name} ends {len(data):,} bytes too early")
+        data = data[count:]
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
