@@ -169,8 +169,9 @@ class Dataflow:
         update, and only a loss or another "batch" stage can read what it writes.
 
         `state`, with per="batch": a value that is carried from step to step. The function gets it by the keyword
-        `state`, and returns `(result, state of the next step)`. It must pickle, and be a function of nothing but the
-        batches: every rank computes its own, and checkpoints hold it. Its `metrics`, if it has any, are reported.
+        `state`, and returns `(result, state of the next step)`. It must be a function of nothing but the batches: every
+        rank computes its own. Checkpoints hold it, so it is plain data (`store/plain_data.py`: numbers, strings, bytes,
+        containers and arrays of them) or a dataclass of it. Its `metrics`, if it has any, are reported.
         """
         stage_name = name or _name_of(function)
         columns = _columns(tuple(writes), stage_name)

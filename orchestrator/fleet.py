@@ -189,6 +189,7 @@ class Fleet:
             "scores" if stage.is_scored else "policy",
             config.checkpoint.timeout_s,
             config.rollout.update_timeout_s,
+            bool(config.checkpoint.every_steps),
         )
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -26,6 +27,7 @@ from penstock.orchestrator.placement import ActorPlan, needed, plan_actors
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.trainer.carried import states_to_text
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     yield Check("model", lambda: check_model(config))
     if any(stage.function is None for stage in flow.of_kind("reward")) or config.evaluation.every_steps:
         yield Check("reward", lambda: _reward(config))
+    states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}
+    if states and config.checkpoint.every_steps:
+        yield Check("states", lambda: _states(states))
     yield Check("data", lambda: _data(config, flow))
     others = [str(stage.model) for stage in flow.stages if _needs_path(stage)]
     if others:
@@ -118,6 +123,12 @@ def _weights(config: RunConfig) -> str:
         return f"{transport}: ranks and engines {'share' if shares_gpus(config) else 'each have'} GPUs"
     what = "adapters alone, " if config.trainer.lora.publishes_adapter else ""
     return f"shm: {what}through the shared memory of the node"
+
+
+def _states(states: dict[str, Any]) -> str:
+    """What per-batch functions start with is what a checkpoint can keep."""
+    states_to_text(states, states)
+    return f"{', '.join(states)}: plain data, as checkpoints keep it"
 
 
 def _reward(config: RunConfig) -> str:

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.losses import policy_loss
 from penstock.algorithms.registry import build_dataflow
-from penstock.conf.errors import ConfigError, DataError, ModelError, PenstockError, ResourceError
+from penstock.conf.errors import ConfigError, DataflowError, DataError, ModelError, PenstockError, ResourceError
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.model_check import check_model, num_parameters
@@ -136,3 +138,17 @@ def test_the_transport_of_weights_is_told_and_one_that_cannot_work_refused(rows:
     found = {check.name: check for check in checks(config, flow, plan_actors(flow, config))}
     assert found["weights"].look() == "shm: through the shared memory of the node"
     assert "weights.transport=nccl" in refused(ConfigError, f"data.path={rows}", "weights.transport=nccl")
+
+
+def test_a_state_that_no_checkpoint_can_keep_is_refused_where_checkpoints_are_taken(rows: Path) -> None:
+    words = ["model=tiny", f"data.path={rows}"]
+    flow = Dataflow().rollout(samples_per_prompt=2).reward()
+    flow.compute(len, per="batch", reads=["reward"], writes=["advantage"], name="mine", state={"seen": {1}})
+    flow.train(loss=policy_loss)
+    for every, found in ((50, {"states"}), (0, set())):
+        config = load_config([*words, f"checkpoint.every_steps={every}"])
+        states = [check for check in checks(config, flow, plan_actors(flow, config)) if check.name == "states"]
+        assert {check.name for check in states} == found
+        for check_ in states:
+            with pytest.raises(DataflowError, match=r"stage 'mine': of its state, \['seen'\] is of type set"):
+                check_.look()
