@@ -8,7 +8,7 @@ import pytest
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss
 from penstock.algorithms.registry import build_dataflow
-from penstock.conf.errors import ConfigError, DataflowError, DataError, ModelError, PenstockError, ResourceError
+from penstock.conf.errors import ConfigError, DataError, DataflowError, ModelError, PenstockError, ResourceError
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.model_check import check_model, num_parameters

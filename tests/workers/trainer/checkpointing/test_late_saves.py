@@ -1,9 +1,17 @@
 """A save that outlives its deadline is nobody's any more: it can neither free nor spoil nor seal the next one.
 
-A pipe in the place of a rank's file holds a save up for as long as nobody reads it: its writer waits in `open`.
+A pipe in the place of a rank's file holds a save up: it is full, and nobody reads it.
 """
 
+import fcntl
 import os
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +24,9 @@ from penstock.workers.trainer.checkpointing.shard_files import file_of
 from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.process_group import ProcessGroup
 
-NUM_ELEMENTS = 1_000
+ROOT = Path(__file__).parents[4]
+NUM_ELEMENTS = 50_000
+"""More than a pipe holds."""
 
 
 @pytest.fixture
@@ -28,43 +38,50 @@ def holding(value: float) -> list[Piece]:
     return [Piece("w", (NUM_ELEMENTS,), 0, torch.full((NUM_ELEMENTS,), value))]
 
 
-def held_up(directory: Path) -> Path:
-    directory.mkdir(parents=True)
-    os.mkfifo(directory / file_of(0))
-    return directory / file_of(0)
+class HeldUp:
+    """A rank's file that takes the beginning of what is written, and no more until `let_go`."""
+
+    def __init__(self, directory: Path, rank: int = 0) -> None:
+        self.path = directory / file_of(rank)
+        directory.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(self.path)
+        self.reader = os.open(self.path, os.O_RDONLY | os.O_NONBLOCK)
+
+    def wait_until_full(self) -> None:
+        while not struct.unpack("i", fcntl.ioctl(self.reader, termios.FIONREAD, bytes(4)))[0]:
+            time.sleep(0.001)
+
+    def let_go(self) -> None:
+        os.close(self.reader)
 
 
-def read_to_its_end(pipe: Path) -> bytes:
-    with pipe.open("rb") as reader:
-        return reader.read()
-
-
-def late(group: ProcessGroup, tmp_path: Path) -> tuple[Saver, Path]:
-    """A saver whose first save has missed its deadline and is still being written; the pipe that holds it."""
-    saver = Saver(group, timeout_s=0.1)
-    pipe = held_up(tmp_path / "global_step_1" / "trainer")
-    assert saver.begin(holding(1.0), str(pipe.parent))
-    saver.wait_until_copied()
+def late(group: ProcessGroup, tmp_path: Path) -> tuple[Saver, HeldUp]:
+    """A saver whose first save has missed its deadline and is still being written, and what holds it."""
+    saver = Saver(group, timeout_s=60)
+    held = HeldUp(tmp_path / "global_step_1" / "trainer")
+    assert saver.begin(holding(1.0), str(held.path.parent))
+    held.wait_until_full()
+    saver._timeout_s = 0.01
     with pytest.raises(DeadlineExceeded, match="did not finish writing"):
         saver.finish()
-    return saver, pipe
+    saver._timeout_s = 60
+    return saver, held
 
 
 def test_no_save_begins_while_an_earlier_one_still_holds_the_copy(group: ProcessGroup, tmp_path: Path) -> None:
-    saver, pipe = late(group, tmp_path)
+    saver, held = late(group, tmp_path)
     assert not saver.begin(holding(2.0), str(tmp_path / "global_step_2" / "trainer"))
-    read_to_its_end(pipe)
-    assert saver.is_free(30)
+    held.let_go()
+    assert saver.is_free(60)
     assert not (tmp_path / "global_step_2").exists()
 
 
 def test_a_late_save_removes_what_it_wrote_and_makes_room_for_the_next(group: ProcessGroup, tmp_path: Path) -> None:
-    saver, pipe = late(group, tmp_path)
-    read_to_its_end(pipe)
-    assert saver.is_free(30)
+    saver, held = late(group, tmp_path)
+    held.let_go()
+    assert saver.is_free(60)
     assert not (tmp_path / "global_step_1").exists()
     directory = str(tmp_path / "global_step_2" / "trainer")
-    saver = Saver(group, timeout_s=60)
     assert saver.begin(holding(2.0), directory)
     assert saver.finish()
     (found,) = pieces = holding(0.0)
@@ -73,28 +90,79 @@ def test_a_late_save_removes_what_it_wrote_and_makes_room_for_the_next(group: Pr
 
 
 def test_what_others_wrote_beside_a_late_save_stays(group: ProcessGroup, tmp_path: Path) -> None:
-    saver, pipe = late(group, tmp_path)
-    (pipe.parent / file_of(1)).write_text("another rank's")
-    read_to_its_end(pipe)
-    assert saver.is_free(30)
-    assert [path.name for path in pipe.parent.iterdir()] == [file_of(1)]
+    saver, held = late(group, tmp_path)
+    (held.path.parent / file_of(1)).write_text("another rank's")
+    held.let_go()
+    assert saver.is_free(60)
+    assert [path.name for path in held.path.parent.iterdir()] == [file_of(1)]
 
 
 def test_nobody_waits_for_the_copy_of_a_save_that_was_given_up(group: ProcessGroup, tmp_path: Path) -> None:
-    saver, pipe = late(group, tmp_path)
+    saver, held = late(group, tmp_path)
     waited = saver.waited_s
     saver.wait_until_copied()
-    assert saver.waited_s - waited < 0.1
-    read_to_its_end(pipe)
+    assert saver.waited_s - waited < 30
+    held.let_go()
+    assert saver.is_free(60)
 
 
 def test_a_save_that_nobody_asked_for_is_given_up_by_the_next(group: ProcessGroup, tmp_path: Path) -> None:
     saver = Saver(group, timeout_s=60)
-    pipe = held_up(tmp_path / "1")
-    assert saver.begin(holding(1.0), str(pipe.parent))
+    held = HeldUp(tmp_path / "1")
+    assert saver.begin(holding(1.0), str(held.path.parent))
+    held.wait_until_full()
     assert not saver.begin(holding(2.0), str(tmp_path / "2"))
     with pytest.raises(CheckpointError, match="given it up"):
         saver.finish()
-    read_to_its_end(pipe)
-    assert saver.is_free(30)
-    assert not pipe.parent.exists()
+    held.let_go()
+    assert saver.is_free(60)
+    assert not held.path.parent.exists()
+
+
+def two_ranks(rank: int, address: str, place: Path) -> None:
+    """One of them: the first save of rank 1 is held up."""
+    group = ProcessGroup.join(rank, 2, address, 60, False)
+    saver = Saver(group, timeout_s=60)
+    half = [replace(piece, shape=(2, NUM_ELEMENTS), first=rank * NUM_ELEMENTS) for piece in holding(1.0)]
+    held = HeldUp(place / "1", rank) if rank == 1 else None
+    group.barrier()
+    assert saver.begin(half, str(place / "1"))
+    if held is not None:
+        held.wait_until_full()
+    group.barrier()
+    saver._timeout_s = 0.01
+    with pytest.raises(DeadlineExceeded):
+        saver.finish()
+    saver._timeout_s = 60
+    assert not saver.begin(half, str(place / "2"))
+    if held is not None:
+        held.let_go()
+    assert saver.is_free(60)
+    group.barrier()
+    assert saver.begin(half, str(place / "3"))
+    assert saver.finish()
+    group.barrier()
+    found = replace(half[0], values=torch.zeros(NUM_ELEMENTS))
+    load([found], str(place / "3"), group)
+    assert bool((found.values == 1.0).all())
+    group.leave()
+
+
+def test_no_rank_begins_while_one_of_them_still_holds_its_copy(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    module = "tests.workers.trainer.checkpointing.test_late_saves"
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", module, str(rank), address, str(tmp_path)], stderr=subprocess.PIPE, cwd=ROOT
+        )
+        for rank in range(2)
+    ]
+    errors = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3"]
+
+
+if __name__ == "__main__":
+    two_ranks(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
