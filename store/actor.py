@@ -21,7 +21,8 @@ MAX_WAITING_CALLS = 10_000
 STORE = "Store"
 """The actor's name, as in the dashboard."""
 CALLS = (
-    "spec", "endpoint", "many", "put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared",
+    "spec", "endpoint", "many", "put", "withdraw_put", "lease", "withdraw", "lease_shared", "batch_ready",
+    "complete_shared",
     "write", "drop", "release", "renew", "abandon", "published", "last_batch", "admitted", "cut", "snapshot", "stats",
     "describe", "errors", "close", "end",
 )  # fmt: skip

@@ -17,6 +17,9 @@ from penstock.store.layout import Placed
 Parcel: TypeAlias = "pa.RecordBatch | Placed"
 """A batch on its way: by value, or where it lies."""
 
+WITHDRAWN = -1
+"""The number of a group that its caller has withdrawn before it was admitted."""
+
 
 @dataclass(frozen=True)
 class Write:

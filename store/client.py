@@ -33,6 +33,7 @@ from penstock.store.group import Facts
 from penstock.store.heartbeat import Heartbeat
 from penstock.store.inlet import Inlet
 from penstock.store.lease import Lease, SharedLease, Values
+from penstock.store.ledger import check_group_bytes
 from penstock.store.outbox import Outbox
 from penstock.store.rows import Rows
 from penstock.store.schema import encode, size_of
@@ -59,7 +60,7 @@ class StoreClient:
         self._name = uuid.uuid4().hex
         self._link = link_to(handle, self._name, node)
         self._outbox = Outbox(self._link)
-        self._inlet = Inlet(self._link)
+        self._inlet = Inlet(self._link, self._name)
         self._heartbeat = Heartbeat()
         self._tickets = itertools.count()
         self._known: StoreSpec | None = None
@@ -71,13 +72,22 @@ class StoreClient:
         """Admit groups, each with the source's columns given once; waits for credits until all are in. Their numbers.
 
         `priority`: larger ones are leased first; the order of training does not change. Raises `StoreClosed`,
-        `MissingColumn`, `UnknownColumn`, `WrongType`, `WrongLength`, `NotFinite`, `TooLarge`.
+        `MissingColumn`, `UnknownColumn`, `WrongType`, `WrongLength`, `NotFinite`, `TooLarge`; then none is admitted.
+
+        Cancelled, it withdraws what is not admitted yet: what the store admits before it hears of that stays admitted,
+        always the first ones.
         """
         if not groups:
             return []
         spec = await self.spec()
         values = _by_column(groups, spec.source_columns)
         batch, facts, slot = await self._encode(spec, values, list(range(len(groups))))
+        try:
+            check_group_bytes(spec, facts.row_bytes)  # here, as others' groups may travel in the same message
+        except StoreError:
+            if slot is not None:
+                slot.give_back()
+            raise
         return await self._inlet.put(batch, facts, priority, spec.inline_bytes, slot)
 
     async def lease(

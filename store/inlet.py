@@ -5,7 +5,9 @@ One call is under way at a time, so groups are admitted in the order in which th
 """
 
 import asyncio
+import itertools
 from dataclasses import dataclass
+from typing import Any
 
 import pyarrow as pa
 
@@ -14,10 +16,11 @@ from penstock.store.group import Facts
 from penstock.store.transport import Link
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Incoming:
     """The groups of one caller, encoded."""
 
+    ticket: int
     batch: pa.RecordBatch
     facts: Facts
     priority: int
@@ -28,8 +31,10 @@ class Incoming:
 class Inlet:
     """Puts of one client to one store."""
 
-    def __init__(self, link: Link) -> None:
-        self._link = link
+    def __init__(self, link: Link, client: str) -> None:
+        self._link, self._client = link, client
+        self._tickets = itertools.count()
+        self._withdrawing: set[asyncio.Future[Any]] = set()
         self._inline_bytes = 0
         self._waiting: list[Incoming] = []
         self._putting: asyncio.Task[list[int]] | None = None
@@ -37,13 +42,34 @@ class Inlet:
     async def put(
         self, batch: pa.RecordBatch, facts: Facts, priority: int, inline_bytes: int, slot: Slot | None = None
     ) -> list[int]:
-        """The numbers of the groups, once all are admitted. Raises what the store raises."""
+        """The numbers of the groups, once all are admitted. Raises what the store raises. Cancelled, it withdraws
+        those that are not admitted yet."""
         self._inline_bytes = inline_bytes
-        incoming = Incoming(batch, facts, priority, slot, asyncio.get_running_loop().create_future())
+        numbers: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
+        incoming = Incoming(next(self._tickets), batch, facts, priority, slot, numbers)
         self._waiting.append(incoming)
         if self._putting is None:
             self._next()
-        return await incoming.numbers
+        try:
+            return await numbers
+        except asyncio.CancelledError:
+            self._withdraw(incoming)
+            raise
+
+    def _withdraw(self, incoming: Incoming) -> None:
+        if incoming in self._waiting:
+            self._waiting.remove(incoming)
+            if incoming.slot is not None:
+                incoming.slot.give_back()
+            return
+        asking = asyncio.ensure_future(self._link.call("withdraw_put", self._client, incoming.ticket))
+        self._withdrawing.add(asking)
+        asking.add_done_callback(self._withdrawn)
+
+    def _withdrawn(self, asking: "asyncio.Future[Any]") -> None:
+        self._withdrawing.discard(asking)
+        if not asking.cancelled():
+            asking.exception()  # the store is gone, and the groups with it
 
     def _next(self) -> None:
         """Send what has gathered, as far as it has one priority and is small."""
@@ -53,12 +79,14 @@ class Inlet:
         sent, self._waiting = self._waiting[:count], self._waiting[count:]
         batch = first.batch if count == 1 else pa.concat_batches([one.batch for one in sent])
         facts = first.facts if count == 1 else _together([one.facts for one in sent])
-        self._putting = asyncio.ensure_future(self._send(batch, facts, first))
+        tickets = [one.ticket for one in sent for _ in range(one.batch.num_rows)]
+        self._putting = asyncio.ensure_future(self._send(batch, facts, first, tickets))
         self._putting.add_done_callback(lambda putting: self._landed(sent, putting))
 
-    async def _send(self, batch: pa.RecordBatch, facts: Facts, first: Incoming) -> list[int]:
+    async def _send(self, batch: pa.RecordBatch, facts: Facts, first: Incoming, tickets: list[int]) -> list[int]:
         parcel = await self._link.ship(batch, self._inline_bytes, first.slot)
-        return list(await self._link.call("put", batch.schema.names, parcel, facts, first.priority))
+        arguments = batch.schema.names, parcel, facts, first.priority, self._client, tickets
+        return list(await self._link.call("put", *arguments))
 
     def _landed(self, sent: list[Incoming], putting: "asyncio.Task[list[int]]") -> None:
         self._putting = None

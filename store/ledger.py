@@ -37,6 +37,13 @@ from penstock.store.rounds import Round, Rounds
 from penstock.store.spec import StoreSpec
 
 
+def check_group_bytes(spec: StoreSpec, group_bytes: Iterable[int]) -> None:
+    """Raises `TooLarge` if a group can never be admitted."""
+    largest = max(group_bytes, default=0)
+    if largest > spec.max_bytes:
+        raise TooLarge(f"a group of {largest} bytes exceeds store.max_bytes={spec.max_bytes}. Raise store.max_bytes.")
+
+
 class Ledger:
     """All control state of one store, driven by events.
 
@@ -65,10 +72,7 @@ class Ledger:
         `priority`: groups with a larger one are leased first. They are trained in the order of admission all the same.
         """
         self.residents.readiness.elapse(now)
-        if nbytes > self.spec.max_bytes:
-            raise TooLarge(
-                f"a group of {nbytes} bytes exceeds store.max_bytes={self.spec.max_bytes}. Raise store.max_bytes."
-            )
+        check_group_bytes(self.spec, [nbytes])
         residents = self.residents
         reason = residents.credits.refusal(nbytes, len(residents.waiting))
         if reason:

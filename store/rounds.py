@@ -44,6 +44,8 @@ class Rounds:
         self._residents = residents
         self.formed = 0
         """Updates whose batch was formed: the version that the next batch is trained on."""
+        self.moves: Counter[str] = Counter()
+        """Stage -> rounds formed, ended or taken back: what ranks that wait for one may have to hear of."""
         self.by_lease: dict[int, Round] = {}
         self._rounds: dict[str, dict[int, Round]] = {}
         self._newest: dict[str, int] = {}
@@ -51,6 +53,10 @@ class Rounds:
         """Row ids of the batch trained last, ascending; they stay resident until the next one is."""
         self.staleness_max = 0
         """Largest staleness of any row ever put into a batch, in updates."""
+
+    def may_form(self, stage: Stage) -> bool:
+        """Whether the next round of a stage is there to be formed."""
+        return stage.num_free > 0 if stage.unit != "batch" else self._next_groups(stage) is not None
 
     def batches(self) -> list[Round]:
         """The rounds of the train stage that are remembered."""
@@ -109,6 +115,7 @@ class Rounds:
         self.by_lease[lease.id] = made
         self._rounds.setdefault(stage.name, {})[number] = made
         self._newest[stage.name] = number
+        self.moves[stage.name] += 1
         self._prune(stage.name)
         return made
 
@@ -140,6 +147,7 @@ class Rounds:
         made = self.by_lease.get(lease_id)
         if made is not None:
             made.void = True
+            self.moves[made.stage] += 1
 
     def take_back(self, made: Round) -> None:
         """Undo the formation of the newest batch, whose update was lost. Raises `StoreError` for older ones."""
@@ -158,6 +166,7 @@ class Rounds:
         residents.give_back(lease)
         self.formed -= 1
         made.void = True
+        self.moves[made.stage] += 1
         del self._rounds[made.stage][made.number], self.by_lease[made.lease_id]
         self._newest[made.stage] = made.number - 1
 
@@ -165,16 +174,7 @@ class Rounds:
         """The next batch's groups, those with a token too old evicted; a strict spec raises instead."""
         residents, spec = self._residents, self._residents.spec
         while stage.num_free >= spec.groups_per_step:
-            while residents.head < residents.next_group and residents.head not in residents.waiting:
-                residents.head += 1
-            chosen = choose_groups(
-                residents.head,
-                residents.next_group,
-                spec.groups_per_step,
-                spec.window,
-                residents.waiting.__contains__,
-                lambda group: residents.groups[group].free[stage.index] != 0,
-            )
+            chosen = self._next_groups(stage)
             if chosen is None:
                 return None
             groups = [residents.groups[group] for group in chosen]
@@ -185,6 +185,22 @@ class Rounds:
             for group in stale:
                 self._evict(group)
         return None
+
+    def _next_groups(self, stage: Stage) -> list[int] | None:
+        """Those of the next batch, in order, whatever their age; None if they are not complete."""
+        residents, spec = self._residents, self._residents.spec
+        if stage.num_free < spec.groups_per_step:
+            return None
+        while residents.head < residents.next_group and residents.head not in residents.waiting:
+            residents.head += 1
+        return choose_groups(
+            residents.head,
+            residents.next_group,
+            spec.groups_per_step,
+            spec.window,
+            residents.waiting.__contains__,
+            lambda group: residents.groups[group].free[stage.index] != 0,
+        )
 
     def _count_staleness(self, groups: list[Group]) -> None:
         versions = Counter(oldest for group in groups for oldest in group.of_live(group.oldest))
@@ -240,6 +256,7 @@ class Rounds:
         residents.credits.trained(made.version + 1, len(groups))
         residents.counters["batches_trained"] += 1
         made.over = True
+        self.moves[made.stage] += 1
 
     def _prune(self, stage: str) -> None:
         rounds = self._rounds[stage]

@@ -11,7 +11,7 @@ so nobody polls and first come is first served. All calls must come from one eve
 import asyncio
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,12 +19,12 @@ from typing import Any
 
 from penstock.store import snapshot
 from penstock.store.blocks import Blocks
-from penstock.store.calls import Ask, Granted, Parcel, Result, Write
+from penstock.store.calls import WITHDRAWN, Ask, Granted, Parcel, Result, Write
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.group import Facts
 from penstock.store.intake import Intake
 from penstock.store.leases import HeldLease
-from penstock.store.ledger import Ledger
+from penstock.store.ledger import Ledger, check_group_bytes
 from penstock.store.report import describe, stats
 from penstock.store.segments import Segments
 from penstock.store.server import Endpoint, Server
@@ -77,6 +77,10 @@ class Store:
         self._producers = Turns(self._schedule)
         self._consumers = {stage.name: Turns(self._schedule) for stage in spec.stages}
         self._ranks = {stage.name: Turns(self._schedule) for stage in spec.stages}
+        self._puts: dict[str, set[int]] = {}
+        """Client whose put waits -> tickets of it that are withdrawn."""
+        self._heard: Counter[str] = Counter()
+        """Stage -> `Rounds.moves` that its ranks have heard of."""
         self._sharing = {stage.name: Sharing() for stage in spec.stages}
         self._patience: dict[str, asyncio.TimerHandle] = {}
         """Stage -> until when units are kept for consumers that are not there."""
@@ -133,16 +137,33 @@ class Store:
                 results.append((None, error))
         return results
 
-    async def put(self, names: list[str], parcel: Parcel, facts: Facts, priority: int = 0) -> list[int]:
-        """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`."""
+    async def put(
+        self,
+        names: list[str],
+        parcel: Parcel,
+        facts: Facts,
+        priority: int = 0,
+        client: str = "",
+        tickets: Sequence[int] = (),
+    ) -> list[int]:
+        """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`, and
+        before any is admitted `MissingColumn`, `UnknownColumn`, `TooLarge`.
+
+        `tickets`: of each group, for `withdraw_put`; one that was withdrawn in time has the number `WITHDRAWN`.
+        `client` has one call of this kind under way at a time.
+        """
         num_groups = len(facts.row_bytes)
         block = self._intake.block(parcel, num_groups)
         admitted: list[int] = []
+        withdrawn = self._puts[client] = set[int]()
 
         def admit() -> list[int] | None:
             before = len(admitted)
             while len(admitted) < num_groups:
                 number = len(admitted)
+                if tickets and tickets[number] in withdrawn:
+                    admitted.append(WITHDRAWN)
+                    continue
                 group = self.ledger.admit(
                     self._clock(),
                     facts.row_bytes[number],
@@ -161,14 +182,23 @@ class Store:
         self._blocks.pin(block)
         try:
             self._check_source(names)
+            check_group_bytes(self._spec, facts.row_bytes)
             done = await self._producers.wait(admit)
         finally:
+            if self._puts.get(client) is withdrawn:
+                del self._puts[client]
             self._blocks.unpin(block)
         if done is None:
             raise StoreClosed(
                 f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted."
             )
         return done
+
+    async def withdraw_put(self, client: str, ticket: int) -> None:
+        """The groups of that ticket that are not admitted yet never will be. Those that are stay."""
+        if client in self._puts:
+            self._puts[client].add(ticket)
+            self._schedule()
 
     async def lease(self, ask: Ask) -> list[Granted] | None:
         """Waits for at least one free unit. None when the store is closed, or the wish was withdrawn."""
@@ -224,7 +254,7 @@ class Store:
                 granted.append(self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version))
             return granted or None
 
-        granted = await self._ranks[stage].wait(take)
+        granted = await self._ranks[stage].wait(take, at_once=True)
         return take() if granted is None else granted
 
     async def batch_ready(self) -> bool:
@@ -233,9 +263,9 @@ class Store:
         assert train is not None
 
         def look() -> bool | None:
-            return True if train.num_free >= self._spec.groups_per_step else None
+            return True if self.ledger.rounds.may_form(train) else None
 
-        return bool(await self._ranks[train.name].wait(look))
+        return bool(await self._ranks[train.name].wait(look, at_once=True))
 
     async def write(self, one: Write) -> None:
         """See `Ledger.write`."""
@@ -420,17 +450,25 @@ class Store:
             self.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Give the first in each queue its turn if there may be something for it, and all ranks theirs."""
+        """Give one in each queue its turn if there may be something for it, and the ranks that can go on theirs."""
         self._pump_due = False
         for name, consumers in self._consumers.items():
             if self.ledger.residents.readiness.by_name[name].num_free:
                 consumers.wake_first(self._rank)
             elif name in self._patience:
                 self._patience.pop(name).cancel()
-        for ranks in self._ranks.values():
-            ranks.wake_all()
+        for name, ranks in self._ranks.items():
+            self._wake_ranks(name, ranks)
         self._producers.wake_first()
         self._arm()
+
+    def _wake_ranks(self, name: str, ranks: Turns) -> None:
+        """All of a stage, when a round of it can be formed, or has been formed or ended."""
+        rounds = self.ledger.rounds
+        stage, moves = self.ledger.residents.stage(name), rounds.moves[name]
+        if len(ranks) and (moves != self._heard[name] or rounds.may_form(stage)):
+            ranks.wake_all()
+        self._heard[name] = moves
 
     def _share_of(self, ask: Ask) -> int:
         """Units of what is free now that this one may take. 0 with units free: they are kept for others, which come

@@ -57,15 +57,22 @@ class Turns:
         return [waiting.wish for waiting in itertools.islice(self._queue, LOOK)]
 
     async def wait(
-        self, attempt: Callable[[], T | None], client: Hashable = None, ticket: int = 0, wish: Any = None
+        self,
+        attempt: Callable[[], T | None],
+        client: Hashable = None,
+        ticket: int = 0,
+        wish: Any = None,
+        *,
+        at_once: bool = False,
     ) -> T | None:
         """The first result of `attempt` that is not None; it is tried now, and when it is this caller's turn.
 
-        None once closed or withdrawn. `client` and `ticket` say who waits, for `withdraw`.
+        None once closed or withdrawn. `client` and `ticket` say who waits, for `withdraw`. `at_once`: tried now even
+        if others wait, who are after something else.
         """
         if self._closed:
             return None
-        if not self._queue:
+        if not self._queue or at_once:
             result = attempt()
             if result is not None:
                 return result
