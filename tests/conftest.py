@@ -1,6 +1,15 @@
-"""Settings that every test shares."""
+"""Settings and processes that every test shares."""
 
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
 from hypothesis import settings
+
+from tests.ray_cluster import connected, running_cluster
+from tests.warm_workers import warm_python as warm_server
 
 # Machines of continuous integration are shared and slow at odd moments: a property is about values, not about time.
 settings.register_profile("penstock", deadline=None)
@@ -9,3 +18,30 @@ settings.load_profile("penstock")
 # `tests/oracle` compares with other projects, which live in an environment of their own: `make oracle` names the folder
 # and so gets it. A run of everything leaves it out, or it would end with import errors.
 collect_ignore = ["oracle"]
+
+# Ray reads these when it is loaded, before any test can say them. Workers that are niced wait for whoever shares their
+# core; a token that somebody has once made on this machine is asked for by one half of Ray and not known to the other.
+os.environ.setdefault("RAY_worker_niceness", "0")
+os.environ["RAY_AUTH_MODE"] = "disabled"
+os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> Iterator[list[str]]:
+    """`[*warm_python, PROGRAM, …]` is a process that has torch and transformers at once."""
+    with tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp") as directory, warm_server(Path(directory)) as command:
+        yield command
+
+
+@pytest.fixture(scope="session")
+def ray_address(warm_python: list[str]) -> Iterator[str]:
+    """A Ray cluster of this process's tests, for drivers in processes of their own too."""
+    with running_cluster() as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def cluster(ray_address: str, warm_python: list[str]) -> Iterator[str]:
+    """The tests of a module are one driver: what they leave ends with it. The cluster's address."""
+    with connected(ray_address, warm_python):
+        yield ray_address

@@ -1,11 +1,9 @@
 """Every recipe that comes with Penstock runs: two steps each, from a model of random weights, with the small engine."""
 
 import json
-import os
 from pathlib import Path
 
 import pytest
-import ray
 from transformers import AutoModelForSequenceClassification
 
 from penstock.conf.errors import ConfigError
@@ -31,15 +29,6 @@ def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fresh") / "model"
     build_fresh_model(directory, MODEL, seed=0)
     return directory
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """One Ray for all of them: a run uses the one that its process is connected to."""
-    os.environ.setdefault("RAY_worker_niceness", "0")
-    ray.init(address="local", num_cpus=4, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    yield
-    ray.shutdown()
 
 
 def metrics_of(directory):
