@@ -1,6 +1,7 @@
 """Settings and processes that every test shares."""
 
 import os
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.ray_cluster import connected, running_cluster
+from tests.ray_cluster import WARM_PYTHON, connected, running_cluster
 from tests.warm_workers import warm_python as warm_server
 
 # Machines of continuous integration are shared and slow at odd moments: a property is about values, not about time.
@@ -38,6 +39,13 @@ def ray_address(warm_python: list[str]) -> Iterator[str]:
     """A Ray cluster of this process's tests, for drivers in processes of their own too."""
     with running_cluster() as address:
         yield address
+
+
+@pytest.fixture(scope="session")
+def driver_environment(ray_address: str, warm_python: list[str]) -> dict[str, str]:
+    """Of drivers in processes of their own, for the same cluster and the same quick workers."""
+    hook = {"RAY_RUNTIME_ENV_HOOK": "tests.ray_cluster.with_warm_workers", WARM_PYTHON: shlex.join(warm_python)}
+    return {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(Path(__file__).parents[1]), **hook}
 
 
 @pytest.fixture(scope="module")

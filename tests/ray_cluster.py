@@ -9,9 +9,12 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import ray
 
+WARM_PYTHON = "PENSTOCK_TEST_WARM_PYTHON"
+"""Environment variable: the command that starts a worker."""
 NUM_CPUS, NUM_GPUS = 64, 2
 """Counted, not there: what tests may ask for at a time."""
 OBJECT_STORE_BYTES = 200 * 2**20
@@ -39,6 +42,11 @@ def connected(address: str, python: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         ray.shutdown()
+
+
+def with_warm_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
+    """What Ray calls in drivers that have this function's name in RAY_RUNTIME_ENV_HOOK."""
+    return {**(runtime_env or {}), "py_executable": os.environ[WARM_PYTHON]}
 
 
 def serve() -> None:

@@ -1,15 +1,15 @@
 """Processes that are forked from one which has imported the heavy packages already.
 
-A worker of a real run spends five to ten seconds of CPU on importing torch and transformers, and the tests start hundreds of
-them. Ray starts a worker by the command `runtime_env["py_executable"]`. In tests that command is this file, which asks a
-server for a fork of itself:
+A worker of a real run spends five to ten seconds of CPU on importing torch and transformers, and the tests start
+hundreds of them. Ray starts a worker by the command `runtime_env["py_executable"]`. In tests that command is this file,
+which asks a server for a fork of itself:
 
     raylet ─▶ warm_workers.py run SOCKET default_worker.py …  ── arguments, environment, stdio ──▶  server
                     │ lives as long as the worker                                                     │ fork
                     └─────────── signals, its own end ────────────────────────────────▶  default_worker.py …
 
-The worker runs Ray's own program, with its own environment. Tests that start ranks as processes use the same command. Runs
-as users start them (`ray job submit`, Ctrl-C) are tested without it. Used by `tests/conftest.py`.
+The worker runs Ray's own program, with its own environment. Tests that start ranks as processes use the same command.
+Runs as users start them (`ray job submit`, Ctrl-C) are tested without it. Used by `tests/conftest.py`.
 """
 
 import json
@@ -34,16 +34,14 @@ MODULES = (
     "transformers.models.qwen2.tokenization_qwen2",
     "pyarrow.compute",
     "pyarrow.parquet",
-    "penstock.workers.trainer.rank",
+    "penstock.workers.trainer.trainer",
     "penstock.workers.trainer.engines.fsdp",
-    "penstock.workers.rollout.actor",
+    "penstock.workers.trainer.checkpointing.saver",
     "penstock.workers.rollout.engine_hf",
-    "penstock.workers.compute.actor",
-    "penstock.workers.prompts.actor",
-    "penstock.workers.reward.actor",
-    "penstock.store.actor",
+    "penstock.store.store",
 )
-"""Imported before the first fork. None of them starts a thread."""
+"""Imported before the first fork. None of them starts a thread, and none imports Ray, which reads its environment while
+it is imported."""
 
 
 @contextmanager
@@ -71,6 +69,7 @@ def serve(path: str) -> None:
     for name in MODULES:
         importlib.import_module(name)
     assert threading.active_count() == 1, "a fork would lose threads"
+    assert "ray" not in sys.modules, "a fork would have the server's environment"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # each caller is told by its worker, so nobody waits for it here
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path + ".new")
@@ -129,7 +128,7 @@ def _status_of(arguments: list[str]) -> int:
             print(end.code, file=sys.stderr)
             return 1
         return end.code or 0
-    except BaseException:  # whatever ends a program is printed, and told by its status
+    except BaseException:  # noqa: BLE001 - whatever ends a program is printed, and told by its status
         traceback.print_exc()
         return 1
     return 0

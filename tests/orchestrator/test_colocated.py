@@ -15,7 +15,7 @@ from penstock.orchestrator.turns import Turns
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["hf", pytest.param("vllm", marks=pytest.mark.vllm)])
-def test_taking_turns_changes_no_bit(small_run, tmp_path, engine):
+def test_taking_turns_changes_no_bit(small_run, tmp_path, cluster, engine):
     words = [*small_run, f"rollout.engine={engine}", "rollout.num_threads=1", "trainer.num_threads=1",
              "trainer.max_steps=3", f"output_dir={tmp_path}"]  # fmt: skip
     apart = run(load_config([*words, "name=apart"]), quiet=True)

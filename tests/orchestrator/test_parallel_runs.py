@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
 SMOOTH = ["trainer.optimizer.eps=1e-2", "trainer.optimizer.lr=1e-2"]
 """AdamW's step follows the gradient smoothly then: with a tiny eps, rounding decides where a gradient is near 0."""
@@ -25,7 +25,7 @@ def steps_and_weights(small_run, tmp_path, name, *more):
 
 
 @pytest.fixture(scope="module")
-def one(small_run, tmp_path_factory):
+def one(small_run, tmp_path_factory, cluster):
     return steps_and_weights(small_run, tmp_path_factory.mktemp("one"), "one", *SMOOTH)
 
 

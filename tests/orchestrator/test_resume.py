@@ -4,15 +4,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 from random import Random
 
-import psutil
 import pytest
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -24,14 +20,15 @@ from penstock.orchestrator.run import run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-NUM_KILLS = 20
-MAX_STEPS = 40
+NUM_KILLS = 20 if os.environ.get("PENSTOCK_SOAK") else 8
+MAX_STEPS = 6 * NUM_KILLS
+"""More than are made between two kills."""
 ONE_THREAD = ["rollout.num_threads=1", "trainer.num_threads=1"]
 """Sums in one order."""
 
 
 @pytest.fixture
-def words(small_run, tmp_path):
+def words(small_run, tmp_path, cluster):
     return [*small_run, *ONE_THREAD, "rollout.engine=hf", f"output_dir={tmp_path}"]
 
 
@@ -94,9 +91,8 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(words, 
 class Victim:
     """`penstock run` in a process of its own, on a cluster that outlives it."""
 
-    def __init__(self, words, address):
-        environment = {**os.environ, "RAY_ADDRESS": address, "RAY_AUTH_MODE": "disabled"}
-        command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
+    def __init__(self, words, python, environment):
+        command = [*python, "-m", "penstock.orchestrator.cli", "run", *words]
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -115,10 +111,15 @@ class Victim:
         assert self.process.returncode == 0, output[-3000:]
 
 
-def test_twenty_kills_at_random_moments_change_no_bit(words, tmp_path, cluster):
+@pytest.fixture
+def victim(warm_python, driver_environment):
+    return lambda words: Victim(words, warm_python, driver_environment)
+
+
+def test_kills_at_random_moments_change_no_bit(words, tmp_path, victim):
     """As it starts, between steps, while a checkpoint is written, just after one."""
     words = [*words, "checkpoint.every_steps=1", f"trainer.max_steps={MAX_STEPS}", "resume=auto"]
-    Victim([*words, "name=whole"], cluster).finish()
+    victim([*words, "name=whole"]).finish()
     killed, random = tmp_path / "killed", Random(0)
 
     def lines():
@@ -131,50 +132,24 @@ def test_twenty_kills_at_random_moments_change_no_bit(words, tmp_path, cluster):
 
     moments = []
     for number in range(NUM_KILLS):
-        victim = Victim([*words, "name=killed"], cluster)
-        before, sealed = lines(), checkpoints(complete=True)
+        run = victim([*words, "name=killed"])
+        before, sealed, started = lines(), checkpoints(complete=True), time.monotonic()
         if number % 4 == 0:
-            time.sleep(random.uniform(0.0, 8.0))
+            later = started + random.uniform(0.0, 4.0)
+            run.wait_until(lambda before=before, later=later: time.monotonic() > later or lines() > before)
         elif number % 4 == 1:
-            victim.wait_until(lambda before=before: lines() > before)
-            time.sleep(random.uniform(0.0, 0.5))
+            run.wait_until(lambda before=before: lines() > before)
+            time.sleep(random.uniform(0.0, 0.3))
         elif number % 4 == 2:
-            victim.wait_until(lambda: checkpoints(complete=False))
+            run.wait_until(lambda: checkpoints(complete=False))
             time.sleep(random.uniform(0.0, 0.05))
         else:
-            victim.wait_until(lambda sealed=sealed: checkpoints(complete=True) - sealed)
+            run.wait_until(lambda sealed=sealed: checkpoints(complete=True) - sealed)
             time.sleep(random.uniform(0.0, 0.3))
-        assert victim.process.poll() is None, victim.process.communicate()[0][-3000:]
-        victim.kill()
+        assert run.process.poll() is None, run.process.communicate()[0][-3000:]
+        run.kill()
         moments.append((number % 4, lines(), len(checkpoints(complete=False))))
-    Victim([*words, "name=killed"], cluster).finish()
+    victim([*words, "name=killed"]).finish()
     assert steps_of(killed) == list(range(1, MAX_STEPS + 1))
     assert any(unfinished for _, _, unfinished in moments), f"never in the middle of a checkpoint: {moments}"
     assert_same_model(killed, tmp_path / "whole")
-
-
-@pytest.fixture
-def cluster():
-    """A Ray of several drivers, one after the other."""
-    scripts = Path(sys.executable).parent
-    environment = {**os.environ, "RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp", ignore_cleanup_errors=True) as directory:
-        command = [scripts / "ray", "start", "--head", "--block", "--num-cpus=32", f"--port={port}",
-                   "--include-dashboard=false", f"--temp-dir={directory}"]  # fmt: skip
-        head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 90
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.5)
-        yield f"127.0.0.1:{port}"
-        tree = [head, *psutil.Process(head.pid).children(recursive=True)]
-        head.terminate()
-        _, alive = psutil.wait_procs(tree[1:], timeout=30)
-        for child in alive:
-            child.kill()
-        head.wait(30)

@@ -44,30 +44,24 @@ class Probe:
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_ray_puts_a_rank_and_its_engine_on_one_gpu_and_gets_it_back_afterwards():
-    ray.init("local", num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
-    try:
-        shared = plan_sharing(PLAN[:-1], colocated())
-        devices = SharedDevices(shared)
-        devices.reserve(60)
-        members = [actor for actors in shared for actor in actors]
-        probes = {
-            actor.name: Probe.options(
-                num_cpus=actor.num_cpus, num_gpus=actor.num_gpus, **devices.options(actor)
-            ).remote()
-            for actor in sorted(members, key=lambda actor: actor.role)  # Ray would pack the two engines together
-        }
-        gpus = dict(zip(probes, ray.get([probe.gpus.remote() for probe in probes.values()], timeout=60), strict=True))
-        assert gpus["Rollout-0"] == gpus["Trainer-policy-0"]
-        assert gpus["Rollout-1"] == gpus["Trainer-policy-1"]
-        assert gpus["Rollout-0"] != gpus["Rollout-1"]
-        late = SharedDevices(shared)
-        with pytest.raises(ResourceError, match="did not free them within 1 s"):
-            late.reserve(1)
-        for probe in probes.values():
-            ray.kill(probe)
-        devices.release()
-        late.reserve(60)
-        late.release()
-    finally:
-        ray.shutdown()
+def test_ray_puts_a_rank_and_its_engine_on_one_gpu_and_gets_it_back_afterwards(cluster):
+    shared = plan_sharing(PLAN[:-1], colocated())
+    devices = SharedDevices(shared)
+    devices.reserve(60)
+    members = [actor for actors in shared for actor in actors]
+    probes = {
+        actor.name: Probe.options(num_cpus=actor.num_cpus, num_gpus=actor.num_gpus, **devices.options(actor)).remote()
+        for actor in sorted(members, key=lambda actor: actor.role)  # Ray would pack the two engines together
+    }
+    gpus = dict(zip(probes, ray.get([probe.gpus.remote() for probe in probes.values()], timeout=60), strict=True))
+    assert gpus["Rollout-0"] == gpus["Trainer-policy-0"]
+    assert gpus["Rollout-1"] == gpus["Trainer-policy-1"]
+    assert gpus["Rollout-0"] != gpus["Rollout-1"]
+    late = SharedDevices(shared)
+    with pytest.raises(ResourceError, match="did not free them within 1 s"):
+        late.reserve(1)
+    for probe in probes.values():
+        ray.kill(probe)
+    devices.release()
+    late.reserve(60)
+    late.release()

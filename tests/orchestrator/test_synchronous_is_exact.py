@@ -19,7 +19,7 @@ import reference_loop
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_five_steps_of_the_real_run_equal_the_straight_line_bit_for_bit(tmp_path):
+def test_five_steps_of_the_real_run_equal_the_straight_line_bit_for_bit(tmp_path, cluster):
     build_fresh_model(tmp_path / "model", FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128), seed=3)
     lines = [json.dumps({"question": f"{i} and {i * i} are numbers"}) for i in range(64)]
     (tmp_path / "prompts.jsonl").write_text("\n".join(lines))

@@ -25,7 +25,7 @@ def metrics_of(directory):
 
 
 @pytest.mark.vllm
-def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(small_run, tmp_path):
+def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=vllm", "max_staleness=1", "trainer.max_steps=5", "name=async"]
     words += ["store.inline_bytes=100", "store.shared_memory_mib=1", f"store.spill_dir={tmp_path}/disk"]
     result = run(load_config([*words, f"output_dir={tmp_path}"]), quiet=True)
@@ -42,7 +42,7 @@ def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(s
     assert not list((tmp_path / "disk").iterdir()), "what the store had moved to disk is left"
 
 
-def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path):
+def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=hf", "trainer.num_ranks=2", "algorithm.kl_coef=0.1", "trainer.max_steps=3"]
     result = run(load_config([*words, "trainer.num_threads=1", "name=kl", f"output_dir={tmp_path}"]), quiet=True)
     steps = metrics_of(result.directory)
@@ -51,7 +51,7 @@ def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path):
     assert "timing_s/reference" in steps[-1]
 
 
-def test_two_ranks_of_deepspeed_train_against_a_reference_and_publish_what_they_trained(small_run, tmp_path):
+def test_two_ranks_of_deepspeed_train_against_a_reference_and_publish_what_they_trained(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=hf", "trainer.engine=deepspeed", "trainer.deepspeed.zero_stage=3"]
     words += ["trainer.num_ranks=2", "trainer.num_threads=1", "algorithm.kl_coef=0.1", "trainer.max_steps=3"]
     result = run(load_config([*words, "name=zero", f"output_dir={tmp_path}"]), quiet=True)
@@ -76,14 +76,14 @@ def never(response, task):
 """
 
 
-def test_a_reward_that_sometimes_fails_costs_its_samples_only(small_run, tmp_path):
+def test_a_reward_that_sometimes_fails_costs_its_samples_only(small_run, tmp_path, cluster):
     (tmp_path / "rewards.py").write_text(REWARDS)
     words = [*small_run, "rollout.engine=hf", "trainer.max_steps=3", f"output_dir={tmp_path}", "name=some"]
     result = run(load_config([*words, f"reward.function={tmp_path}/rewards.py:sometimes"]), quiet=True)
     assert metrics_of(result.directory)[-1]["dropped/reward_error"] >= 2
 
 
-def test_a_reward_that_always_fails_ends_the_run_with_its_message(small_run, tmp_path):
+def test_a_reward_that_always_fails_ends_the_run_with_its_message(small_run, tmp_path, cluster):
     (tmp_path / "rewards.py").write_text(REWARDS)
     words = [*small_run, "rollout.engine=hf", "trainer.max_steps=3", f"output_dir={tmp_path}", "name=none"]
     with pytest.raises(RewardFailure, match="broken on purpose"):

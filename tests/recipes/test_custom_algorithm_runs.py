@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,20 +17,25 @@ SMALL = [
 ]  # fmt: skip
 
 
-def metrics_of(command, directory, name):
+@pytest.fixture
+def metrics_of(warm_python, driver_environment, tmp_path):
     """The metrics of a run started in a process of its own."""
-    arguments = [*SMALL, f"output_dir={directory}", f"name={name}"]
-    ended = subprocess.run([sys.executable, *command, *arguments], capture_output=True, text=True, timeout=300)
-    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-    return [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+
+    def metrics_of(command, name):
+        command = [*warm_python, *command, *SMALL, f"output_dir={tmp_path}", f"name={name}"]
+        ended = subprocess.run(command, env=driver_environment, capture_output=True, text=True, timeout=300)
+        assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+
+    return metrics_of
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_graph_and_the_for_loop_train_the_same(tmp_path):
+def test_the_graph_and_the_for_loop_train_the_same(metrics_of):
     graph = ["-m", "penstock.orchestrator.cli", "run", "recipe=custom_algorithm"]
-    declarative = metrics_of(graph, tmp_path, "declarative")
-    imperative = metrics_of([str(RECIPE / "imperative.py")], tmp_path, "imperative")
+    declarative = metrics_of(graph, "declarative")
+    imperative = metrics_of([str(RECIPE / "imperative.py")], "imperative")
     assert len(declarative) == len(imperative) == 2
     for one, other in zip(declarative, imperative, strict=True):
         assert one["actor/grad_norm"] > 0

@@ -27,17 +27,8 @@ LEASE_TIMEOUT_S = 600.0
 """So long that no lease expires here: what comes back does so because a connection has ended."""
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, object_store_memory=120 * 2**20, logging_level="ERROR"
-    )
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
-def handle(cluster: None, request: pytest.FixtureRequest) -> Iterator[Any]:
+def handle(cluster: str, request: pytest.FixtureRequest) -> Iterator[Any]:
     from penstock.store.actor import create_store_actor, end_store_actor
 
     handle = create_store_actor(make_spec(lease_timeout_s=LEASE_TIMEOUT_S), "store-test", name=request.node.name)

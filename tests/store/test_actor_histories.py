@@ -15,7 +15,7 @@ import signal
 import tempfile
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -276,16 +276,7 @@ def files_below(place: Path) -> list[Path]:
     return [file for file in place.rglob("*") if file.is_file() and file.name != OWNER_NAME]
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    ray.init(
-        address="local", num_cpus=4, include_dashboard=False, object_store_memory=120 * 2**20, logging_level="ERROR"
-    )
-    yield
-    ray.shutdown()
-
-
-def test_no_row_is_lost_and_none_trained_twice_whoever_is_killed(cluster: None) -> None:
+def test_no_row_is_lost_and_none_trained_twice_whoever_is_killed(cluster: str) -> None:
     run_state_machine_as_test(
         Histories,
         settings=settings(
@@ -299,7 +290,7 @@ def test_no_row_is_lost_and_none_trained_twice_whoever_is_killed(cluster: None) 
     )
 
 
-def test_a_waiting_call_of_a_killed_worker_gets_nothing(cluster: None) -> None:
+def test_a_waiting_call_of_a_killed_worker_gets_nothing(cluster: str) -> None:
     """Its lease would be a ghost until it ran out."""
     from penstock.store.actor import create_store_actor, end_store_actor
 

@@ -3,7 +3,6 @@ engine shards it."""
 
 import socket
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,13 @@ ROUNDED = [(engine, scenario) for engine, scenario in EVERY if scenario.endswith
 
 
 @pytest.fixture(scope="module")
-def two(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(model_path: str, tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Path:
     """What two processes left."""
     directory = tmp_path_factory.mktemp("two")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, "-m", "tests.workers.trainer.ranks"]
+    command = [*warm_python, "-m", "tests.workers.trainer.ranks"]
     processes = [
         subprocess.Popen(
             [*command, str(rank), "2", address, model_path, str(directory), *ENGINES],

@@ -4,7 +4,6 @@ all."""
 import json
 import socket
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,14 +44,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def several(models: str, tmp_path_factory: pytest.TempPathFactory) -> Several:
+def several(models: str, tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Several:
     """What so many processes left; started where a test asks for them first."""
     made: dict[int, Path] = {}
 
     def of(num_ranks: int) -> Path:
         if num_ranks not in made:
             made[num_ranks] = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-            run_processes(num_ranks, models, made[num_ranks])
+            run_processes(warm_python, num_ranks, models, made[num_ranks])
         return made[num_ranks]
 
     return of
@@ -65,11 +64,11 @@ def one(models: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run_processes(num_ranks: int, models: str, directory: Path) -> None:
+def run_processes(python: list[str], num_ranks: int, models: str, directory: Path) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [sys.executable, ranks.__file__]
+    command = [*python, ranks.__file__]
     processes = [
         subprocess.Popen(
             [*command, str(rank), str(num_ranks), address, models, str(directory)], stderr=subprocess.PIPE, text=True

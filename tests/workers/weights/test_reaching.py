@@ -1,6 +1,5 @@
 """Engines as Ray actors: every call goes to all, and the first failure comes back as that engine's own error."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ from penstock.conf.errors import WeightError, WorkerDied
 from penstock.workers.weights.reaching import ActorEngines
 from penstock.workers.weights.transport import Info, Part
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 class Engine:
@@ -38,13 +37,6 @@ class Engine:
 
     async def told(self) -> list[Any]:
         return self._told
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=80 * 2**20)
-    yield
-    ray.shutdown()
 
 
 def engines(*troubles: str) -> tuple[ActorEngines, list[Any]]:

@@ -4,7 +4,6 @@ import importlib.util
 import math
 import socket
 import subprocess
-import sys
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -90,7 +89,7 @@ def test_ranks_that_list_different_tensors_are_refused() -> None:
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def two(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Path:
     """What two processes left."""
     pytest.importorskip("vllm", reason="vLLM is not installed: its sender is not tested")
     directory = tmp_path_factory.mktemp("two")
@@ -99,7 +98,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "gathering.py"), str(rank), "2", address, str(directory)],
+            [*warm_python, str(HERE / "gathering.py"), str(rank), "2", address, str(directory)],
             stderr=subprocess.PIPE,
             text=True,
         )
