@@ -18,11 +18,12 @@ demo: setup ## a tiny model learns arithmetic by reinforcement learning, within 
 # Much of a whole run is waiting for processes to start, so two test processes share the cores, a file at a time. Threads that
 # wait by spinning would keep the cores from those that compute.
 WORKERS := 2
+SLOWEST := --durations=10 --durations-min=1
 test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick round, WORKERS=0 for one process
-	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
 
-soak: setup ## the store's random histories, a million events and more: about half an hour
-	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store -k "histories or staleness" $(ARGS)
+soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
+	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/test_resume.py -k "histories or staleness or kills" $(ARGS)
 
 oracle: .venv-oracle/.locked ## the formulas against verl and TRL, in an environment of their own; ARGS="-k gspo" for some
 	.venv-oracle/bin/python -m pytest tests/oracle $(ARGS)
