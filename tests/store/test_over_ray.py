@@ -25,14 +25,12 @@ ANSWER_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def handle() -> Iterator[Any]:
-    from penstock.store.actor import create_store_actor
+def handle(cluster: str) -> Iterator[Any]:
+    from penstock.store.actor import create_store_actor, end_store_actor
 
-    ray.init(
-        address="local", num_cpus=1, include_dashboard=False, object_store_memory=120 * 2**20, logging_level="ERROR"
-    )
-    yield create_store_actor(make_spec(lease_timeout_s=600.0, max_active_groups=8, max_staleness=3), "elsewhere")
-    ray.shutdown()
+    handle = create_store_actor(make_spec(lease_timeout_s=600.0, max_active_groups=8, max_staleness=3), "elsewhere")
+    yield handle
+    end_store_actor(handle)
 
 
 def elsewhere(handle: Any, body: Callable[[StoreClient, StoreClient], Awaitable[None]]) -> None:
