@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 FRESH = FreshModelConfig(
     num_layers=2, hidden_size=32, intermediate_size=48, num_heads=8, num_kv_heads=4, max_position_embeddings=64
 )
-LARGE = FreshModelConfig(num_layers=10, hidden_size=640, intermediate_size=1760, num_heads=10, num_kv_heads=5)
+LARGE = FreshModelConfig(num_layers=10, hidden_size=640, intermediate_size=1760, num_heads=10, num_kv_heads=2)
 EVERY = [(number, scenario) for number, some in ranks.SCENARIOS.items() for scenario in some]
 CASES = [case for case in EVERY if "bfloat16" not in case[1]]
 Several = Callable[[int], Path]
