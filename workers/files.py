@@ -3,6 +3,7 @@
 Imports fsspec when a URL is met, so that plain paths need nothing.
 """
 
+import contextlib
 import hashlib
 import shutil
 from dataclasses import dataclass
@@ -108,7 +109,8 @@ def remove(place: str) -> None:
         if Path(place).is_dir():
             shutil.rmtree(place, ignore_errors=True)
         else:
-            Path(place).unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                Path(place).unlink()
         return
     system, root = _open(place)
     if system.exists(root):

@@ -85,6 +85,13 @@ def test_a_damaged_one_is_refused_by_its_files_name_and_the_one_before_offered(t
     assert f"The one before is {tmp_path}/global_step_1." in str(raised.value)
 
 
+def test_a_step_that_could_not_even_be_begun_is_cleared(tmp_path):
+    (tmp_path / "file").write_text("")
+    for place in ("nowhere", "file"):
+        Checkpoints(str(tmp_path / place), CheckpointConfig()).clear(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_one_of_another_format_is_refused(tmp_path):
     checkpoints = Checkpoints(str(tmp_path), CheckpointConfig())
     write(checkpoints, 1)
