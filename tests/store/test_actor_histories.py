@@ -41,7 +41,8 @@ MORE_TOKENS = 2000
 """Of every third response."""
 INLINE_BYTES, SHARED_BYTES = 64, 2**19
 """So that all but rewards and advantages go through files, a few of them beyond the budget of shared memory."""
-ANSWER_S = 30.0
+ANSWER_S = 120.0
+"""Nothing but a call that waits for ever takes so long: a process may take half a minute to start."""
 SOAK = bool(os.environ.get("PENSTOCK_SOAK"))
 
 
