@@ -98,6 +98,28 @@ def test_a_row_dropped_and_then_written_ends_no_other_rows_heartbeat() -> None:
     run(body)
 
 
+def test_what_was_let_go_is_renewed_no_more_and_without_anything_it_ends_until_something_comes() -> None:
+    def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
+        heartbeat.hold(1, [0])
+        heartbeat.hold(2, [1])
+        assert pulse.next([])[0] == [1, 2]
+        heartbeat.let_go(1)
+        pulse.next([])  # perhaps on its way before
+        assert pulse.next([]) == ([2], [])
+        heartbeat.finished(2, [1])
+        pulse.answers.put([])
+        assert pulse.closed.wait(ANSWER_S)
+        pulse.closed.clear()
+        while not pulse.beats.empty():
+            pulse.beats.get()
+        assert not heartbeat.beats
+        heartbeat.asked(5)
+        assert heartbeat.beats
+        assert pulse.beats.get(timeout=ANSWER_S)[1] == [5]
+
+    beating(body)
+
+
 def test_a_beat_that_fails_is_followed_by_others_and_told_once_it_matters(caplog: pytest.LogCaptureFixture) -> None:
     def body(heartbeat: Heartbeat, pulse: FakePulse) -> None:
         heartbeat.hold(1, [0])

@@ -237,22 +237,3 @@ def test_who_is_abandoned_waits_for_nothing_and_is_given_nothing() -> None:
         assert successor is not None
 
     run(body)
-
-
-# Heartbeats.
-
-
-def test_a_lease_lives_as_long_as_its_owners_heart_beats() -> None:
-    async def body(store: Store, client: StoreClient) -> None:
-        await client.put_groups([group(), group()])
-        kept, lost = [await client.lease("rollout", 1, "engine") for _ in range(2)]
-        assert kept is not None
-        assert lost is not None
-        client._heartbeat.let_go(lost.id)
-        await asyncio.sleep(0.4)
-        assert list(store.ledger.residents.leases.held) == [kept.id]
-        await client.release(kept)
-        await asyncio.sleep(0.1)
-        assert not client._heartbeat.beats  # nothing is held: it has stopped by itself
-
-    run(body, lease_timeout_s=0.15)

@@ -210,7 +210,7 @@ def test_expired_rows_go_to_whoever_waits_without_any_other_event() -> None:
         await client.write(lease, [0, 1], response(2))
         await client.write(late, [0, 1], response(2))  # done by now: ignored
 
-    run(body, lease_timeout_s=0.05)
+    run(body, lease_timeout_s=0.4)
 
 
 def test_concurrent_writes_travel_together() -> None:

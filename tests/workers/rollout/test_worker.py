@@ -190,8 +190,8 @@ def test_a_group_that_takes_too_long_names_the_key() -> None:
 
 def test_leases_of_long_groups_are_renewed() -> None:
     async def scenario() -> None:
-        client = StoreClient(make_store(lease_timeout_s=0.15))
-        worker = make_worker(ScriptedEngine(TimeModel(latency_s=0.6)), client)
+        client = StoreClient(make_store(lease_timeout_s=0.5))
+        worker = make_worker(ScriptedEngine(TimeModel(latency_s=0.8)), client)
         await run_until_written(worker, client)
         assert worker.stats()["late_groups"] == 0
 
