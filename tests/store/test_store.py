@@ -178,7 +178,9 @@ def test_a_store_that_waits_does_nothing() -> None:
         waiting = [asyncio.ensure_future(client.lease(stage, 1, "w")) for stage in ("rollout", "reward")]
         waiting.append(asyncio.ensure_future(client.lease_shared("train", 0, 0, 1)))
         waiting.append(asyncio.ensure_future(client.put_groups([group(number) for number in range(6)])))
-        await asyncio.sleep(0.05)
+        queues = (store._consumers["reward"], store._ranks["train"], store._producers)
+        while not (waiting[0].done() and all(map(len, queues))) or store._pump_due:
+            await asyncio.sleep(0)
         pumps = 0
         pump = store._pump
 
