@@ -4,7 +4,7 @@ import pickle
 import pytest
 
 from penstock.conf import errors
-from penstock.conf.errors import ConfigError, DataError, ModelError, PenstockError, ResourceError, suggest
+from penstock.conf.errors import ConfigError, DataError, ModelError, PenstockError, ResourceError, RunInUse, suggest
 
 ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, PenstockError)]
 
@@ -33,9 +33,9 @@ def test_every_error_says_what_it_is_for(error_class):
     assert error_class.__doc__
 
 
-def test_faults_of_configuration_and_data_end_with_2_and_all_others_with_1():
+def test_faults_that_a_user_can_mend_end_with_2_and_all_others_with_1():
     for error_class in ERRORS:
-        of_the_user = issubclass(error_class, ConfigError | DataError | ModelError | ResourceError)
+        of_the_user = issubclass(error_class, ConfigError | DataError | ModelError | ResourceError | RunInUse)
         assert error_class.exit_code == (2 if of_the_user else 1)
 
 

@@ -59,7 +59,9 @@ def test_three_updates_are_those_of_a_plain_loop_and_bitwise_with_fsdp(
     for rows in steps:
         trainer.update(rows, ppo_clip_loss)
     for name, expected in plain_loop(model_path, steps, 1e-3).items():
-        tolerance = 0 if engine == "fsdp" else 1e-6  # DeepSpeed sums the norm's squares in another order
+        # DeepSpeed sums the norm's squares in another order, and AdamW divides by the square root of what is left of a
+        # gradient near 0: a thousandth of what three updates of lr 1e-3 move.
+        tolerance = 0 if engine == "fsdp" else 3e-6
         torch.testing.assert_close(weights_of(trainer)[name], expected, atol=tolerance, rtol=0, msg=name)
 
 
