@@ -188,7 +188,7 @@ def _places(name: str, size: int, ranges: list[dict[str, Any]]) -> Iterator[Plac
 def _bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     assert values.is_contiguous()
-    return memoryview(values.detach().flatten().view(torch.uint8).numpy())
+    return values.detach().flatten().view(torch.uint8).numpy().data
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
