@@ -39,7 +39,8 @@ class StoredTensors:
     def __init__(self, files: Mapping[str, str]) -> None:
         """`files`: the path of the file of each key."""
         self._files = files
-        self._path, self._file = "", None
+        self._path = ""
+        self._file: Any = None
         self._num_touched = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -244,11 +245,11 @@ def _keys_by_name(lm: Any, keys: Iterable[str]) -> dict[str, str]:
     """The key of each parameter or buffer that is stored, by transformers' own rules for renaming. Raises `NotByRange`
     where one is made of several, or changed."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, rename_source_key
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     transforms = get_model_conversion_mapping(lm)
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
-    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     known, prefix = lm.state_dict(), lm.base_model_prefix
     found = {}
     for key in keys:
