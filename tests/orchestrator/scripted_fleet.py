@@ -127,8 +127,9 @@ class Trainer(Member):
         await self._pause(1.0)
         return Publication(root, version)
 
-    async def begin_saving(self, place: str) -> None:
+    async def begin_saving(self, place: str) -> bool:
         Path(place).mkdir(parents=True, exist_ok=True)
+        return True
 
     async def finish_saving(self) -> list[Any]:
         await self._pause(4.0)

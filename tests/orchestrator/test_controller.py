@@ -96,7 +96,7 @@ class Play:
         serve = {"run": store.closed.wait, "stats": lambda: {"busy_s": 0.0}}
         actors: dict[str, dict[str, Callable[..., Any]]] = {
             "trainer": {
-                "step": report, "finish_saving": list, "stats": dict,
+                "step": report, "begin_saving": lambda place: True, "finish_saving": list, "stats": dict,
                 "publish": lambda root, version: Publication(str(self.directory.path), version),
             },
             "rollout": serve,
