@@ -50,19 +50,23 @@ def with_warm_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def serve() -> None:
-    # Actors of tests come one by one and bring their own command: workers that are started ahead would wait in vain.
-    settings = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
-    context = ray.init(
-        "local",
-        num_cpus=NUM_CPUS,
-        num_gpus=NUM_GPUS,
-        include_dashboard=False,
-        object_store_memory=OBJECT_STORE_BYTES,
-        _system_config=settings,
-        **QUIET,
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": NUM_CPUS,
+            "num_gpus": NUM_GPUS,
+            "object_store_memory": OBJECT_STORE_BYTES,
+            "include_dashboard": False,
+            "include_log_monitor": False,  # it reads the files of all workers that there were, again and again
+            # Actors of tests bring their own command: workers that are started ahead would wait in vain.
+            "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
+        },
     )
-    print("address", context.address_info["gcs_address"], flush=True)
+    print("address", cluster.address, flush=True)
     sys.stdin.read()
+    cluster.shutdown()
 
 
 if __name__ == "__main__":
