@@ -59,6 +59,7 @@ def serve() -> None:
             "num_gpus": NUM_GPUS,
             "object_store_memory": OBJECT_STORE_BYTES,
             "include_dashboard": False,
+            "dashboard_agent_listen_port": 0,  # any: a cluster that takes jobs must find the usual one free
             "include_log_monitor": False,  # it reads the files of all workers that there were, again and again
             # Actors of tests bring their own command: workers that are started ahead would wait in vain.
             "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},

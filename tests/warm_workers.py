@@ -118,6 +118,7 @@ def _status_of(arguments: list[str]) -> int:
     by_name = arguments[0] == "-m"
     sys.argv = arguments[1:] if by_name else arguments
     sys.path[0] = os.getcwd() if by_name else str(Path(arguments[0]).parent)
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
     try:
         if by_name:
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

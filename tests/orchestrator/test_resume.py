@@ -20,7 +20,7 @@ from penstock.orchestrator.run import run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-NUM_KILLS = 20 if os.environ.get("PENSTOCK_SOAK") else 8
+NUM_KILLS = 20 if os.environ.get("PENSTOCK_SOAK") else 4
 MAX_STEPS = 6 * NUM_KILLS
 """More than are made between two kills."""
 ONE_THREAD = ["rollout.num_threads=1", "trainer.num_threads=1"]

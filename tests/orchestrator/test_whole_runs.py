@@ -120,7 +120,8 @@ def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_
     environment.pop("RAY_ADDRESS", None)
     # Ray asks for a token wherever somebody has once made one, but its own `job submit` does not look for it then.
     environment["RAY_AUTH_MODE"] = "disabled"
-    start = ["ray", "start", "--head", "--block", "--num-cpus=4", "--port=26379", "--dashboard-port=28265"]
+    start = ["ray", "start", "--head", "--block", "--num-cpus=4", "--port=26379", "--dashboard-port=28265",
+             "--dashboard-agent-listen-port=0"]  # fmt: skip
     start.append(f"--temp-dir={ray_directory}")
     head = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -1,5 +1,6 @@
 """Compiled layers compute what they computed before, under the same names. Two ranks: `test_ranks.py`."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,10 +25,14 @@ Make = Callable[..., PolicyTrainer]
 @pytest.fixture(autouse=True)
 def compiler() -> Iterator[None]:
     """Nothing of other tests counts towards the compiler's limits, beyond which it would silently compile no more; and
-    something has been compiled."""
+    something has been compiled. Graphs are made as always, and run without the code of inductor, which takes minutes to
+    make: `test_ranks.py` has it, and the soak."""
     torch.compiler.reset()
     counters.clear()
+    if not os.environ.get("PENSTOCK_SOAK"):
+        torch.compiler.set_default_backend("eager")
     yield
+    torch.compiler.set_default_backend("inductor")
     assert counters["stats"]["unique_graphs"] >= 2  # with gradient, and without where log-probabilities are asked for
     torch.compiler.reset()
 
