@@ -1,7 +1,6 @@
 """Settings and processes that every test shares."""
 
 import os
-import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.ray_cluster import WARM_PYTHON, connected, running_cluster
+from tests.ray_cluster import connected, running_cluster
+from tests.warm_workers import SOCKET
 from tests.warm_workers import warm_python as warm_server
 
 # Machines of continuous integration are shared and slow at odd moments: a property is about values, not about time.
@@ -37,19 +37,18 @@ def warm_python() -> Iterator[list[str]]:
 @pytest.fixture(scope="session")
 def ray_address(warm_python: list[str]) -> Iterator[str]:
     """A Ray cluster of this process's tests, for drivers in processes of their own too."""
-    with running_cluster() as address:
+    with running_cluster({SOCKET: warm_python[-1]}) as address:
         yield address
 
 
 @pytest.fixture(scope="session")
-def driver_environment(ray_address: str, warm_python: list[str]) -> dict[str, str]:
-    """Of drivers in processes of their own, for the same cluster and the same quick workers."""
-    hook = {"RAY_RUNTIME_ENV_HOOK": "tests.ray_cluster.with_warm_workers", WARM_PYTHON: shlex.join(warm_python)}
-    return {**os.environ, "RAY_ADDRESS": ray_address, "PYTHONPATH": str(Path(__file__).parents[1]), **hook}
+def driver_environment(ray_address: str) -> dict[str, str]:
+    """Of drivers in processes of their own, for the same cluster."""
+    return {**os.environ, "RAY_ADDRESS": ray_address}
 
 
 @pytest.fixture(scope="module")
-def cluster(ray_address: str, warm_python: list[str]) -> Iterator[str]:
+def cluster(ray_address: str) -> Iterator[str]:
     """The tests of a module are one driver: what they leave ends with it. The cluster's address."""
-    with connected(ray_address, warm_python):
+    with connected(ray_address):
         yield ray_address

@@ -4,27 +4,29 @@ Run as a program it is the cluster: `python ray_cluster.py` prints its address a
 """
 
 import os
-import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
 
 import ray
 
-WARM_PYTHON = "PENSTOCK_TEST_WARM_PYTHON"
-"""Environment variable: the command that starts a worker."""
 NUM_CPUS, NUM_GPUS = 64, 2
 """Counted, not there: what tests may ask for at a time."""
 OBJECT_STORE_BYTES = 200 * 2**20
-QUIET = {"log_to_driver": False, "logging_level": "ERROR"}
 
 
 @contextmanager
-def running_cluster() -> Iterator[str]:
-    """The address of a cluster in processes of its own."""
-    cluster = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def running_cluster(environment: Mapping[str, str]) -> Iterator[str]:
+    """The address of a cluster in processes of its own. `environment`: what it has beside this process's."""
+    cluster = subprocess.Popen(
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
     assert cluster.stdin is not None
     assert cluster.stdout is not None
     try:
@@ -35,18 +37,13 @@ def running_cluster() -> Iterator[str]:
 
 
 @contextmanager
-def connected(address: str, python: Sequence[str]) -> Iterator[None]:
+def connected(address: str) -> Iterator[None]:
     """This process as a driver; actors that it leaves end with the block."""
-    ray.init(address, runtime_env={"py_executable": shlex.join(python)}, **QUIET)
+    ray.init(address, log_to_driver=False, logging_level="ERROR")
     try:
         yield
     finally:
         ray.shutdown()
-
-
-def with_warm_workers(runtime_env: dict[str, Any] | None) -> dict[str, Any]:
-    """What Ray calls in drivers that have this function's name in RAY_RUNTIME_ENV_HOOK."""
-    return {**(runtime_env or {}), "py_executable": os.environ[WARM_PYTHON]}
 
 
 def serve() -> None:
@@ -61,7 +58,7 @@ def serve() -> None:
             "include_dashboard": False,
             "dashboard_agent_listen_port": 0,  # any: a cluster that takes jobs must find the usual one free
             "include_log_monitor": False,  # it reads the files of all workers that there were, again and again
-            # Actors of tests bring their own command: workers that are started ahead would wait in vain.
+            "setup_worker_path": str(Path(__file__).with_name("warm_workers.py")),
             "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
         },
     )

@@ -1,12 +1,12 @@
 """Processes that are forked from one which has imported the heavy packages already.
 
 A worker of a real run spends five to ten seconds of CPU on importing torch and transformers, and the tests start
-hundreds of them. Ray starts a worker by the command `runtime_env["py_executable"]`. In tests that command is this file,
-which asks a server for a fork of itself:
+hundreds of them. The tests' cluster (`ray_cluster.py`) starts its workers by this file, which asks a server for a fork
+of itself:
 
-    raylet ─▶ warm_workers.py run SOCKET default_worker.py …  ── arguments, environment, stdio ──▶  server
-                    │ lives as long as the worker                                                     │ fork
-                    └─────────── signals, its own end ────────────────────────────────▶  default_worker.py …
+    raylet ─▶ warm_workers.py default_worker.py …  ── arguments, environment, stdio ──▶  server
+                    │ lives as long as the worker                                           │ fork
+                    └─────────── signals, its own end ──────────────────────▶  default_worker.py …
 
 The worker runs Ray's own program, with its own environment. Tests that start ranks as processes use the same command.
 Runs as users start them (`ray job submit`, Ctrl-C) are tested without it. Used by `tests/conftest.py`.
@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+SOCKET = "PENSTOCK_TEST_WARM_SOCKET"
+"""Environment variable of the cluster: where the server listens."""
 START_S = 180.0
 MAX_REQUEST = 1 << 17
 MODULES = (
@@ -118,7 +120,7 @@ def _status_of(arguments: list[str]) -> int:
     by_name = arguments[0] == "-m"
     sys.argv = arguments[1:] if by_name else arguments
     sys.path[0] = os.getcwd() if by_name else str(Path(arguments[0]).parent)
-    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+
     try:
         if by_name:
             runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
@@ -154,6 +156,25 @@ def run(path: str, arguments: Sequence[str]) -> int:
         return int(server.recv(64) or b"137")
 
 
+def set_up(arguments: Sequence[str]) -> list[str]:
+    """What Ray's own `setup_worker.py` does for a worker of plain Python: take over the variables of its runtime
+    environment. The worker's program and what it is for."""
+    import argparse
+
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--serialized-runtime-env-context", default="{}")
+    parser.add_argument("--language")
+    known, program = parser.parse_known_args(arguments)
+    context = json.loads(known.serialized_runtime_env_context)
+    assert not context.get("command_prefix"), "workers of tests are no containers"
+    os.environ.update(context.get("env_vars") or {})
+    return program
+
+
 if __name__ == "__main__":
-    what, socket_path, *rest = sys.argv[1:]
-    sys.exit(run(socket_path, rest) if what == "run" else serve(socket_path))
+    if sys.argv[1] == "serve":
+        sys.exit(serve(sys.argv[2]))
+    elif sys.argv[1] == "run":
+        sys.exit(run(sys.argv[2], sys.argv[3:]))
+    else:
+        sys.exit(run(os.environ[SOCKET], set_up(sys.argv[1:])))
