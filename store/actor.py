@@ -23,7 +23,7 @@ STORE = "Store"
 CALLS = (
     "spec", "endpoint", "many", "put", "withdraw_put", "lease", "withdraw", "lease_shared", "batch_ready",
     "complete_shared",
-    "write", "drop", "release", "renew", "abandon", "published", "last_batch", "admitted", "cut", "snapshot", "stats",
+    "write", "drop", "release", "renew", "abandon", "published", "last_batch", "cut", "snapshot", "stats",
     "describe", "errors", "close", "end",
 )  # fmt: skip
 """What clients on other machines call through Ray."""

@@ -335,10 +335,6 @@ class Store:
                 raise UnknownColumn(f"column {name!r} is not in the dataflow; it has {there}.")
         return self._grant(-1, "", rows, names=chosen)
 
-    async def admitted(self) -> int:
-        """Groups put so far, whatever has become of them."""
-        return self.ledger.residents.next_group
-
     async def cut(self) -> int:
         """Take the state of this moment, for the next `snapshot` to write. Groups put so far."""
         # Mapped now: the rows may end, and their segments go, while it is written.
