@@ -1,6 +1,8 @@
 """Settings and processes that every test shares."""
 
+import multiprocessing.spawn
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +33,30 @@ os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
 def warm_python() -> Iterator[list[str]]:
     """`[*warm_python, PROGRAM, …]` is a process that has torch and transformers at once."""
     with tempfile.TemporaryDirectory(prefix="warm-", dir="/tmp") as directory, warm_server(Path(directory)) as command:
-        yield command
+        yield [str(command)]
+
+
+@pytest.fixture(scope="session")
+def warm_spawn(warm_python: list[str]) -> Iterator[None]:
+    """Processes that this one spawns, those of vLLM's engines among them, have vLLM at once."""
+    multiprocessing.set_executable(warm_python[0])
+    yield
+    multiprocessing.set_executable(sys.executable)
+
+
+@pytest.fixture
+def cold_spawn() -> Iterator[None]:
+    """Processes that this one spawns start as they do for users, whatever other tests asked for."""
+    before = multiprocessing.spawn.get_executable()
+    multiprocessing.set_executable(sys.executable)
+    yield
+    multiprocessing.set_executable(before)
 
 
 @pytest.fixture(scope="session")
 def ray_address(warm_python: list[str]) -> Iterator[str]:
     """A Ray cluster of this process's tests, for drivers in processes of their own too."""
-    with running_cluster({SOCKET: warm_python[-1]}) as address:
+    with running_cluster({SOCKET: str(Path(warm_python[0]).with_name("socket"))}) as address:
         yield address
 
 

@@ -1,21 +1,27 @@
 """Processes that are forked from one which has imported the heavy packages already.
 
-A worker of a real run spends five to ten seconds of CPU on importing torch and transformers, and the tests start
-hundreds of them. The tests' cluster (`ray_cluster.py`) starts its workers by this file, which asks a server for a fork
-of itself:
+A worker of a real run spends five to ten seconds of CPU on importing torch, transformers and Ray, a vLLM engine twenty,
+and the tests start hundreds of them. A server imports them once, and forks:
 
-    raylet ─▶ warm_workers.py default_worker.py …  ── arguments, environment, stdio ──▶  server
-                    │ lives as long as the worker                                           │ fork
-                    └─────────── signals, its own end ──────────────────────▶  default_worker.py …
+    raylet ─▶ warm_workers.py default_worker.py …  ─┐  arguments, environment,
+    test ───▶ DIRECTORY/python -m MODULE …         ─┼───── open files ─────▶  server
+    spawn ──▶ DIRECTORY/python -c CODE …           ─┘                           │ fork
+                    │ lives as long as the fork                                 ▼
+                    └─────────── signals, its own end ──────────▶  default_worker.py, MODULE or CODE
 
-The worker runs Ray's own program, with its own environment. Tests that start ranks as processes use the same command.
-Runs as users start them (`ray job submit`, Ctrl-C) are tested without it. Used by `tests/conftest.py`.
+The cluster of the tests (`ray_cluster.py`) starts its workers by this file. `DIRECTORY/python` takes the arguments of
+Python: tests start ranks, drivers and benchmarks with it, and `multiprocessing` starts the processes of vLLM with it,
+in the forks and in tests that ask for the fixture `warm_spawn`. What a fork starts by `sys.executable` is a fork. Each runs with its own environment. Runs as users start
+them (`ray job submit`, Ctrl-C, `make demo`'s recipe) are tested without it. Used by `tests/conftest.py`.
 """
 
+import fcntl
 import json
+import multiprocessing
 import os
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -26,8 +32,13 @@ from pathlib import Path
 
 SOCKET = "PENSTOCK_TEST_WARM_SOCKET"
 """Environment variable of the cluster: where the server listens."""
+EXECUTABLE = "python"
+"""Name of the command, beside the socket."""
 START_S = 180.0
 MAX_REQUEST = 1 << 17
+MAX_FILES = 64
+HIGH = 512
+"""Of descriptors beyond those that a program is started with."""
 MODULES = (
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint",
@@ -36,28 +47,52 @@ MODULES = (
     "transformers.models.qwen2.tokenization_qwen2",
     "pyarrow.compute",
     "pyarrow.parquet",
+    "ray._private.workers.default_worker",
+    "peft",
+    "math_verify",
+    "reasoning_gym.factory",
+    "reasoning_gym",
     "penstock.workers.trainer.trainer",
     "penstock.workers.trainer.engines.fsdp",
     "penstock.workers.trainer.checkpointing.saver",
     "penstock.workers.rollout.engine_hf",
-    "penstock.store.store",
+    "penstock.orchestrator.run",
+    "penstock.workers.rollout.actor",
+    "penstock.workers.prompts.actor",
+    "penstock.workers.reward.actor",
+    "penstock.workers.compute.actor",
+    "penstock.store.actor",
 )
-"""Imported before the first fork. None of them starts a thread, and none imports Ray, which reads its environment while
-it is imported."""
+VLLM_MODULES = (
+    "vllm.v1.engine.async_llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.model_executor.models.qwen2",
+)
+"""Imported before the first fork. None of them starts a thread."""
+QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+"""What vLLM reads while it is imported, as `vllm_setup.py` has it."""
 
 
 @contextmanager
-def warm_python(directory: Path) -> Iterator[list[str]]:
-    """The start of a command that runs a Python program in a fork. `directory`: of a short path, for a socket."""
-    path = directory / "warm"
-    server = subprocess.Popen([sys.executable, __file__, "serve", str(path)], stdin=subprocess.PIPE)
+def warm_python(directory: Path) -> Iterator[Path]:
+    """The path of a command like `python`. `directory`: of a short path, for a socket."""
+    path, command = directory / "socket", directory / EXECUTABLE
+    command.write_text(
+        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+        f"from warm_workers import run\nsys.exit(run({str(path)!r}, sys.argv[1:]))\n"
+    )
+    command.chmod(stat.S_IRWXU)
+    environment = {**QUIET, **os.environ}
+    server = subprocess.Popen([sys.executable, __file__, "serve", str(path)], stdin=subprocess.PIPE, env=environment)
     try:
         deadline = time.monotonic() + START_S
         while not path.exists():
             if server.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"the server of warm workers did not start; its exit status: {server.poll()}")
             time.sleep(0.05)
-        yield [sys.executable, "-I", "-S", __file__, "run", str(path)]
+        yield command
     finally:
         server.terminate()
         server.wait(30)
@@ -68,11 +103,17 @@ def serve(path: str) -> None:
     import importlib
     import select
 
+    # Ray reads them while it is imported: a worker that will be told its job, and ends with the process of this number.
+    os.environ.update(RAY_JOB_ID="ffffffff", RAY_RAYLET_PID=str(os.getpid()))
     for name in MODULES:
         importlib.import_module(name)
+    if importlib.util.find_spec("vllm"):
+        for name in VLLM_MODULES:
+            importlib.import_module(name)
     assert threading.active_count() == 1, "a fork would lose threads"
-    assert "ray" not in sys.modules, "a fork would have the server's environment"
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # each caller is told by its worker, so nobody waits for it here
+    sys.executable = str(Path(path).with_name(EXECUTABLE))
+    multiprocessing.set_executable(sys.executable)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(path + ".new")
         listener.listen(64)
@@ -90,15 +131,20 @@ def serve(path: str) -> None:
 
 def become(caller: socket.socket) -> None:
     """Run the caller's program with its environment and its open files; end when the caller ends."""
+    import torch
+
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    message, files, _, _ = socket.recv_fds(caller, MAX_REQUEST, 3)
+    message, files, _, _ = socket.recv_fds(caller, MAX_REQUEST, MAX_FILES)
     request = json.loads(message)
-    for number, file in enumerate(files):
+    caller = socket.socket(fileno=_moved(caller.detach(), HIGH))
+    for file, number in zip([_moved(file, HIGH) for file in files], request["files"], strict=True):
         os.dup2(file, number)
         os.close(file)
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if threads := os.environ.get("OMP_NUM_THREADS"):  # torch reads it when it is loaded
+        torch.set_num_threads(int(threads))
     caller.send(str(os.getpid()).encode())
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     status = _status_of(request["arguments"])
@@ -112,20 +158,31 @@ def become(caller: socket.socket) -> None:
     os._exit(status)
 
 
+def _moved(file: int, above: int) -> int:
+    """The open file under another descriptor."""
+    moved = fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above)
+    os.close(file)
+    return moved
+
+
 def _status_of(arguments: list[str]) -> int:
-    """Run a program as `python PROGRAM …` or `python -m MODULE …` would."""
+    """Run a program as `python [OPTIONS] PROGRAM …`, `-m MODULE …` or `-c CODE …` would."""
     import runpy
     import traceback
 
-    by_name = arguments[0] == "-m"
-    sys.argv = arguments[1:] if by_name else arguments
-    sys.path[0] = os.getcwd() if by_name else str(Path(arguments[0]).parent)
+    while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
+        del arguments[: 2 if arguments[0] == "-X" else 1]
+    kind, program = (arguments[0], arguments[1]) if arguments[0] in ("-m", "-c") else ("", arguments[0])
+    sys.argv = {"-m": arguments[1:], "-c": ["-c", *arguments[2:]], "": arguments}[kind]
+    sys.path[0] = os.getcwd() if kind else str(Path(program).parent)
 
     try:
-        if by_name:
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        if kind == "-m":
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            exec(compile(program, "<string>", "exec"), sys.modules["__main__"].__dict__)
         else:
-            runpy.run_path(arguments[0], run_name="__main__")
+            runpy.run_path(program, run_name="__main__")
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
@@ -146,14 +203,26 @@ def _end_with(caller: socket.socket) -> None:
 
 def run(path: str, arguments: Sequence[str]) -> int:
     """Hand everything to the server, and live as long as the process that it forks; its exit status."""
-    request = {"arguments": list(arguments), "environment": dict(os.environ), "directory": os.getcwd()}
+    files = [int(name) for name in os.listdir("/proc/self/fd")]
+    files = sorted(file for file in files if file <= 2 or _is_open(file))
+    request = {
+        "arguments": list(arguments), "environment": dict(os.environ), "directory": os.getcwd(), "files": files
+    }  # fmt: skip
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
         server.connect(path)
-        socket.send_fds(server, [json.dumps(request).encode()], [0, 1, 2])
+        socket.send_fds(server, [json.dumps(request).encode()], files)
         process = int(server.recv(64) or b"0")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: os.kill(process, number))
         return int(server.recv(64) or b"137")
+
+
+def _is_open(file: int) -> bool:
+    """And would be, in a program that this one is replaced by."""
+    try:
+        return os.get_inheritable(file)
+    except OSError:
+        return False
 
 
 def set_up(arguments: Sequence[str]) -> list[str]:
@@ -174,7 +243,5 @@ def set_up(arguments: Sequence[str]) -> list[str]:
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.exit(serve(sys.argv[2]))
-    elif sys.argv[1] == "run":
-        sys.exit(run(sys.argv[2], sys.argv[3:]))
     else:
         sys.exit(run(os.environ[SOCKET], set_up(sys.argv[1:])))

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
-def test_a_quick_run_writes_its_table_and_its_target(tmp_path):
+def test_a_quick_run_writes_its_table_and_its_target(tmp_path, warm_python):
     file = tmp_path / "checkpoint.json"
-    command = [sys.executable, "-m", "benchmarks.checkpoint", "--quick", "--rounds", "1", "--json", str(file)]
+    command = [*warm_python, "-m", "benchmarks.checkpoint", "--quick", "--rounds", "1", "--json", str(file)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "held up" in done.stdout

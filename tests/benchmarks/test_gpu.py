@@ -2,7 +2,6 @@
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,10 +16,10 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weights", "training", "learning"])
-def test_without_a_gpu_a_benchmark_says_so_in_one_line(name: str, tmp_path: Path) -> None:
+def test_without_a_gpu_a_benchmark_says_so_in_one_line(name: str, tmp_path: Path, warm_python: list[str]) -> None:
     file = tmp_path / "result.json"
     done = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.gpu.{name}", "--json", str(file)],
+        [*warm_python, "-m", f"benchmarks.gpu.{name}", "--json", str(file)],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,

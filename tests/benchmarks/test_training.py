@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-def test_the_quick_run_measures_both_sides_of_both_comparisons(tmp_path: Path) -> None:
+def test_the_quick_run_measures_both_sides_of_both_comparisons(tmp_path: Path, warm_python: list[str]) -> None:
     file = tmp_path / "training.json"
-    command = [sys.executable, "-m", "benchmarks.training", "--quick", "--json", str(file)]
+    command = [*warm_python, "-m", "benchmarks.training", "--quick", "--json", str(file)]
     subprocess.run(command, cwd=ROOT, check=True, timeout=600, stdout=subprocess.DEVNULL)
     written = json.loads(file.read_text())
     assert [entry["side"] for entry in written["rounds"]] == ["whole", "tiled", "fixed", "bucketed"]

@@ -3,7 +3,6 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,10 +13,10 @@ ROOT = Path(__file__).resolve().parents[2]
 @pytest.mark.ray
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_quick_run_measures_both_sides(tmp_path: Path) -> None:
+def test_a_quick_run_measures_both_sides(tmp_path: Path, warm_python: list[str]) -> None:
     pytest.importorskip("vllm", reason="vLLM is not installed: the benchmark needs its engine")
     file = tmp_path / "weights.json"
-    command = [sys.executable, "-m", "benchmarks.weights", "--quick", "--json", str(file)]
+    command = [*warm_python, "-m", "benchmarks.weights", "--quick", "--json", str(file)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stdout + result.stderr
     content = json.loads(file.read_text())

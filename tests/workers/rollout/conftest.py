@@ -118,6 +118,7 @@ def served(
     name, _, kind = request.param.partition("-")
     if name == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
+        request.getfixturevalue("warm_spawn")
     subject = KINDS[kind](name, tiny_model, tmp_path_factory.mktemp(f"publications_{request.param}"))
     yield subject
     subject.close()

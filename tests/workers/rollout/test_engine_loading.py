@@ -17,6 +17,7 @@ from penstock.workers.rollout.factory import make_engine
 from penstock.workers.weights.publication import write_publication
 
 PROMPT = [20, 14, 21, 32, 50, 9, 33]
+pytestmark = pytest.mark.usefixtures("warm_spawn")
 VLLM = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.slow])
 
 

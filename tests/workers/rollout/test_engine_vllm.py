@@ -18,7 +18,7 @@ from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.publication import write_publication
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("cold_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 
 Action = Callable[[], Any]

@@ -25,7 +25,7 @@ from penstock.workers.weights.adapter import layout_of, tensor_name
 from penstock.workers.weights.publication import write_publication
 from tests.workers.rollout.test_engine_vllm import FakeLLM, fail, is_serving
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 
 LORA = LoraConfig(rank=4, alpha=12, publish="adapter")

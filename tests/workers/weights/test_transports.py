@@ -27,7 +27,7 @@ from penstock.workers.weights.reading import MappedWeights, open_publication
 from penstock.workers.weights.streaming import StreamTransport, _portable
 from penstock.workers.weights.transport import Part, StreamedUpdate
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines are not tested")
 
 BUCKET_MIB = 1

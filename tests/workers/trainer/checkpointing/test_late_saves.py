@@ -148,14 +148,14 @@ def two_ranks(rank: int, address: str, place: Path) -> None:
     group.leave()
 
 
-def test_no_rank_begins_while_one_of_them_still_holds_its_copy(tmp_path: Path) -> None:
+def test_no_rank_begins_while_one_of_them_still_holds_its_copy(tmp_path: Path, warm_python: list[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     module = "tests.workers.trainer.checkpointing.test_late_saves"
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", module, str(rank), address, str(tmp_path)], stderr=subprocess.PIPE, cwd=ROOT
+            [*warm_python, "-m", module, str(rank), address, str(tmp_path)], stderr=subprocess.PIPE, cwd=ROOT
         )
         for rank in range(2)
     ]

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -186,7 +185,9 @@ def test_a_target_that_names_no_linear_layer_is_refused_with_those_that_exist(ma
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_serves_the_exported_adapter_with_the_trainers_logprobs(make_trainer: Make, tmp_path: Path) -> None:
+def test_vllm_serves_the_exported_adapter_with_the_trainers_logprobs(
+    make_trainer: Make, tmp_path: Path, warm_python: list[str]
+) -> None:
     base = str(tmp_path / "base")
     shape = FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2)
     build_fresh_model(base, shape, seed=3)
@@ -197,7 +198,7 @@ def test_vllm_serves_the_exported_adapter_with_the_trainers_logprobs(make_traine
         trainer.update(rows, sft_loss)
     trainer.export(str(tmp_path / "model"))
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [sys.executable, str(Path(__file__).parents[1] / "vllm_adapter.py")]
+    command = [*warm_python, str(Path(__file__).parents[1] / "vllm_adapter.py")]
     words = [base, str(tmp_path / "model" / "adapter"), "5,6,7,8,7,8,9,10,11,12"]
     done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
