@@ -11,8 +11,9 @@ and the tests start hundreds of them. A server imports them once, and forks:
 
 The cluster of the tests (`ray_cluster.py`) starts its workers by this file. `DIRECTORY/python` takes the arguments of
 Python: tests start ranks, drivers and benchmarks with it, and `multiprocessing` starts the processes of vLLM with it,
-in the forks and in tests that ask for the fixture `warm_spawn`. What a fork starts by `sys.executable` is a fork. Each runs with its own environment. Runs as users start
-them (`ray job submit`, Ctrl-C, `make demo`'s recipe) are tested without it. Used by `tests/conftest.py`.
+in the forks and in tests that ask for the fixture `warm_spawn`. What a fork starts by `sys.executable` is a fork. Each
+has its own environment. Starts as users see them are tested without it: `penstock run` in a shell, `ray job submit`,
+an engine of vLLM. Used by `tests/conftest.py`.
 """
 
 import fcntl

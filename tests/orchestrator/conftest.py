@@ -5,10 +5,18 @@ import json
 import pytest
 
 from penstock.conf.model import FreshModelConfig
+from penstock.orchestrator.reporting import report
 from penstock.workers.models.fresh import build_fresh_model
 
 SMALL_MODEL = FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=2)
 """Heads of 32: the smallest that vLLM's attention takes on a CPU."""
+
+
+@pytest.fixture(autouse=True)
+def without_pngs(request, monkeypatch):
+    """Drawing them takes a second of each run. They are looked at in `reporting/` and after the runs marked `pngs`."""
+    if request.node.get_closest_marker("ray") and not request.node.get_closest_marker("pngs"):
+        monkeypatch.setattr(report, "write_pngs", lambda *_: [])
 
 
 @pytest.fixture(scope="session")

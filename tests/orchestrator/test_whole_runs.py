@@ -25,6 +25,7 @@ def metrics_of(directory):
 
 
 @pytest.mark.vllm
+@pytest.mark.pngs
 def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(small_run, tmp_path, cluster):
     words = [*small_run, "rollout.engine=vllm", "max_staleness=1", "trainer.max_steps=5", "name=async"]
     words += ["store.inline_bytes=100", "store.shared_memory_mib=1", f"store.spill_dir={tmp_path}/disk"]
@@ -114,15 +115,14 @@ def test_ctrl_c_leaves_no_process_and_a_valid_run_directory(small_run, tmp_path)
     assert not list(Path("/dev/shm").glob("penstock-stopped-*"))
 
 
-def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_path, ray_directory):
+def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_path, ray_directory, warm_python):
     scripts = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{scripts}:{os.environ['PATH']}", "RAY_worker_niceness": "0"}
     environment.pop("RAY_ADDRESS", None)
     # Ray asks for a token wherever somebody has once made one, but its own `job submit` does not look for it then.
     environment["RAY_AUTH_MODE"] = "disabled"
-    start = ["ray", "start", "--head", "--block", "--num-cpus=4", "--port=26379", "--dashboard-port=28265",
-             "--dashboard-agent-listen-port=0"]  # fmt: skip
-    start.append(f"--temp-dir={ray_directory}")
+    start = [*warm_python, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--temp-dir={ray_directory}",
+             "--num-cpus=4", "--port=26379", "--dashboard-port=28265", "--dashboard-agent-listen-port=0"]  # fmt: skip
     head = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:28265", "--", str(scripts / "penstock"), "run"]
@@ -132,7 +132,7 @@ def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
         assert len(metrics_of(tmp_path / "job")) == 2
     finally:
-        _end_tree(head)
+        _end_cluster(head, ray_directory)
 
 
 @pytest.fixture
@@ -162,11 +162,13 @@ def _wait_for_port(port, timeout_s):
     raise AssertionError(f"nothing listens on port {port}")
 
 
-def _end_tree(process):
-    """End a process and all that it started, by id."""
-    tree = [process, *psutil.Process(process.pid).children(recursive=True)]
-    process.terminate()
-    _, alive = psutil.wait_procs(tree[1:], timeout=30)
-    for child in alive:
-        child.kill()
-    process.wait(30)
+def _end_cluster(head, directory):
+    """End its processes, by id. All of them name its directory."""
+    found = [
+        one for one in psutil.process_iter(["cmdline"]) if any(directory in word for word in one.info["cmdline"] or ())
+    ]
+    head.terminate()
+    _, alive = psutil.wait_procs(found, timeout=30)
+    for one in alive:
+        one.kill()
+    head.wait(30)

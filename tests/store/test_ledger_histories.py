@@ -298,7 +298,7 @@ class Histories(RuleBasedStateMachine):
 
 TestHistories = Histories.TestCase
 TestHistories.settings = settings(
-    max_examples=1_000_000 // STEPS if os.environ.get("PENSTOCK_SOAK") else 1_000,
+    max_examples=1_000_000 // STEPS if os.environ.get("PENSTOCK_SOAK") else 400,
     stateful_step_count=STEPS,
     deadline=None,
     suppress_health_check=list(HealthCheck),

@@ -167,7 +167,7 @@ class Cluster:
         self.driver.ledger = restore_ledger(self.spec, values, table)
 
 
-@settings(max_examples=3000 if os.environ.get("PENSTOCK_SOAK") else 60, deadline=None)
+@settings(max_examples=3000 if os.environ.get("PENSTOCK_SOAK") else 25, deadline=None)
 @given(
     seed=st.integers(0, 2**32),
     groups_per_step=st.integers(1, 4),
