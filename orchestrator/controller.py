@@ -29,7 +29,7 @@ from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics
+from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics, update_metrics
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import Sink
 from penstock.orchestrator.reporting.usage import Usage
@@ -141,7 +141,7 @@ class Controller:
             if finishing is not None:
                 await finishing
             await self._write_samples(round)
-            phases = {"checkpoint": await self._saving.begin(round + 1)} if self._saving.is_due(round + 1) else {}
+            phases = await self._save_if_due(round + 1, reports)
             publication, phases["publish"] = await self._publish(round + 1)
             finishing = tasks.create_task(held_back(self._finish(round, reports, publication, phases)))
             if self.config.max_staleness == 0 or self._may_stop(round + 1):
@@ -151,7 +151,7 @@ class Controller:
         if finishing is not None:
             await finishing
         if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
-            await self._saving.begin(self.outcome.num_steps, is_last=True)
+            await self._saving.begin(self.outcome.num_steps, self.outcome.last_metrics, is_last=True)
         if self.config.tracking.export_model:
             await self._export()
         await self._saving.finish(strict=True)
@@ -180,6 +180,13 @@ class Controller:
         self.directory.timeline.span("trainer", "wait for batch", start, end - train_s, step=round + 1)
         self.directory.timeline.span("trainer", "update", end - train_s, end, step=round + 1)
         return reports
+
+    async def _save_if_due(self, step: int, reports: list[StepReport]) -> dict[str, float]:
+        """Begin the checkpoint after update `step`; the seconds that it cost, by phase."""
+        if not self._saving.is_due(step):
+            return {}
+        metrics = update_metrics(step, step, _arrays_of(reports), reports[0].metrics)
+        return {"checkpoint": await self._saving.begin(step, metrics)}
 
     async def _described(self) -> str:
         try:
@@ -232,7 +239,7 @@ class Controller:
         metrics = step_metrics(
             round + 1,
             round + 1,
-            StepArrays.concat([StepArrays.of_report(report) for report in reports]),
+            _arrays_of(reports),
             times,
             trainer=reports[0].metrics,
             store=store,
@@ -301,3 +308,8 @@ class Controller:
         calls = [(name, handle.export.remote(str(self.directory.model))) for name, handle in self.trainers]
         await answers(calls, phase="export", timeout_s=self.config.trainer.collective_timeout_s)
         self.directory.event("model_exported", path=str(self.directory.model))
+
+
+def _arrays_of(reports: list[StepReport]) -> StepArrays:
+    """Of the rows of all ranks."""
+    return StepArrays.concat([StepArrays.of_report(report) for report in reports])

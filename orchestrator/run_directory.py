@@ -118,10 +118,12 @@ class RunDirectory:
                 f"output_dir: cannot make {place} ({error.strerror}). Set output_dir to a place that can be written."
             ) from None
 
-    def rewind(self, config: RunConfig, step: int) -> None:
+    def rewind(self, config: RunConfig, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Go on after update `step`: later lines of metrics.jsonl go, since those updates are made again. config.yaml
-        becomes this run's."""
+        becomes this run's. `metrics`: of that update, for a run that was killed before it had written its line."""
         kept = [line for line in self.read_metrics() if int(line.get("step", 0)) <= step]
+        if metrics and all(line.get("step") != step for line in kept):
+            kept.append(dict(metrics))
         self.write_text("metrics.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
         self.write_text("config.yaml", to_yaml(config))
 

@@ -52,6 +52,8 @@ class Checkpoint:
     """The run's, resolved."""
     head: str = "policy"
     """policy, or scores: what kind of model it is."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """What was known of the last update: its line of metrics.jsonl, should the run die before it is written."""
     store_directory: str = ""
     """Where `store/` was brought to from a URL."""
 

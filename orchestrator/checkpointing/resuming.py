@@ -63,7 +63,10 @@ def _newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     resumed = checkpoints.newest()
     if resumed is not None:
         check_fits(resumed, config)
-    directory.rewind(config, resumed.step if resumed is not None else -1)
+    if resumed is not None:
+        directory.rewind(config, resumed.step, resumed.metrics)
+    else:
+        directory.rewind(config, -1)
     return resumed
 
 

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import tempfile
 import time
-from collections.abc import Awaitable, Iterator
+from collections.abc import Awaitable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints, trainer_directory
 from penstock.orchestrator.failures import cause_of
 from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.json_lines import plain
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.waiting import answer, answers
@@ -61,9 +62,9 @@ class CheckpointWriter:
             return False
         return is_last or step % every == 0 or step == self._config.trainer.max_steps
 
-    async def begin(self, step: int, *, is_last: bool = False) -> float:
-        """Take the state of now, after update `step`; what it cost in seconds. `is_last`: of the run, so that it waits
-        for an earlier one that is late. Raises `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no
+    async def begin(self, step: int, metrics: Mapping[str, Any], *, is_last: bool = False) -> float:
+        """Take the state of now, after update `step`; what it cost in seconds. `metrics`: of that update, as far as
+        they are known. `is_last`: of the run, so that it waits for an earlier one that is late. Raises `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no
         checkpoint can keep."""
         started = time.monotonic()
         await self.finish()
@@ -78,7 +79,7 @@ class CheckpointWriter:
         start: PromptStart = await self._in_time(prompts.start_after.remote(admitted), name, step)
         checkpoint = Checkpoint(
             place, step, start, self._fleet.model_path, dict(self._config.model.paths), config=asdict(self._config),
-            head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy",
+            head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy", metrics=plain(metrics),
         )  # fmt: skip
         self._writing = asyncio.create_task(self._write_or_say(checkpoint))
         return time.monotonic() - started

@@ -64,13 +64,23 @@ def step_metrics(
     `generated_length_mean`: mean length of all responses sampled since the last step, for the length bias of what was
     trained.
     """
-    metrics: dict[str, Any] = {"step": step, "policy_version": policy_version}
+    metrics = update_metrics(step, policy_version, arrays, trainer, generated_length_mean)
     if heldout_accuracy is not None:
         metrics["accuracy/heldout"] = heldout_accuracy
+    return metrics | time_metrics(arrays, times) | dict(store or {})
+
+
+def update_metrics(
+    step: int,
+    policy_version: int,
+    arrays: StepArrays,
+    trainer: Mapping[str, float] | None = None,
+    generated_length_mean: float | None = None,
+) -> dict[str, Any]:
+    """What there is to say of an update as soon as it is made: its rows, and its own metrics."""
+    metrics: dict[str, Any] = {"step": step, "policy_version": policy_version}
     metrics |= reward_metrics(arrays) | length_metrics(arrays, generated_length_mean) | staleness_metrics(arrays)
-    metrics |= dict(trainer or {})
-    metrics |= time_metrics(arrays, times)
-    return metrics | dict(store or {})
+    return metrics | dict(trainer or {})
 
 
 def reward_metrics(arrays: StepArrays) -> dict[str, float]:

@@ -32,8 +32,16 @@ def words(small_run, tmp_path, cluster):
     return [*small_run, *ONE_THREAD, "rollout.engine=hf", f"output_dir={tmp_path}"]
 
 
+def lines_of(directory):
+    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+
+
 def steps_of(directory):
-    return [json.loads(line)["step"] for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines_of(directory)]
+
+
+def cut_last_line(file):
+    file.write_text("".join(line + "\n" for line in file.read_text().splitlines()[:-1]))
 
 
 def assert_same_model(one, other):
@@ -48,8 +56,14 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_pat
     whole = run(load_config([*words, "name=whole", "trainer.max_steps=4"]), quiet=True)
     run(load_config([*words, "name=parts", "trainer.max_steps=2"]), quiet=True)
     shutil.copytree(tmp_path / "parts", tmp_path / "copy")
+    cut_last_line(tmp_path / "parts" / "metrics.jsonl")  # as if it was killed before it could write it
     result = run(load_config([*words, "name=parts", "trainer.max_steps=4", "resume=auto"]), quiet=True)
     assert steps_of(result.directory) == [1, 2, 3, 4]
+    expected, found = (
+        json.loads((one.directory / "metrics.jsonl").read_text().splitlines()[1]) for one in (whole, result)
+    )
+    assert found == {name: expected[name] for name in found}
+    assert found.keys() >= {"step", "reward/mean", "actor/grad_norm"}
     assert_same_model(result.directory, whole.directory)
     places = sorted(path.name for path in (tmp_path / "parts" / "checkpoints").iterdir())
     assert places == ["global_step_2", "global_step_4"]
@@ -69,7 +83,7 @@ def test_finished_work_of_an_asynchronous_run_is_kept(words, tmp_path):
     run(load_config([*words, "trainer.max_steps=3"]), quiet=True)
     shutil.rmtree(tmp_path / "ahead" / "checkpoints" / "global_step_3")
     result = run(load_config([*words, "trainer.max_steps=5", "resume=auto"]), quiet=True)
-    lines = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    lines = lines_of(result.directory)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert max(line["staleness/max"] for line in lines) <= 2
     assert not any(line.get("dropped/stale") for line in lines)

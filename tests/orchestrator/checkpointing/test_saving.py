@@ -79,7 +79,7 @@ def test_checkpoints_are_skipped_while_a_late_one_is_on_its_way_and_what_it_leav
     writer, trainer, directory, calls = saving(tmp_path)
 
     async def save(step):
-        await writer.begin(step)
+        await writer.begin(step, {})
         await writer.finish()
         return writer.failed, sorted(path.name for path in tmp_path.iterdir())
 
@@ -102,10 +102,10 @@ def test_the_last_one_waits_for_a_late_one(tmp_path, step, is_last):
     writer, trainer, _, _ = saving(tmp_path)
 
     async def run():
-        await writer.begin(1)
+        await writer.begin(1, {})
         await writer.finish()
         asyncio.get_running_loop().call_later(0.01, trainer.end_late)
-        await writer.begin(step, is_last=is_last)
+        await writer.begin(step, {}, is_last=is_last)
         await writer.finish(strict=True)
 
     asyncio.run(run())
@@ -116,9 +116,9 @@ def test_the_last_one_fails_where_a_late_one_does_not_end(tmp_path):
     writer, *_ = saving(tmp_path, timeout_s=0.1)
 
     async def run():
-        await writer.begin(1)
+        await writer.begin(1, {})
         await writer.finish()
-        await writer.begin(4)
+        await writer.begin(4, {})
         await writer.finish(strict=True)
 
     with pytest.raises(CheckpointError, match=r"global_step_4: not begun.*checkpoint\.timeout_s=0\.1"):
@@ -181,7 +181,7 @@ checkpoints = Checkpoints(str(place), config.checkpoint)
 
 
 async def save(step):
-    await writer.begin(step)
+    await writer.begin(step, {})
     await writer.finish()
     newest = checkpoints.newest()
     check_files(newest.trainer, newest.files)
@@ -197,7 +197,7 @@ async def main():
     (place / "ballast").unlink()
     assert await save(5) == 5
     (place / "ballast").write_bytes(bytes(int(3.5 * 2**20)))
-    await writer.begin(6)
+    await writer.begin(6, {})
     try:
         await writer.finish(strict=True)
     except CheckpointError as error:
