@@ -64,8 +64,8 @@ class CheckpointWriter:
 
     async def begin(self, step: int, metrics: Mapping[str, Any], *, is_last: bool = False) -> float:
         """Take the state of now, after update `step`; what it cost in seconds. `metrics`: of that update, as far as
-        they are known. `is_last`: of the run, so that it waits for an earlier one that is late. Raises `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no
-        checkpoint can keep."""
+        they are known. `is_last`: of the run, so that it waits for an earlier one that is late. Raises
+        `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no checkpoint can keep."""
         started = time.monotonic()
         await self.finish()
         place = self._checkpoints.directory(step)
