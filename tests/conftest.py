@@ -1,5 +1,6 @@
 """Settings and processes that every test shares."""
 
+import gc
 import multiprocessing.spawn
 import os
 import sys
@@ -27,6 +28,12 @@ collect_ignore = ["oracle"]
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+
+
+def pytest_collection_finish() -> None:
+    """A million objects of packages and tests are there to stay: nobody who collects garbage looks at them again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

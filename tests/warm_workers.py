@@ -17,6 +17,7 @@ an engine of vLLM. Used by `tests/conftest.py`.
 """
 
 import fcntl
+import gc
 import json
 import multiprocessing
 import os
@@ -112,6 +113,8 @@ def serve(path: str) -> None:
         for name in VLLM_MODULES:
             importlib.import_module(name)
     assert threading.active_count() == 1, "a fork would lose threads"
+    gc.collect()
+    gc.freeze()  # the collector of a fork looks at what the fork has made, and leaves the shared pages shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # each caller is told by its worker, so nobody waits for it here
     sys.executable = str(Path(path).with_name(EXECUTABLE))
     multiprocessing.set_executable(sys.executable)
