@@ -121,18 +121,21 @@ def test_ray_job_submit_runs_a_recipe_on_a_cluster_that_is_there(small_run, tmp_
     environment.pop("RAY_ADDRESS", None)
     # Ray asks for a token wherever somebody has once made one, but its own `job submit` does not look for it then.
     environment["RAY_AUTH_MODE"] = "disabled"
-    start = [*warm_python, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--temp-dir={ray_directory}",
-             "--num-cpus=4", "--port=26379", "--dashboard-port=28265", "--dashboard-agent-listen-port=0"]  # fmt: skip
+    start = ["ray", "start", "--head", "--block", "--num-cpus=4", "--port=26379", "--dashboard-port=28265",
+             "--dashboard-agent-listen-port=0"]  # fmt: skip
+    start.append(f"--temp-dir={ray_directory}")
     head = subprocess.Popen(start, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:28265", "--", str(scripts / "penstock"), "run"]
+        submit = ["ray", "job", "submit", "--address", "http://127.0.0.1:28265"]
+        submit += ["--runtime-env-json", json.dumps({"py_executable": warm_python[0]})]
+        submit += ["--", str(scripts / "penstock"), "run"]
         words = [*small_run, "rollout.engine=hf", "trainer.max_steps=2", f"output_dir={tmp_path}", "name=job"]
         _wait_for_port(28265, timeout_s=90)
         done = _submitted([*submit, *words], environment, timeout_s=60)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-2000:]
         assert len(metrics_of(tmp_path / "job")) == 2
     finally:
-        _end_cluster(head, ray_directory)
+        _end_tree(head)
 
 
 @pytest.fixture
@@ -162,13 +165,11 @@ def _wait_for_port(port, timeout_s):
     raise AssertionError(f"nothing listens on port {port}")
 
 
-def _end_cluster(head, directory):
-    """End its processes, by id. All of them name its directory."""
-    found = [
-        one for one in psutil.process_iter(["cmdline"]) if any(directory in word for word in one.info["cmdline"] or ())
-    ]
-    head.terminate()
-    _, alive = psutil.wait_procs(found, timeout=30)
-    for one in alive:
-        one.kill()
-    head.wait(30)
+def _end_tree(process):
+    """End a process and all that it started, by id."""
+    tree = [process, *psutil.Process(process.pid).children(recursive=True)]
+    process.terminate()
+    _, alive = psutil.wait_procs(tree[1:], timeout=30)
+    for child in alive:
+        child.kill()
+    process.wait(30)
