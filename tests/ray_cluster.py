@@ -15,6 +15,8 @@ import ray
 NUM_CPUS, NUM_GPUS = 64, 2
 """Counted, not there: what tests may ask for at a time."""
 OBJECT_STORE_BYTES = 200 * 2**20
+QUIET = {"REPORTER_UPDATE_INTERVAL_MS": "600000", "RAY_worker_niceness": "0"}
+"""Nobody looks at the figures of its processes, which it would collect every few seconds."""
 
 
 @contextmanager
@@ -25,7 +27,7 @@ def running_cluster(environment: Mapping[str, str]) -> Iterator[str]:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **environment},
+        env={**os.environ, **QUIET, **environment},
     )
     assert cluster.stdin is not None
     assert cluster.stdout is not None
@@ -68,5 +70,4 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("RAY_worker_niceness", "0")
     serve()

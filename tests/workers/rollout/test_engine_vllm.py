@@ -18,7 +18,7 @@ from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.publication import write_publication
 
-pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("cold_spawn")]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
 
 Action = Callable[[], Any]
@@ -203,6 +203,7 @@ def test_a_model_that_is_not_there_is_a_resource_error(tmp_path: Path) -> None:
         asyncio.run(engine.start())
 
 
+@pytest.mark.usefixtures("warm_spawn")
 def test_an_engine_whose_process_fails_at_the_start_says_why_in_its_own_words(tiny_model: Path) -> None:
     """There is room for fewer tokens than one request may have."""
     engine = VllmEngine(RolloutConfig(max_model_len=512, kv_cache_gib=1e-5), str(tiny_model), num_threads=1)
@@ -214,6 +215,7 @@ def test_an_engine_whose_process_fails_at_the_start_says_why_in_its_own_words(ti
     assert "rollout.kv_cache_gib" in message
 
 
+@pytest.mark.usefixtures("cold_spawn")
 def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path) -> None:
     async def scenario() -> None:
         engine = VllmEngine(RolloutConfig(max_model_len=512, kv_cache_gib=0.25), str(tiny_model), num_threads=1)

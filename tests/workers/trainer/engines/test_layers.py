@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from penstock.store.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 pytestmark = pytest.mark.slow
+SOAK = bool(os.environ.get("PENSTOCK_SOAK"))
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0]}
 """AdamW whose step is -g / (|g| + 1): weights show the gradient."""
 Make = Callable[..., PolicyTrainer]
@@ -29,7 +31,7 @@ def compiler() -> Iterator[None]:
     make: `test_ranks.py` has it, and the soak."""
     torch.compiler.reset()
     counters.clear()
-    if not os.environ.get("PENSTOCK_SOAK"):
+    if not SOAK:
         torch.compiler.set_default_backend("eager")
     yield
     torch.compiler.set_default_backend("inductor")
@@ -46,19 +48,29 @@ def names(trainer: PolicyTrainer, directory: Path) -> tuple[list[str], list[str]
 
 
 @pytest.mark.parametrize(
-    ("engine", "options"),
-    [("fsdp", {"activation_checkpointing": True, "lora": LoraConfig(rank=4)}), ("zero2", {"dtype": "bfloat16"})],
+    ("engine", "options", "same_length"),
+    [
+        ("fsdp", {"activation_checkpointing": True, "lora": LoraConfig(rank=4)}, not SOAK),
+        ("zero2", {"dtype": "bfloat16"}, False),
+    ],
     ids=["fsdp-recomputed-adapters", "zero2-bfloat16"],
 )
 def test_two_updates_are_those_of_the_eager_trainer(
-    make_trainer: Make, make_rows: Callable[..., Rows], weights_of: Callable[..., Any], tmp_path: Path, options: Any
+    make_trainer: Make,
+    make_rows: Callable[..., Rows],
+    weights_of: Callable[..., Any],
+    tmp_path: Path,
+    options: Any,
+    same_length: bool,
 ) -> None:
+    """`same_length`: micro-batches have more than one row each, so that half as much is compiled."""
+    make_rows = partial(make_rows, 12, same_length=same_length)
     metrics, weights, logprobs, named = [], [], [], []
     for compiled in (False, True):
         trainer = make_trainer(compile=compiled, max_tokens_per_microbatch=60, **LINEAR, **options)
-        reports = [trainer.update(make_rows(12, seed=seed), ppo_clip_loss) for seed in range(2)]
+        reports = [trainer.update(make_rows(seed=seed), ppo_clip_loss) for seed in range(2)]
         metrics.append([(report.metrics["actor/pg_loss"], report.metrics["actor/grad_norm"]) for report in reports])
-        logprobs.append(np.concatenate(trainer.logprobs(make_rows(12, seed=2))))
+        logprobs.append(np.concatenate(trainer.logprobs(make_rows(seed=2))))
         weights.append(weights_of(trainer))
         named.append(names(trainer, tmp_path / str(compiled)))
     tolerance = 1e-4 if "dtype" not in options else 2e-2
