@@ -25,7 +25,7 @@ LOGITS = {"hidden": 256, "layers": 2, "vocabulary": 150_000, "rows": 8, "respons
 LENGTHS = {"hidden": 256, "layers": 4, "vocabulary": 4096, "rows": 64, "response_tokens": 150, "longest": 2048}
 SPREAD = 1.0
 """Standard deviation of the logarithm of lengths."""
-QUICK_LOGITS = {"rows": 4, "response_tokens": 64, "vocabulary": 30_000}
+QUICK_LOGITS = {"rows": 4, "response_tokens": 64, "vocabulary": 60_000}
 QUICK_LENGTHS = {"rows": 8, "response_tokens": 40, "longest": 256}
 COPIES = 5
 """Of [tokens, vocabulary] in float32 that fit in memory before whole logits are tried: four, and room."""
