@@ -5,17 +5,14 @@ Made by `client.py` and `store.py`; carried by `transport.py` and `server.py`.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import pyarrow as pa
 
 from penstock.store.blocks import Payload, by_value
 from penstock.store.errors import StoreError
 from penstock.store.group import Facts
-from penstock.store.layout import Placed
-
-Parcel: TypeAlias = "pa.RecordBatch | Placed"
-"""A batch on its way: by value, or where it lies."""
+from penstock.store.layout import Parcel, Placed
 
 WITHDRAWN = -1
 """The number of a group that its caller has withdrawn before it was admitted."""

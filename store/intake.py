@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import pyarrow as pa
 
 from penstock.store.blocks import Block
-from penstock.store.calls import Parcel
 from penstock.store.errors import StoreError
-from penstock.store.layout import Placed
+from penstock.store.layout import Parcel, Placed
 from penstock.store.schema import ARROW_TYPES, check_types
 from penstock.store.segments import Segments
 from penstock.store.spec import StoreSpec

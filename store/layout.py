@@ -8,6 +8,7 @@ The note travels in the calls, the bytes do not. Written by `arena.py`, read by 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -39,6 +40,10 @@ class Placed:
     @property
     def names(self) -> list[str]:
         return [name for name, _, _ in self.columns]
+
+
+Parcel: TypeAlias = "pa.RecordBatch | Placed"
+"""A batch on its way: by value, or where it lies."""
 
 
 def aligned(nbytes: int) -> int:

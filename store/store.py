@@ -19,10 +19,11 @@ from typing import Any
 
 from penstock.store import snapshot
 from penstock.store.blocks import Blocks
-from penstock.store.calls import WITHDRAWN, Ask, Granted, Parcel, Result, Write
+from penstock.store.calls import WITHDRAWN, Ask, Granted, Result, Write
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.group import Facts
 from penstock.store.intake import Intake
+from penstock.store.layout import Parcel
 from penstock.store.leases import HeldLease
 from penstock.store.ledger import Ledger, check_group_bytes
 from penstock.store.report import describe, stats
