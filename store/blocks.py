@@ -15,7 +15,7 @@ import pyarrow.compute  # what `take` imports on its first call, a tenth of a se
 
 from penstock.algorithms.columns import Column
 from penstock.store.errors import UnknownColumn
-from penstock.store.group import bits, spans_of
+from penstock.store.ledger.group import bits, spans_of
 from penstock.store.rows import Rows
 from penstock.store.schema import arrow_type
 

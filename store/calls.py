@@ -11,8 +11,8 @@ import pyarrow as pa
 
 from penstock.store.blocks import Payload, by_value
 from penstock.store.errors import StoreError
-from penstock.store.group import Facts
 from penstock.store.layout import Parcel, Placed
+from penstock.store.ledger.group import Facts
 
 WITHDRAWN = -1
 """The number of a group that its caller has withdrawn before it was admitted."""

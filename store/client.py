@@ -29,11 +29,11 @@ from penstock.store.arena import Slot
 from penstock.store.blocks import assemble
 from penstock.store.calls import Ask, Granted, Write
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, StoreUnreachable, UnknownColumn
-from penstock.store.group import Facts
 from penstock.store.heartbeat import Heartbeat
 from penstock.store.inlet import Inlet
 from penstock.store.lease import Lease, SharedLease, Values
-from penstock.store.ledger import check_group_bytes
+from penstock.store.ledger.group import Facts
+from penstock.store.ledger.ledger import check_group_bytes
 from penstock.store.outbox import Outbox
 from penstock.store.rows import Rows
 from penstock.store.schema import encode, size_of

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.store.arena import Slot
-from penstock.store.group import Facts
+from penstock.store.ledger.group import Facts
 from penstock.store.transport import Link
 
 

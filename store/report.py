@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from penstock.store.ledger import Ledger
+from penstock.store.ledger.ledger import Ledger
 
 Described = dict[str, Any]
 

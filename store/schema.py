@@ -12,7 +12,7 @@ import pyarrow as pa
 
 from penstock.algorithms.columns import Column
 from penstock.store.errors import NotFinite, WrongLength, WrongType
-from penstock.store.group import NO_VERSION, Facts
+from penstock.store.ledger.group import NO_VERSION, Facts
 
 _SCALARS = {
     "int32": pa.int32(),

@@ -24,9 +24,9 @@ import xxhash
 
 from penstock.store.blocks import Block, Blocks, assemble
 from penstock.store.errors import CorruptSnapshot, StoreError
-from penstock.store.group import bits
-from penstock.store.ledger import Ledger
-from penstock.store.ledger_state import groups_table, living_groups, restore_ledger, scalars
+from penstock.store.ledger.group import bits
+from penstock.store.ledger.ledger import Ledger
+from penstock.store.ledger.state import groups_table, living_groups, restore_ledger, scalars
 from penstock.store.spec import StoreSpec
 
 FORMAT = 1

@@ -21,11 +21,11 @@ from penstock.store import snapshot
 from penstock.store.blocks import Blocks
 from penstock.store.calls import WITHDRAWN, Ask, Granted, Result, Write
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
-from penstock.store.group import Facts
 from penstock.store.intake import Intake
 from penstock.store.layout import Parcel
-from penstock.store.leases import HeldLease
-from penstock.store.ledger import Ledger, check_group_bytes
+from penstock.store.ledger.group import Facts
+from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.ledger import Ledger, check_group_bytes
 from penstock.store.report import describe, stats
 from penstock.store.segments import Segments
 from penstock.store.server import Endpoint, Server

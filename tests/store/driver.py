@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.store.group import Facts
-from penstock.store.leases import HeldLease
-from penstock.store.ledger import Ledger
+from penstock.store.ledger.group import Facts
+from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StageSpec, StoreSpec
 
 STAGES = (

@@ -19,7 +19,7 @@ def test_the_store_loads_neither_torch_nor_ray() -> None:
 
 
 def test_the_ledger_loads_no_arrow_and_no_event_loop() -> None:
-    assert not loaded_by("penstock.store.ledger") & {"torch", "ray", "pyarrow", "numpy", "asyncio"}
+    assert not loaded_by("penstock.store.ledger.ledger") & {"torch", "ray", "pyarrow", "numpy", "asyncio"}
 
 
 @pytest.mark.parametrize("name", errors.__all__)

@@ -6,8 +6,8 @@ import pytest
 
 from penstock.store.client import StoreClient
 from penstock.store.errors import StoreError
-from penstock.store.group import TURN_BITS, priority_of, turn_of
 from penstock.store.lease import Lease
+from penstock.store.ledger.group import TURN_BITS, priority_of, turn_of
 from penstock.store.rows import Rows
 from penstock.store.store import Store
 from penstock.store.stream import LeaseStream

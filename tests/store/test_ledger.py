@@ -16,7 +16,7 @@ from penstock.store.errors import (
     UnknownStage,
     WrongLength,
 )
-from penstock.store.group import Facts
+from penstock.store.ledger.group import Facts
 from tests.store.driver import Driver, facts_for, facts_of, make_spec
 
 

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.store.errors import LeaseExpired, StoreError
-from penstock.store.leases import HeldLease
-from penstock.store.ledger_state import groups_table, living_groups, restore_ledger, scalars
-from penstock.store.rounds import Round
+from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.rounds import Round
+from penstock.store.ledger.state import groups_table, living_groups, restore_ledger, scalars
 from tests.store.driver import Driver, facts_for, facts_of, make_spec
 
 STEPS = 20

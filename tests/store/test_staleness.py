@@ -16,9 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.store.errors import LeaseExpired
-from penstock.store.leases import HeldLease
-from penstock.store.ledger import Ledger
-from penstock.store.ledger_state import groups_table, living_groups, restore_ledger, scalars
+from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.ledger import Ledger
+from penstock.store.ledger.state import groups_table, living_groups, restore_ledger, scalars
 from tests.store.driver import Driver, make_spec
 
 UPDATES = 25

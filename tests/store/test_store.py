@@ -24,7 +24,7 @@ from penstock.store.errors import (
     WrongType,
 )
 from penstock.store.lease import Lease
-from penstock.store.ledger_state import groups_table, living_groups, scalars
+from penstock.store.ledger.state import groups_table, living_groups, scalars
 from penstock.store.spec import StageSpec
 from penstock.store.store import Store
 from penstock.store.sync_client import SyncStoreClient

@@ -9,7 +9,7 @@ I/O. Every call either raises and changes nothing, or succeeds. Costs do not dep
 
 What it promises:
 - a row is trained at most once, and every row ends trained or dropped with a counted reason;
-- no token of a trained row is more than `max_staleness` updates old (see `store/admission.py` for the proof);
+- no token of a trained row is more than `max_staleness` updates old (see `admission.py` for the proof);
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
 - results of a row enter once, whoever computed them; a writer whose lease is over is told unless they are there.
 """
@@ -18,7 +18,6 @@ import operator
 from collections.abc import Iterable, Sequence
 
 from penstock.conf.errors import suggest
-from penstock.store.audit import audit
 from penstock.store.errors import (
     DuplicateRow,
     LeaseExpired,
@@ -29,11 +28,12 @@ from penstock.store.errors import (
     UnknownStage,
     WrongLength,
 )
-from penstock.store.group import Facts, Group, bits, mask_of, row_ids, spans_of
-from penstock.store.leases import HeldLease
-from penstock.store.readiness import Stage
-from penstock.store.residents import Residents
-from penstock.store.rounds import Round, Rounds
+from penstock.store.ledger.audit import audit
+from penstock.store.ledger.group import Facts, Group, bits, mask_of, row_ids, spans_of
+from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.readiness import Stage
+from penstock.store.ledger.residents import Residents
+from penstock.store.ledger.rounds import Round, Rounds
 from penstock.store.spec import StoreSpec
 
 

@@ -1,17 +1,17 @@
 """The resident groups and the few moves that all events are made of: admit, hold, let go, drop, forget.
 
-`store/ledger.py` turns events into these moves; `store/rounds.py` forms batches with them. Each keeps groups, leases,
-credits and counters consistent with one another, and `store/audit.py` checks that they are.
+`ledger.py` turns events into these moves; `rounds.py` forms batches with them. Each keeps groups, leases,
+credits and counters consistent with one another, and `audit.py` checks that they are.
 """
 
 from collections import Counter
 
 from penstock.conf.errors import suggest
-from penstock.store.admission import Credits
 from penstock.store.errors import UnknownRow, UnknownStage
-from penstock.store.group import Group, bits, masks_of
-from penstock.store.leases import HeldLease, LeaseBook
-from penstock.store.readiness import Readiness, Stage
+from penstock.store.ledger.admission import Credits
+from penstock.store.ledger.group import Group, bits, masks_of
+from penstock.store.ledger.leases import HeldLease, LeaseBook
+from penstock.store.ledger.readiness import Readiness, Stage
 from penstock.store.spec import StoreSpec
 
 

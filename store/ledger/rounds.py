@@ -1,18 +1,18 @@
 """Leases that all ranks of a data-parallel group share: the first to ask forms one, each gets its part of it.
 
 The train stage's round is the batch of one policy update: exactly `groups_per_step` whole groups in order, each token
-fresh enough. Called by `store/ledger.py` only.
+fresh enough. Called by `ledger.py` only.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
 
-from penstock.store.balance import balance, row_cost
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
-from penstock.store.group import NO_VERSION, Group, row_ids
-from penstock.store.order import choose_groups
-from penstock.store.readiness import Stage
-from penstock.store.residents import Residents
+from penstock.store.ledger.balance import balance, row_cost
+from penstock.store.ledger.group import NO_VERSION, Group, row_ids
+from penstock.store.ledger.order import choose_groups
+from penstock.store.ledger.readiness import Stage
+from penstock.store.ledger.residents import Residents
 
 KEPT_ROUNDS = 8
 """Rounds of a stage that are remembered after their end, for ranks that ask or acknowledge again."""

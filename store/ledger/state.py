@@ -10,8 +10,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.store.group import Group, priority_of
-from penstock.store.ledger import Ledger
+from penstock.store.ledger.group import Group, priority_of
+from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StoreSpec
 
 _LISTS = pa.list_(pa.int64())

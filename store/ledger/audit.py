@@ -2,10 +2,10 @@
 run."""
 
 from penstock.store.errors import BrokenInvariant
-from penstock.store.group import Group
-from penstock.store.readiness import free_rows, num_units
-from penstock.store.residents import Residents
-from penstock.store.rounds import Rounds
+from penstock.store.ledger.group import Group
+from penstock.store.ledger.readiness import free_rows, num_units
+from penstock.store.ledger.residents import Residents
+from penstock.store.ledger.rounds import Rounds
 
 
 def audit(residents: Residents, rounds: Rounds) -> None:

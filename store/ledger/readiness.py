@@ -8,7 +8,7 @@ place. How long units wait for somebody to lease them follows from the same coun
 import heapq
 from collections.abc import Callable
 
-from penstock.store.group import TURN_BITS, Group, bits
+from penstock.store.ledger.group import TURN_BITS, Group, bits
 from penstock.store.spec import StoreSpec
 
 
