@@ -24,7 +24,7 @@ from benchmarks.harness import Target, parse_arguments, print_targets, write_jso
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.trainer.checkpointing.training_state import TrainingState
 from penstock.workers.trainer.trainer import PolicyTrainer

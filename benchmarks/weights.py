@@ -33,7 +33,7 @@ from rich.table import Table
 from benchmarks.harness import Child, Target, parse_arguments, print_targets, write_json
 from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, private_bytes
 from penstock.conf.model import FreshModelConfig
-from penstock.store.roots import SHARED_MEMORY, claim_root, remove_root
+from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.models.fresh import character_tokenizer
 from penstock.workers.weights.publication import reclaim
 

@@ -36,8 +36,8 @@ from penstock.orchestrator.run import is_refusal, starting_model, weights_root
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.waiting import get_all
 from penstock.orchestrator.weight_sync import WeightSync
+from penstock.store.data.rows import Rows
 from penstock.store.ledger.balance import balance, row_cost
-from penstock.store.rows import Rows
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling

@@ -32,7 +32,7 @@ from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
 from penstock.orchestrator.reporting.status import note_connection
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.store.roots import PREFIX, SHARED_MEMORY, claim_root, remove_root, sweep_stale
+from penstock.store.data.roots import PREFIX, SHARED_MEMORY, claim_root, remove_root, sweep_stale
 from penstock.workers.models.fresh import build_fresh_model
 
 

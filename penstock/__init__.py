@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from penstock.orchestrator.configuration.compose import load_config as load_config
     from penstock.orchestrator.handles import session as session
     from penstock.orchestrator.run import run as run
-    from penstock.store.rows import Rows as Rows
+    from penstock.store.data.rows import Rows as Rows
     from penstock.workers.reward.registry import reward as reward
 
 _HOMES = {

@@ -12,8 +12,8 @@ from typing import Any
 
 from penstock.store import store
 from penstock.store.calls import with_values
-from penstock.store.roots import PREFIX, SHARED_MEMORY, sweep_stale
-from penstock.store.segments import Segments
+from penstock.store.data.roots import PREFIX, SHARED_MEMORY, sweep_stale
+from penstock.store.data.segments import Segments
 from penstock.store.spec import StoreSpec
 
 MAX_WAITING_CALLS = 10_000

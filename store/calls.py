@@ -9,9 +9,9 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.store.blocks import Payload, by_value
+from penstock.store.data.blocks import Payload, by_value
+from penstock.store.data.layout import Parcel, Placed
 from penstock.store.errors import StoreError
-from penstock.store.layout import Parcel, Placed
 from penstock.store.ledger.group import Facts
 
 WITHDRAWN = -1

@@ -25,9 +25,11 @@ import pyarrow as pa
 
 from penstock.algorithms.columns import Column
 from penstock.conf.errors import WorkerDied, suggest
-from penstock.store.arena import Slot
-from penstock.store.blocks import assemble
 from penstock.store.calls import Ask, Granted, Write
+from penstock.store.data.arena import Slot
+from penstock.store.data.blocks import assemble
+from penstock.store.data.rows import Rows
+from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, StoreUnreachable, UnknownColumn
 from penstock.store.heartbeat import Heartbeat
 from penstock.store.inlet import Inlet
@@ -35,8 +37,6 @@ from penstock.store.lease import Lease, SharedLease, Values
 from penstock.store.ledger.group import Facts
 from penstock.store.ledger.ledger import check_group_bytes
 from penstock.store.outbox import Outbox
-from penstock.store.rows import Rows
-from penstock.store.schema import encode, size_of
 from penstock.store.spec import StageSpec, StoreSpec
 from penstock.store.store import Store
 from penstock.store.stream import LeaseStream

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.store.arena import Slot
+from penstock.store.data.arena import Slot
 from penstock.store.ledger.group import Facts
 from penstock.store.transport import Link
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 Values = dict[str, Any]
 """By column one value a row: a list or `[N]` array; for ragged columns a list of lists or of `[T_i]` arrays."""

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 from penstock.store.calls import refs_of
+from penstock.store.data.segments import Segments
+from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
 from penstock.store.peers import MANY, bind, is_same_user
-from penstock.store.segments import Segments
-from penstock.store.soon import Soon
 from penstock.store.wire import Wire
 
 WITHOUT_WAITING = ("many",)

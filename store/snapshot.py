@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
-from penstock.store.blocks import Block, Blocks, assemble
+from penstock.store.data.blocks import Block, Blocks, assemble
 from penstock.store.errors import CorruptSnapshot, StoreError
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.ledger import Ledger

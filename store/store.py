@@ -18,16 +18,16 @@ from pathlib import Path
 from typing import Any
 
 from penstock.store import snapshot
-from penstock.store.blocks import Blocks
 from penstock.store.calls import WITHDRAWN, Ask, Granted, Result, Write
+from penstock.store.data.blocks import Blocks
+from penstock.store.data.intake import Intake
+from penstock.store.data.layout import Parcel
+from penstock.store.data.segments import Segments
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
-from penstock.store.intake import Intake
-from penstock.store.layout import Parcel
 from penstock.store.ledger.group import Facts
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger, check_group_bytes
 from penstock.store.report import describe, stats
-from penstock.store.segments import Segments
 from penstock.store.server import Endpoint, Server
 from penstock.store.sharing import PATIENCE_S, Sharing
 from penstock.store.spec import StoreSpec

@@ -16,15 +16,15 @@ import pyarrow as pa
 
 from penstock.conf.errors import PartnerGone, StoreError
 from penstock.store import peers, pulse
-from penstock.store.arena import Arena, Slot
 from penstock.store.calls import refs_of
+from penstock.store.data.arena import Arena, Slot
+from penstock.store.data.layout import Placed
+from penstock.store.data.mappings import Mappings
+from penstock.store.data.segments import Notice
+from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreUnreachable
-from penstock.store.layout import Placed
-from penstock.store.mappings import Mappings
 from penstock.store.pulse import Pulse
-from penstock.store.segments import Notice
 from penstock.store.server import Endpoint
-from penstock.store.soon import Soon
 from penstock.store.store import Store
 from penstock.store.wire import Wire
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.conf.rollout import SamplingConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 
 @dataclass(frozen=True)

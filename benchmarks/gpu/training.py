@@ -24,7 +24,7 @@ from benchmarks.gpu.machine import count_gpus, gpu_names, write_model
 from benchmarks.harness import parse_arguments, write_json
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.actor import Trainer
 from penstock.workers.trainer.spec import TrainerSpec
 

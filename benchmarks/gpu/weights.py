@@ -28,7 +28,7 @@ from benchmarks.gpu.machine import count_gpus, gpu_names, write_model
 from benchmarks.harness import parse_arguments, write_json
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
-from penstock.store.roots import SHARED_MEMORY, claim_root, remove_root
+from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.making import TrainerSide, make_transport

@@ -8,7 +8,7 @@ import pytest
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.handles import Group
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 
 class Asked(Group):

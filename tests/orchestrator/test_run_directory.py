@@ -16,7 +16,7 @@ from penstock.orchestrator.cluster import namespace_of
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.reporting.timeline import Timeline
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 
 def config_in(tmp_path: Path, *words: str) -> RunConfig:

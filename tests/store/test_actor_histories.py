@@ -23,9 +23,9 @@ import pyarrow as pa
 import pytest
 
 from penstock.store.client import StoreClient
+from penstock.store.data.roots import OWNER_NAME, SHARED_MEMORY
 from penstock.store.errors import LeaseExpired
 from penstock.store.lease import SharedLease
-from penstock.store.roots import OWNER_NAME, SHARED_MEMORY
 from tests.store.driver import make_spec
 from tests.store.players import STAGES, Served, group, start_workers, values_of
 

@@ -19,9 +19,9 @@ import pytest
 
 from penstock.conf.errors import WorkerDied
 from penstock.store.client import StoreClient
+from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
 from penstock.store.heartbeat import Heartbeat
-from penstock.store.segments import Segments
 from penstock.store.server import Endpoint
 from penstock.store.store import Store
 from tests.store.driver import make_spec

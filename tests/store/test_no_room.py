@@ -10,10 +10,10 @@ import asyncio, sys, tempfile
 from pathlib import Path
 import numpy as np
 import pyarrow as pa
-from penstock.store.arena import Arena
+from penstock.store.data.arena import Arena
 from penstock.store.errors import StoreError
-from penstock.store.mappings import Mappings
-from penstock.store.segments import Segments
+from penstock.store.data.mappings import Mappings
+from penstock.store.data.segments import Segments
 from tests.store.test_segments import files_in
 
 MB = 2**20

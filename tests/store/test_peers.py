@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from penstock.store.client import StoreClient
-from penstock.store.roots import SHARED_MEMORY, remove_root
-from penstock.store.segments import Segments
+from penstock.store.data.roots import SHARED_MEMORY, remove_root
+from penstock.store.data.segments import Segments
 from penstock.store.server import Endpoint
 from penstock.store.store import Store
 from penstock.store.transport import OverSocket

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.store.roots import OWNER_NAME, claim_root, sweep_stale
+from penstock.store.data.roots import OWNER_NAME, claim_root, sweep_stale
 
-CLAIM = "import sys; from penstock.store.roots import claim_root; claim_root(sys.argv[1])"
+CLAIM = "import sys; from penstock.store.data.roots import claim_root; claim_root(sys.argv[1])"
 
 
 def test_the_root_of_a_dead_process_is_removed(tmp_path: Path) -> None:

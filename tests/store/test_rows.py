@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreError, UnknownColumn, WrongLength
-from penstock.store.rows import Rows
 
 ROWS = {"prompt_ids": [[5, 6], [5, 6], [], [7]], "reward": [1.0, 0.0, 2.0, 3.0], "task": ["a", "b", "c", "d"]}
 

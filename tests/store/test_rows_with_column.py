@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
+from penstock.store.data.rows import Rows
 from penstock.store.errors import WrongLength
-from penstock.store.rows import Rows
 
 ROWS = Rows.from_lists({"prompt_ids": [[5, 6], [7]]}, group_ids=[3, 4])
 

@@ -12,10 +12,10 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from penstock.store.arena import Arena
+from penstock.store.data.arena import Arena
+from penstock.store.data.roots import OWNER_NAME
+from penstock.store.data.segments import POOLED_SHARE, Segments
 from penstock.store.errors import StoreError
-from penstock.store.roots import OWNER_NAME
-from penstock.store.segments import POOLED_SHARE, Segments
 from penstock.store.server import Endpoint
 from penstock.store.store import Store
 from tests.store.test_wire import serve, visit
@@ -120,7 +120,7 @@ def test_all_who_have_ever_mapped_a_file_hear_that_it_is_gone(tmp_path: Path) ->
 
 DIES = """
 import os, signal, sys
-from penstock.store.segments import Segments
+from penstock.store.data.segments import Segments
 Segments(sys.argv[1] + "/penstock-dead", sys.argv[2] + "/penstock-dead", 1000)
 os.kill(os.getpid(), signal.SIGKILL)
 """

@@ -17,8 +17,8 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from penstock.conf.errors import PartnerGone
 from penstock.store.calls import Ask, with_values
 from penstock.store.client import StoreClient
+from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreUnreachable
-from penstock.store.segments import Segments
 from penstock.store.store import Store
 from penstock.store.transport import OverRay
 from tests.store.driver import make_spec

@@ -12,9 +12,9 @@ import pytest
 
 from penstock.conf.errors import WorkerDied
 from penstock.store.client import StoreClient
+from penstock.store.data.roots import OWNER_NAME
+from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
-from penstock.store.roots import OWNER_NAME
-from penstock.store.segments import Segments
 from penstock.store.server import Endpoint, Server
 from penstock.store.store import Store
 from penstock.store.transport import Lazy, OverSocket

@@ -16,7 +16,7 @@ import torch
 from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Stage
 from penstock.conf.errors import DataflowError, LeaseExpired
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from penstock.conf.errors import LeaseExpired, RewardFailure
 from penstock.conf.reward import RewardConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.reward.outcome import Result, RewardError
 from penstock.workers.reward.pool import RewardPool
 

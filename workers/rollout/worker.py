@@ -18,8 +18,8 @@ import numpy as np
 
 from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired
 from penstock.store.client import StoreClient
+from penstock.store.data.rows import Rows
 from penstock.store.lease import Lease
-from penstock.store.rows import Rows
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"

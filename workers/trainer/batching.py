@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from penstock.conf.errors import DataError
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a

@@ -17,7 +17,7 @@ import numpy as np
 
 from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Stage
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
 from penstock.workers.trainer.carried import states_from_text, states_to_text

@@ -13,7 +13,7 @@ import numpy as np
 import ray
 
 from penstock.conf.weights import WeightsConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.files import SavedFile
 from penstock.workers.protocols import Loss, Publication, UpdateReport

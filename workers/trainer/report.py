@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 
 @dataclass(frozen=True)

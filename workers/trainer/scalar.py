@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.batching import MicroBatch
 from penstock.workers.trainer.loss_inputs import LossInputs
 from penstock.workers.trainer.models.policy_model import max_length

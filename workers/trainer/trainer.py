@@ -25,7 +25,7 @@ from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer import batching, deadlines, writing
 from penstock.workers.trainer.batching import MicroBatch

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.conf.errors import LeaseExpired
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport, TrainedRows

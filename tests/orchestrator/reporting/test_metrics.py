@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 TIMES = StepTimes(
     step_s=2.0, phase_s={"rollout": 1.2, "train": 0.5, "evaluation": 0.1}, busy_s={"rollout": 1.5, "train": 0.5}

@@ -15,7 +15,7 @@ from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.summary import cards
 from penstock.orchestrator.reporting.svg import Scale, nice_step
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 
 VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "br"}
 

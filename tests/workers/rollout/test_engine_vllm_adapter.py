@@ -15,7 +15,7 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError, PenstockError, WeightError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 from penstock.workers.rollout.vllm_setup import adapter_arguments

@@ -16,7 +16,7 @@ import torch
 
 from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import deepspeed_runtime, fsdp
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, random_rows

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from penstock.algorithms.losses import ppo_clip_loss, value_loss
 from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.tally import with_explained_variance

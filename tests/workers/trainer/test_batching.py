@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer import batching
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)

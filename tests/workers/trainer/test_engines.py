@@ -9,7 +9,7 @@ import torch
 
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm, open_causal_lm
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.trainer import PolicyTrainer, make_engine

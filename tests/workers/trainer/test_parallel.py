@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp, tensor_parallel, ulysses
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.models.policy_model import load_causal_lm

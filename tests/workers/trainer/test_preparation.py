@@ -15,7 +15,7 @@ from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import CheckpointError, DataflowError
 from penstock.conf.policy_gradient import PolicyGradientConfig, ReinforcePpConfig
 from penstock.conf.ppo import PpoConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.store.spec import StoreSpec
 from penstock.workers.protocols import UpdateReport
 from penstock.workers.trainer.preparation import Preparation

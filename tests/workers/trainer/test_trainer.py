@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.errors import DataError, DataflowError
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Trainer
 from penstock.workers.trainer import batching
 from penstock.workers.trainer.trainer import PolicyTrainer

@@ -13,7 +13,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client import StoreClient
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.store.spec import StoreSpec
 from penstock.store.store import Store
 from penstock.store.sync_client import SyncStoreClient

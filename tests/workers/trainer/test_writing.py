@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.algorithms.losses import sft_loss
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication import open_publication
 from tests.workers.trainer.conftest import ENGINES

@@ -13,7 +13,7 @@ import torch
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import CheckpointError
 from penstock.conf.model import FreshModelConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.trainer.checkpointing.reading import load
 from penstock.workers.trainer.checkpointing.saver import Saver

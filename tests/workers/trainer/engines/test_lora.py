@@ -20,7 +20,7 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import LoraConfig, TrainerConfig
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.lora import adapted_layers, hf_name, is_adapter, target_layers

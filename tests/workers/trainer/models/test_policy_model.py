@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ModelError
-from penstock.store.rows import Rows
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer import batching
 from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm
 

@@ -14,8 +14,8 @@ import pyarrow as pa
 
 from penstock.algorithms.columns import STANDARD_COLUMNS
 from penstock.conf.errors import StoreError
+from penstock.store.data.schema import arrow_type
 from penstock.store.errors import UnknownColumn, WrongLength
-from penstock.store.schema import arrow_type
 
 
 class Rows:

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from penstock.store.layout import Placed, Span, aligned, buffers_of
+from penstock.store.data.layout import Placed, Span, aligned, buffers_of
 
 STEP = 1 << 16
 """Bytes by which a file grows at least."""

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute  # what `take` imports on its first call, a tenth of a second too late
 
 from penstock.algorithms.columns import Column
+from penstock.store.data.rows import Rows
+from penstock.store.data.schema import arrow_type
 from penstock.store.errors import UnknownColumn
 from penstock.store.ledger.group import bits, spans_of
-from penstock.store.rows import Rows
-from penstock.store.schema import arrow_type
 
 
 class Block:

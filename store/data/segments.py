@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from penstock.store.arena import Arena
+from penstock.store.data.arena import Arena
+from penstock.store.data.layout import Placed
+from penstock.store.data.mappings import Mappings
+from penstock.store.data.roots import claim_root, remove_root, sweep_stale
+from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
-from penstock.store.layout import Placed
-from penstock.store.mappings import Mappings
-from penstock.store.roots import claim_root, remove_root, sweep_stale
-from penstock.store.soon import Soon
 
 POOLED_SHARE = 8
 """One part in so many of the budget may lie idle with the writers, beside what is in use."""

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 import pyarrow as pa
 
-from penstock.store.schema import ARROW_TYPES
+from penstock.store.data.schema import ARROW_TYPES
 
 ALIGN = 64
 """What Arrow recommends, so that vector instructions may be used."""

@@ -4,11 +4,11 @@ from collections.abc import Iterable
 
 import pyarrow as pa
 
-from penstock.store.blocks import Block
+from penstock.store.data.blocks import Block
+from penstock.store.data.layout import Parcel, Placed
+from penstock.store.data.schema import ARROW_TYPES, check_types
+from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
-from penstock.store.layout import Parcel, Placed
-from penstock.store.schema import ARROW_TYPES, check_types
-from penstock.store.segments import Segments
 from penstock.store.spec import StoreSpec
 
 

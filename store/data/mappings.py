@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import pyarrow as pa
 
+from penstock.store.data.layout import Placed, read
 from penstock.store.errors import StoreError
-from penstock.store.layout import Placed, read
 
 
 class Use:
