@@ -20,7 +20,7 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.sharing import SharedDevices, plan_sharing
 from penstock.orchestrator.waiting import get_all
-from penstock.store.actor import create_store_actor, end_store_actor
+from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts

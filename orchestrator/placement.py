@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.store.actor import STORE
+from penstock.store.service.actor import STORE
 
 
 @dataclass(frozen=True)

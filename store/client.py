@@ -25,7 +25,6 @@ import pyarrow as pa
 
 from penstock.algorithms.columns import Column
 from penstock.conf.errors import WorkerDied, suggest
-from penstock.store.calls import Ask, Granted, Write
 from penstock.store.data.arena import Slot
 from penstock.store.data.blocks import assemble
 from penstock.store.data.rows import Rows
@@ -37,8 +36,9 @@ from penstock.store.lease import Lease, SharedLease, Values
 from penstock.store.ledger.group import Facts
 from penstock.store.ledger.ledger import check_group_bytes
 from penstock.store.outbox import Outbox
+from penstock.store.service.calls import Ask, Granted, Write
+from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
-from penstock.store.store import Store
 from penstock.store.stream import LeaseStream
 from penstock.store.transport import link_to
 
@@ -97,7 +97,7 @@ class StoreClient:
 
         What is free is shared among those that ask. `max_tokens`: bound of the rows' prompt and response tokens
         together, 0 for none. `owner`: who it is, for `describe` and `abandon`. `max_held`: for a client that asks
-        whenever it holds fewer units of the stage, one of `num_peers` (`store/sharing.py`). None when the store is
+        whenever it holds fewer units of the stage, one of `num_peers` (`store/service/sharing.py`). None when the store is
         closed.
         """
         leases = await self._ask(Ask(stage, max_units, owner, max_tokens, max_held=max_held, num_peers=num_peers))

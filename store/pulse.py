@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.conf.errors import PartnerGone
-from penstock.store import peers
-from penstock.store.wire import pieces, receive
+from penstock.store.service import peers
+from penstock.store.service.wire import pieces, receive
 
 if TYPE_CHECKING:
-    from penstock.store.store import Store
+    from penstock.store.service.store import Store
 
 
 class Pulse(Protocol):

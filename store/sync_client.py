@@ -10,7 +10,7 @@ import numpy as np
 from penstock.store.client import StoreClient
 from penstock.store.errors import StoreError
 from penstock.store.lease import Lease, SharedLease, Values
-from penstock.store.store import Store
+from penstock.store.service.store import Store
 
 T = TypeVar("T")
 

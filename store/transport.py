@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from penstock.conf.errors import PartnerGone, StoreError
-from penstock.store import peers, pulse
-from penstock.store.calls import refs_of
 from penstock.store.data.arena import Arena, Slot
 from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings
@@ -24,9 +22,11 @@ from penstock.store.data.segments import Notice
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreUnreachable
 from penstock.store.pulse import Pulse
-from penstock.store.server import Endpoint
-from penstock.store.store import Store
-from penstock.store.wire import Wire
+from penstock.store.service import peers, pulse
+from penstock.store.service.calls import refs_of
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
+from penstock.store.service.wire import Wire
 
 ONCE_ONLY = ("put", "lease", "snapshot")
 """Calls that may not be repeated when it is not known whether they were carried out: groups would be admitted twice,

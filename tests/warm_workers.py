@@ -63,7 +63,7 @@ MODULES = (
     "penstock.workers.prompts.actor",
     "penstock.workers.reward.actor",
     "penstock.workers.compute.actor",
-    "penstock.store.actor",
+    "penstock.store.service.actor",
 )
 VLLM_MODULES = (
     "vllm.v1.engine.async_llm",

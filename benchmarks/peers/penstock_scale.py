@@ -24,8 +24,8 @@ import ray
 import xxhash
 
 from penstock.algorithms.columns import STANDARD_COLUMNS
-from penstock.store.actor import create_store_actor, end_store_actor
 from penstock.store.client import StoreClient
+from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StageSpec, StoreSpec
 
 Request = dict[str, Any]

@@ -26,9 +26,9 @@ import numpy as np
 import ray
 
 from penstock.algorithms.columns import STANDARD_COLUMNS
-from penstock.store.actor import create_store_actor, end_store_actor
 from penstock.store.client import StoreClient
 from penstock.store.lease import Lease
+from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StageSpec, StoreSpec
 
 PROMPT_TOKENS = 32

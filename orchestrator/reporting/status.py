@@ -15,8 +15,8 @@ from rich.table import Table
 
 from penstock.conf.errors import ConfigError, ResourceError
 from penstock.orchestrator.run_directory import ENDS, STARTS, RunDirectory
-from penstock.store.actor import STORE
 from penstock.store.client import StoreClient
+from penstock.store.service.actor import STORE
 
 ANSWER_S = 20.0
 """Deadline of the store's answer."""

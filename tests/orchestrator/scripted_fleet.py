@@ -24,8 +24,8 @@ from penstock.orchestrator.reporting.sinks import JsonLines
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.store.client import StoreClient
 from penstock.store.errors import StoreClosed
+from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.store.store import Store
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling

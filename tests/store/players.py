@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.store.client import StoreClient
 from penstock.store.lease import Lease, SharedLease
-from penstock.store.store import Store
+from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 
 STAGES = ("rollout", "reward", "reference", "group_advantage")

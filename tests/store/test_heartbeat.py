@@ -22,8 +22,8 @@ from penstock.store.client import StoreClient
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
 from penstock.store.heartbeat import Heartbeat
-from penstock.store.server import Endpoint
-from penstock.store.store import Store
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import group, run, values_of
 
@@ -274,7 +274,7 @@ def test_leases_survive_a_store_that_stands_still() -> None:
 WORKER = """
 import asyncio, sys
 from penstock.store.client import StoreClient
-from penstock.store.server import Endpoint
+from penstock.store.service.server import Endpoint
 
 async def main():
     lease = await StoreClient(Endpoint("", sys.argv[1], tuple(sys.argv[2:]))).lease("rollout", 1, "stopped")

@@ -9,7 +9,7 @@ from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreError
 from penstock.store.lease import Lease
 from penstock.store.ledger.group import TURN_BITS, priority_of, turn_of
-from penstock.store.store import Store
+from penstock.store.service.store import Store
 from penstock.store.stream import LeaseStream
 from tests.store.driver import Driver, make_spec
 from tests.store.players import group, run

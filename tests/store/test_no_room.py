@@ -98,7 +98,7 @@ def test_where_nothing_has_room_a_batch_is_refused_by_the_keys_that_mend_it_and_
     body = """
 from tests.store.driver import make_spec
 from tests.store.test_wire import visit
-from penstock.store.store import Store
+from penstock.store.service.store import Store
 
 async def main():
     spec = make_spec(group_size=1, inline_bytes=1000)

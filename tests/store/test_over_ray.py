@@ -9,10 +9,10 @@ import pytest
 import ray
 
 from penstock.conf.errors import PartnerGone
-from penstock.store.calls import Ask
 from penstock.store.client import StoreClient
 from penstock.store.errors import LeaseExpired, UnknownStage
 from penstock.store.lease import Lease
+from penstock.store.service.calls import Ask
 from penstock.store.transport import Lazy, OverRay, OverSocket
 from tests.store.driver import make_spec
 from tests.store.players import group, train, values_of
@@ -26,7 +26,7 @@ ANSWER_S = 60.0
 
 @pytest.fixture(scope="module")
 def handle(cluster: str) -> Iterator[Any]:
-    from penstock.store.actor import create_store_actor, end_store_actor
+    from penstock.store.service.actor import create_store_actor, end_store_actor
 
     handle = create_store_actor(make_spec(lease_timeout_s=600.0, max_active_groups=8, max_staleness=3), "elsewhere")
     yield handle

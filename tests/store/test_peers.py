@@ -14,10 +14,10 @@ import pytest
 from penstock.store.client import StoreClient
 from penstock.store.data.roots import SHARED_MEMORY, remove_root
 from penstock.store.data.segments import Segments
-from penstock.store.server import Endpoint
-from penstock.store.store import Store
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
+from penstock.store.service.wire import Wire
 from penstock.store.transport import OverSocket
-from penstock.store.wire import Wire
 from tests.store.driver import make_spec
 
 NOBODY = 65534

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.store.client import StoreClient
 from penstock.store.errors import TooLarge
-from penstock.store.store import Store
+from penstock.store.service.store import Store
 from tests.store.players import group, run, train, values_of
 
 HUGE = {"prompt_ids": np.zeros(1000, np.int32), "task": "{}"}

@@ -16,8 +16,8 @@ from penstock.store.data.arena import Arena
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import POOLED_SHARE, Segments
 from penstock.store.errors import StoreError
-from penstock.store.server import Endpoint
-from penstock.store.store import Store
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
 from tests.store.test_wire import serve, visit
 
 KB = 1000

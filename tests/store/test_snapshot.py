@@ -12,9 +12,9 @@ import pytest
 
 from penstock.store.client import StoreClient
 from penstock.store.errors import CorruptSnapshot, LeaseExpired, StoreError
-from penstock.store.snapshot import snapshots
+from penstock.store.service.snapshot import snapshots
+from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.store.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import Served, group, start_workers, train, values_of, work
 

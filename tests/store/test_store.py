@@ -25,8 +25,8 @@ from penstock.store.errors import (
 )
 from penstock.store.lease import Lease
 from penstock.store.ledger.state import groups_table, living_groups, scalars
+from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec
-from penstock.store.store import Store
 from penstock.store.sync_client import SyncStoreClient
 from tests.store.driver import make_spec
 from tests.store.players import group, run

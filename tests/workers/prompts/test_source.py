@@ -16,8 +16,8 @@ from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client import StoreClient
 from penstock.store.errors import StoreClosed
+from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.store.store import Store
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset

@@ -12,8 +12,8 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client import StoreClient
+from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.store.store import Store
 from penstock.workers.reward.outcome import RewardError
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec

@@ -9,8 +9,8 @@ import pytest
 from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied
 from penstock.store.client import StoreClient
+from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
-from penstock.store.store import Store
 from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import RolloutWorker, sample_seed

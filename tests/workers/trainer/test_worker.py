@@ -14,8 +14,8 @@ from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client import StoreClient
 from penstock.store.data.rows import Rows
+from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.store.store import Store
 from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer

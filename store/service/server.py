@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from penstock.store.calls import refs_of
 from penstock.store.data.segments import Segments
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
-from penstock.store.peers import MANY, bind, is_same_user
-from penstock.store.wire import Wire
+from penstock.store.service.calls import refs_of
+from penstock.store.service.peers import MANY, bind, is_same_user
+from penstock.store.service.wire import Wire
 
 WITHOUT_WAITING = ("many",)
 """Calls that are answered at once, without a task of their own."""

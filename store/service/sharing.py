@@ -3,7 +3,7 @@
     free units ─▶ one after the other to whoever holds the fewest, as far as each can take
 
 So that engines of a run have equally much to do, whoever asks first. What is nobody's share is never kept: one that
-asks alone gets everything it can take. Used by `store/store.py`, which counts what consumers hold.
+asks alone gets everything it can take. Used by `store.py`, which counts what consumers hold.
 
 A consumer that always asks again while it can take more (`Ask.max_held`: rollout workers) is expected to: what is free
 is shared with it too, if it is not there at the moment, for `PATIENCE_S` and no longer. Whoever is still not there then
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.store.calls import Ask
+from penstock.store.service.calls import Ask
 
 PATIENCE_S = 5.0
 """How long units are kept for a consumer that should be there and is not: others work on their own share meanwhile."""

@@ -10,10 +10,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from penstock.store import store
-from penstock.store.calls import with_values
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, sweep_stale
 from penstock.store.data.segments import Segments
+from penstock.store.service import store
+from penstock.store.service.calls import with_values
 from penstock.store.spec import StoreSpec
 
 MAX_WAITING_CALLS = 10_000
@@ -68,7 +68,7 @@ def create_store_actor(
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
     until `end_store_actor`.
 
-    `restore`: a snapshot to go on from, see `store/snapshot.py`. `directory`: which it makes for its socket and
+    `restore`: a snapshot to go on from, see `snapshot.py`. `directory`: which it makes for its socket and
     segments; None: one in shared memory, which goes with this process if nobody ends the store.
     """
     import ray

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from penstock.store import snapshot
-from penstock.store.calls import WITHDRAWN, Ask, Granted, Result, Write
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Parcel
@@ -27,11 +25,13 @@ from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, Stor
 from penstock.store.ledger.group import Facts
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger, check_group_bytes
-from penstock.store.report import describe, stats
-from penstock.store.server import Endpoint, Server
-from penstock.store.sharing import PATIENCE_S, Sharing
+from penstock.store.service import snapshot
+from penstock.store.service.calls import WITHDRAWN, Ask, Granted, Result, Write
+from penstock.store.service.report import describe, stats
+from penstock.store.service.server import Endpoint, Server
+from penstock.store.service.sharing import PATIENCE_S, Sharing
+from penstock.store.service.wait_queue import Turns
 from penstock.store.spec import StoreSpec
-from penstock.store.turns import Turns
 
 Clock = Callable[[], float]
 SWEEP_AT = 64
@@ -345,7 +345,7 @@ class Store:
 
     async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
         """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, and go on meanwhile;
-        its path. `keep`: so many of the newest stay. See `store/snapshot.py`.
+        its path. `keep`: so many of the newest stay. See `snapshot.py`.
         """
         if self._cut is None:
             await self.cut()
