@@ -37,7 +37,7 @@ from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.turns import Turns
 from penstock.orchestrator.waiting import answer, answers, translate
 from penstock.orchestrator.weight_sync import WeightSync
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.weights.transport import Update
 

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.waiting import answer, answers
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 
 
 class Turns:

@@ -26,8 +26,8 @@ import numpy as np
 import ray
 
 from penstock.algorithms.columns import STANDARD_COLUMNS
-from penstock.store.client import StoreClient
-from penstock.store.lease import Lease
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease
 from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StageSpec, StoreSpec
 

@@ -28,7 +28,7 @@ from penstock.orchestrator.json_lines import plain
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.waiting import answer, answers
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.workers.files import is_url
 from penstock.workers.prompts.source import PromptStart
 

@@ -22,7 +22,7 @@ from penstock.orchestrator.controller import Controller
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import JsonLines
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec

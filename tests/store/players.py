@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.store.client import StoreClient
-from penstock.store.lease import Lease, SharedLease
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease, SharedLease
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 

@@ -22,10 +22,10 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import SharedLease
 from penstock.store.data.roots import OWNER_NAME, SHARED_MEMORY
 from penstock.store.errors import LeaseExpired
-from penstock.store.lease import SharedLease
 from tests.store.driver import make_spec
 from tests.store.players import STAGES, Served, group, start_workers, values_of
 
@@ -49,7 +49,7 @@ class Worker:
     def __init__(self, handle: Any, name: str, values_of: Any) -> None:
         import os
 
-        from penstock.store.client import StoreClient
+        from penstock.store.client.client import StoreClient
 
         self.client, self.name, self.values_of = StoreClient(handle), name, values_of
         self.process = os.getpid()

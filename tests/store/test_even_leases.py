@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.service.sharing import PATIENCE_S
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec

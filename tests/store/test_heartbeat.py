@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import WorkerDied
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.heartbeat import Heartbeat
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
-from penstock.store.heartbeat import Heartbeat
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
@@ -273,7 +273,7 @@ def test_leases_survive_a_store_that_stands_still() -> None:
 
 WORKER = """
 import asyncio, sys
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.service.server import Endpoint
 
 async def main():

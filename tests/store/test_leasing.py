@@ -4,13 +4,13 @@ import asyncio
 
 import pytest
 
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease
+from penstock.store.client.stream import LeaseStream
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreError
-from penstock.store.lease import Lease
 from penstock.store.ledger.group import TURN_BITS, priority_of, turn_of
 from penstock.store.service.store import Store
-from penstock.store.stream import LeaseStream
 from tests.store.driver import Driver, make_spec
 from tests.store.players import group, run
 

@@ -9,11 +9,11 @@ import pytest
 import ray
 
 from penstock.conf.errors import PartnerGone
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease
+from penstock.store.client.links import Lazy, OverRay, OverSocket
 from penstock.store.errors import LeaseExpired, UnknownStage
-from penstock.store.lease import Lease
 from penstock.store.service.calls import Ask
-from penstock.store.transport import Lazy, OverRay, OverSocket
 from tests.store.driver import make_spec
 from tests.store.players import group, train, values_of
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.links import OverSocket
 from penstock.store.data.roots import SHARED_MEMORY, remove_root
 from penstock.store.data.segments import Segments
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from penstock.store.service.wire import Wire
-from penstock.store.transport import OverSocket
 from tests.store.driver import make_spec
 
 NOBODY = 65534

@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.errors import TooLarge
 from penstock.store.service.store import Store
 from tests.store.players import group, run, train, values_of

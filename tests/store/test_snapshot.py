@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.errors import CorruptSnapshot, LeaseExpired, StoreError
 from penstock.store.service.snapshot import snapshots
 from penstock.store.service.store import Store

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease
+from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import (
     DuplicateRow,
     LeaseExpired,
@@ -23,11 +25,9 @@ from penstock.store.errors import (
     WrongLength,
     WrongType,
 )
-from penstock.store.lease import Lease
 from penstock.store.ledger.state import groups_table, living_groups, scalars
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec
-from penstock.store.sync_client import SyncStoreClient
 from tests.store.driver import make_spec
 from tests.store.players import group, run
 

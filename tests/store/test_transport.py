@@ -15,12 +15,12 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from penstock.conf.errors import PartnerGone
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.links import OverRay
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreUnreachable
 from penstock.store.service.calls import Ask, with_values
 from penstock.store.service.store import Store
-from penstock.store.transport import OverRay
 from tests.store.driver import make_spec
 from tests.store.players import group, values_of
 

@@ -11,14 +11,14 @@ import pyarrow as pa
 import pytest
 
 from penstock.conf.errors import WorkerDied
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.links import Lazy, OverSocket
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
 from penstock.store.service.server import Endpoint, Server
 from penstock.store.service.store import Store
 from penstock.store.service.wire import SCRATCH, Wire
-from penstock.store.transport import Lazy, OverSocket
 from tests.store.driver import make_spec
 from tests.store.players import group, values_of
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Stage
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.workers.compute.worker import ComputeWorker
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.conf.run import RunConfig
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource, PromptStart
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.reward import RewardConfig
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.workers.reward.outcome import Result
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec

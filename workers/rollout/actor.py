@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.worker import RolloutWorker

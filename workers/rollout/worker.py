@@ -17,9 +17,9 @@ from contextlib import suppress
 import numpy as np
 
 from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
-from penstock.store.lease import Lease
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"

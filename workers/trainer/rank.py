@@ -13,8 +13,8 @@ import numpy as np
 import ray
 
 from penstock.conf.weights import WeightsConfig
+from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
-from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.files import SavedFile
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer.checkpointing.training_state import TrainingState

@@ -12,7 +12,7 @@ from penstock.conf.algorithm import GrpoConfig
 from penstock.conf.errors import DataflowError
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec

@@ -14,7 +14,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec

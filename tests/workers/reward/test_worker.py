@@ -11,7 +11,7 @@ from penstock.conf.errors import RewardFailure
 from penstock.conf.reward import RewardConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.reward.outcome import RewardError

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 from penstock.workers.protocols import Completion, Sampling

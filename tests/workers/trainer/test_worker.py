@@ -12,11 +12,11 @@ from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.store.sync_client import SyncStoreClient
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ReferenceWorker, TrainerWorker

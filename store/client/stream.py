@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Generic, Self, TypeVar
 
-from penstock.store.lease import Lease
+from penstock.store.client.lease import Lease
 
 L = TypeVar("L", bound=Lease)
 

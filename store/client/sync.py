@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.store.client import StoreClient
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease, SharedLease, Values
 from penstock.store.errors import StoreError
-from penstock.store.lease import Lease, SharedLease, Values
 from penstock.store.service.store import Store
 
 T = TypeVar("T")

@@ -1,7 +1,7 @@
 """Groups on their way into the store: those that are given while others wait for credits go together after them.
 
 One call is under way at a time, so groups are admitted in the order in which they were given. Used by
-`store/client.py`.
+`client.py`.
 """
 
 import asyncio
@@ -11,9 +11,9 @@ from typing import Any
 
 import pyarrow as pa
 
+from penstock.store.client.links import Link
 from penstock.store.data.arena import Slot
 from penstock.store.ledger.group import Facts
-from penstock.store.transport import Link
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,4 +1,4 @@
-"""What a worker holds: rows of a stage, to be computed and written. Made by `store/client.py`."""
+"""What a worker holds: rows of a stage, to be computed and written. Made by `client.py`."""
 
 from dataclasses import dataclass
 from typing import Any

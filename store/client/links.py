@@ -2,7 +2,7 @@
 
 On the machine of the store's actor calls go over its socket (`server.py`) and large batches through files in shared
 memory (`segments.py`). From other machines calls go through Ray, and so does the data, by value. Used by
-`store/client.py`.
+`client.py`.
 """
 
 import asyncio
@@ -15,14 +15,15 @@ from typing import Any, Protocol
 import pyarrow as pa
 
 from penstock.conf.errors import PartnerGone, StoreError
+from penstock.store.client import pulse
+from penstock.store.client.pulse import Pulse
 from penstock.store.data.arena import Arena, Slot
 from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings
 from penstock.store.data.segments import Notice
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreUnreachable
-from penstock.store.pulse import Pulse
-from penstock.store.service import peers, pulse
+from penstock.store.service import peers
 from penstock.store.service.calls import refs_of
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store

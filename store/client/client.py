@@ -25,22 +25,22 @@ import pyarrow as pa
 
 from penstock.algorithms.columns import Column
 from penstock.conf.errors import WorkerDied, suggest
+from penstock.store.client.heartbeat import Heartbeat
+from penstock.store.client.inlet import Inlet
+from penstock.store.client.lease import Lease, SharedLease, Values
+from penstock.store.client.links import link_to
+from penstock.store.client.outbox import Outbox
+from penstock.store.client.stream import LeaseStream
 from penstock.store.data.arena import Slot
 from penstock.store.data.blocks import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, StoreUnreachable, UnknownColumn
-from penstock.store.heartbeat import Heartbeat
-from penstock.store.inlet import Inlet
-from penstock.store.lease import Lease, SharedLease, Values
 from penstock.store.ledger.group import Facts
 from penstock.store.ledger.ledger import check_group_bytes
-from penstock.store.outbox import Outbox
 from penstock.store.service.calls import Ask, Granted, Write
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
-from penstock.store.stream import LeaseStream
-from penstock.store.transport import link_to
 
 ROOM = 1 << 14
 """Bytes of a batch beside its large columns: offsets, scalars."""

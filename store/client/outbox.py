@@ -1,13 +1,13 @@
 """Calls that need not go alone: those made while a message is under way are sent together in the next one.
 
 Under load a worker thus pays one round trip for many writes, renewals and releases; without load each goes at once.
-Used by `store/client.py`.
+Used by `client.py`.
 """
 
 import asyncio
 from typing import Any
 
-from penstock.store.transport import Link
+from penstock.store.client.links import Link
 
 Outgoing = tuple[str, tuple[Any, ...], "asyncio.Future[Any]"]
 

@@ -3,7 +3,7 @@
 So the deadline of a lease can be short (a dead worker's rows are soon somebody else's) however long the work on it
 takes, and whatever the worker's event loop is blocked by. What loses its leases is a process that is gone, stopped, or
 inside one call that does not let go of Python's lock for `store.lease_timeout_s`. A worker that computes for ever looks
-to the store like one that computes for long: deadlines of the work itself are the workers'. Used by `store/client.py`;
+to the store like one that computes for long: deadlines of the work itself are the workers'. Used by `client.py`;
 how a thread speaks to the store: `pulse.py`.
 """
 
@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterable
 
 from penstock.conf.errors import StoreError, WorkerDied
-from penstock.store.pulse import Pulse
+from penstock.store.client.pulse import Pulse
 
 BEATS_PER_TIMEOUT = 3
 """A lease is renewed so many times before it would run out."""
