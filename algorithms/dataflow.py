@@ -170,8 +170,8 @@ class Dataflow:
 
         `state`, with per="batch": a value that is carried from step to step. The function gets it by the keyword
         `state`, and returns `(result, state of the next step)`. It must be a function of nothing but the batches: every
-        rank computes its own. Checkpoints hold it, so it is plain data (`store/plain_data.py`: numbers, strings, bytes,
-        containers and arrays of them) or a dataclass of it. Its `metrics`, if it has any, are reported.
+        rank computes its own. Checkpoints hold it, so it is plain data (numbers, strings, bytes, containers and arrays
+        of them) or a dataclass of it. Its `metrics`, if it has any, are reported.
         """
         stage_name = name or _name_of(function)
         columns = _columns(tuple(writes), stage_name)

@@ -1,0 +1,1 @@
+"""How workers speak to the store: leases, writes, heartbeats. Begin with `client.py`."""

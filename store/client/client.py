@@ -8,7 +8,7 @@ A worker's loop, which is what every stage looks like:
             scores = score(lease.rows.strings("response_text"))
             await client.write(lease, lease.rows.row_ids, {"reward": scores})
 
-Behind it: `transport.py` (where the store is), `outbox.py` (calls that travel together), `heartbeat.py` (leases of a
+Behind it: `links.py` (where the store is), `outbox.py` (calls that travel together), `heartbeat.py` (leases of a
 living worker do not run out), `stream.py` (the next lease while this one is computed).
 """
 
@@ -97,7 +97,7 @@ class StoreClient:
 
         What is free is shared among those that ask. `max_tokens`: bound of the rows' prompt and response tokens
         together, 0 for none. `owner`: who it is, for `describe` and `abandon`. `max_held`: for a client that asks
-        whenever it holds fewer units of the stage, one of `num_peers` (`store/service/sharing.py`). None when the store is
+        whenever it holds fewer units of the stage, one of `num_peers` (`service/sharing.py`). None when the store is
         closed.
         """
         leases = await self._ask(Ask(stage, max_units, owner, max_tokens, max_held=max_held, num_peers=num_peers))

@@ -1,7 +1,7 @@
 """The one place that knows where the store is: in this process, on this machine, or behind Ray.
 
-On the machine of the store's actor calls go over its socket (`server.py`) and large batches through files in shared
-memory (`segments.py`). From other machines calls go through Ray, and so does the data, by value. Used by
+On the machine of the store's actor calls go over its socket (`service/server.py`) and large batches through files in
+shared memory (`data/segments.py`). From other machines calls go through Ray, and so does the data, by value. Used by
 `client.py`.
 """
 

@@ -1,7 +1,7 @@
 """How the thread of a heartbeat speaks to the store, beside the event loop of its client, which may be blocked.
 
 Each call blocks the thread for a bounded time. `ConnectionError` and `TimeoutError` may pass; `PartnerGone` is final.
-Made by `transport.py`, used by `heartbeat.py`.
+Made by `links.py`, used by `heartbeat.py`.
 """
 
 import asyncio

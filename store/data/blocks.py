@@ -1,7 +1,7 @@
 """Where the values are: (row, column) -> (block, position). The index of the data plane.
 
 A block is what one write brought: an Arrow record batch, here or behind a reference that this file treats as opaque.
-It goes with the last of its cells. `store/service/store.py` gathers; `store/client/client.py` assembles what was gathered, so that
+It goes with the last of its cells. `service/store.py` gathers; `client/client.py` assembles what was gathered, so that
 large columns are read by their consumer from shared memory and pass through no lease.
 """
 

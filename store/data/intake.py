@@ -1,4 +1,4 @@
-"""What comes in: a parcel, checked against the schema, becomes a block. Used by `store.py`."""
+"""What comes in: a parcel, checked against the schema, becomes a block. Used by `service/store.py`."""
 
 from collections.abc import Iterable
 

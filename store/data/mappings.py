@@ -2,8 +2,8 @@
 to them any more.
 
 A file is written anew after its last reader, so the store counts who was told of it (`segments.py`); each `Use` ends
-when the last array of what was read is collected, wherever that is, and `ended` is called then. Used by `transport.py`
-and `segments.py`.
+when the last array of what was read is collected, wherever that is, and `ended` is called then. Used by
+`client/links.py` and `segments.py`.
 """
 
 import mmap

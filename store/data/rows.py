@@ -1,6 +1,6 @@
 """Rows as consumers see them: one entry a sample, columns by name, backed by Arrow without padding.
 
-What a lease hands out (`store/client/client.py`) and what engines, rewards and trainers compute on. Arrays that leave here
+What a lease hands out (`client/client.py`) and what engines, rewards and trainers compute on. Arrays that leave here
 are views of Arrow buffers, which may lie in shared memory and are read-only: copy before writing. Imports neither
 torch nor Ray.
 """

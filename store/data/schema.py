@@ -1,6 +1,6 @@
 """From a worker's values to Arrow and the numbers that the ledger needs; refuses what the schema forbids.
 
-Called by `store/client/client.py` on the worker's side, before anything is sent. `encode` is all or nothing: it raises, or
+Called by `client/client.py` on the worker's side, before anything is sent. `encode` is all or nothing: it raises, or
 returns a batch that the store takes as it is.
 """
 

@@ -6,7 +6,7 @@
 A producer writes the file (`arena.py`) and names it in its call; from then on the store decides when it goes, so a
 producer that dies takes nothing along. What exceeds the budget of shared memory is moved to disk, where it is mapped
 all the same: rows that came last are needed last. A client hears of what ended with its next answer, or soon if there
-is none. Used by `store.py` and `server.py`.
+is none. Used by `service/store.py` and `service/server.py`.
 """
 
 import asyncio

@@ -4,7 +4,7 @@
                  │  ▲          │
           expire, release      └▶ drop
 
-`store/service/store.py` is its only caller in a run; property tests drive it through random histories. No Ray, no clock, no
+`service/store.py` is its only caller in a run; property tests drive it through random histories. No Ray, no clock, no
 I/O. Every call either raises and changes nothing, or succeeds. Costs do not depend on how many rows are resident.
 
 What it promises:

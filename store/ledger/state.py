@@ -1,4 +1,4 @@
-"""The ledger's state as plain data: scalars for JSON, one Arrow row for each group. For snapshots.
+"""The ledger's state as plain data: scalars, and values of each group. For snapshots.
 
 The cut is as if every lease had just been given back, so it can be restored for other workers, and other numbers of
 them. A batch that is formed but not yet trained by all ranks is formed again: whoever restores the ledger restores the
@@ -6,30 +6,12 @@ weights from before that update as well.
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
-
-import pyarrow as pa
 
 from penstock.store.ledger.group import Group, priority_of
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StoreSpec
-
-_LISTS = pa.list_(pa.int64())
-GROUPS = pa.schema(
-    [
-        ("id", pa.int64()),
-        ("priority", pa.int64()),
-        ("live", pa.binary()),
-        ("have", pa.list_(pa.binary())),
-        ("done", pa.list_(pa.binary())),
-        ("prompt_tokens", pa.int64()),
-        ("shared_bytes", pa.int64()),
-        ("oldest", _LISTS),
-        ("response_tokens", _LISTS),
-        ("row_bytes", _LISTS),
-    ]
-)
-"""Masks are little-endian bytes, one bit a sample."""
 
 
 def scalars(ledger: Ledger) -> dict[str, Any]:
@@ -52,30 +34,24 @@ def living_groups(ledger: Ledger) -> list[Group]:
     return [group for _, group in sorted(ledger.residents.groups.items()) if group.live]
 
 
-def groups_table(groups: list[Group], size: int) -> pa.Table:
-    """One row a group."""
+def values_of(group: Group, size: int) -> dict[str, Any]:
+    """`size`: samples of a group. Masks are little-endian bytes, one bit a sample."""
     width = (size + 7) // 8
-    return pa.Table.from_pylist(
-        [
-            {
-                "id": group.id,
-                "priority": priority_of(group.turn),
-                "live": group.live.to_bytes(width, "little"),
-                "have": [mask.to_bytes(width, "little") for mask in group.have],
-                "done": [mask.to_bytes(width, "little") for mask in group.done],
-                "prompt_tokens": group.prompt_tokens,
-                "shared_bytes": group.shared_bytes,
-                "oldest": group.oldest,
-                "response_tokens": group.response_tokens,
-                "row_bytes": group.row_bytes,
-            }
-            for group in groups
-        ],
-        schema=GROUPS,
-    )
+    return {
+        "id": group.id,
+        "priority": priority_of(group.turn),
+        "live": group.live.to_bytes(width, "little"),
+        "have": [mask.to_bytes(width, "little") for mask in group.have],
+        "done": [mask.to_bytes(width, "little") for mask in group.done],
+        "prompt_tokens": group.prompt_tokens,
+        "shared_bytes": group.shared_bytes,
+        "oldest": group.oldest,
+        "response_tokens": group.response_tokens,
+        "row_bytes": group.row_bytes,
+    }
 
 
-def restore_ledger(spec: StoreSpec, values: dict[str, Any], table: pa.Table) -> Ledger:
+def restore_ledger(spec: StoreSpec, values: dict[str, Any], groups: Iterable[dict[str, Any]]) -> Ledger:
     """A ledger that goes on from there, all of its rows free or done. Bounds come from `spec`, and may differ."""
     ledger = Ledger(spec)
     residents = ledger.residents
@@ -87,7 +63,7 @@ def restore_ledger(spec: StoreSpec, values: dict[str, Any], table: pa.Table) -> 
     ledger.rounds.formed, ledger.rounds.staleness_max = values["formed"], values["staleness_max"]
     for stage in residents.readiness.stages:
         stage.waited_s, stage.num_taken = values["waits"].get(stage.name, (0.0, 0))
-    for row in table.to_pylist():
+    for row in groups:
         group = Group(row["id"], spec.group_size, len(spec.columns), len(spec.stages), row["priority"])
         group.live = int.from_bytes(row["live"], "little")
         group.have = [int.from_bytes(mask, "little") for mask in row["have"]]

@@ -1,6 +1,6 @@
 """What travels between clients and a store: wishes, writes, leases. Plain data, pickled as it is.
 
-Made by `client.py` and `store.py`; carried by `transport.py` and `server.py`.
+Made by `client/client.py` and `store.py`; carried by `client/links.py` and `server.py`.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The ends of a store's socket: where it lies, and whose they are. Used by `server.py` and `transport.py`."""
+"""The ends of a store's socket: where it lies, and whose they are. Used by `server.py` and `client/links.py`."""
 
 import contextlib
 import os

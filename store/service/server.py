@@ -1,7 +1,7 @@
 """The store's door for processes of its own machine: calls over a Unix socket, a tenth of what an actor call costs.
 
 A connection is a client. When it ends, its process has ended, however that came: what it waited for is withdrawn and
-what it held goes back, at once and without a deadline. Made by `Store.endpoint`; the other end is `transport.py`.
+what it held goes back, at once and without a deadline. Made by `Store.endpoint`; the other end is `client/links.py`.
 
 Messages are pickles, which run code. So the socket lies in a directory that only its user may enter, and a peer whose
 user the kernel does not name as this one is hung up on before anything is read of it.

@@ -2,7 +2,7 @@
 
     ROOT/snapshot-00000012/
         manifest.json      format, the spec that it fits, the ledger's scalars, size and checksum of every file
-        groups.arrow       the ledger's groups (`ledger_state.GROUPS`)
+        groups.arrow       the ledger's groups (`data/group_table.GROUPS`)
         source.arrow       group, and the columns that the source wrote
         rows-0.arrow …     row, and the columns that these rows have: one file for each set of columns
 
@@ -23,10 +23,11 @@ import pyarrow as pa
 import xxhash
 
 from penstock.store.data.blocks import Block, Blocks, assemble
+from penstock.store.data.group_table import groups_table
 from penstock.store.errors import CorruptSnapshot, StoreError
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.state import groups_table, living_groups, restore_ledger, scalars
+from penstock.store.ledger.state import living_groups, restore_ledger, scalars
 from penstock.store.spec import StoreSpec
 
 FORMAT = 1
@@ -135,7 +136,7 @@ def load(path: str | Path, spec: StoreSpec) -> Loaded:
     for name, facts in manifest["files"].items():
         _check(path, name, facts)
     groups = _read_ipc(path / "groups.arrow")
-    ledger = restore_ledger(spec, manifest["ledger"], pa.Table.from_batches(groups))
+    ledger = restore_ledger(spec, manifest["ledger"], pa.Table.from_batches(groups).to_pylist())
     rows = [batch for name in manifest["files"] if name.startswith("rows-") for batch in _read_ipc(path / name)]
     return Loaded(ledger, _read_ipc(path / "source.arrow"), rows)
 

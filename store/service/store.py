@@ -4,7 +4,7 @@
                               │ Store │ ◀─ write, drop ── workers
     controller ─ published ─▶ └───────┘ ─ lease_shared ─▶ trainer ranks
 
-Spoken to through `store/client/client.py` only. Who waits is woken one after the other when its stage may have become ready,
+Spoken to through `client/client.py` only. Who waits is woken one after the other when its stage may have become ready,
 so nobody polls and first come is first served. All calls must come from one event loop.
 """
 

@@ -2,7 +2,8 @@
 
     number of buffers, bytes of the pickle │ bytes of each buffer │ pickle │ buffer │ buffer …
 
-Both ends are processes of one run and one user, on one machine. Used by `server.py`, `transport.py` and `pulse.py`.
+Both ends are processes of one run and one user, on one machine. Used by `server.py`, `client/links.py` and
+`client/pulse.py`.
 """
 
 import asyncio

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.conf.errors import CheckpointError, DataflowError, NotPlainData, PenstockError
-from penstock.store.plain_data import decode, encode
+from penstock.workers.trainer.checkpointing.plain_data import decode, encode
 
 MEND = "Checkpoints keep it: let the stage's state be such data or a dataclass of it, or set checkpoint.every_steps=0."
 

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.conf.errors import CheckpointError
-from penstock.store.plain_data import TENSORS
+from penstock.workers.trainer.checkpointing.plain_data import TENSORS
 
 INDEX = "index.json"
 FORMAT = 1

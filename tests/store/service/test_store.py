@@ -25,7 +25,7 @@ from penstock.store.errors import (
     WrongLength,
     WrongType,
 )
-from penstock.store.ledger.state import groups_table, living_groups, scalars
+from penstock.store.ledger.state import living_groups, scalars, values_of
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec
 from tests.store.driver import make_spec
@@ -415,7 +415,7 @@ def state_of(store: Store) -> dict[str, Any]:
     return numbers | {
         "counters": {name: count for name, count in numbers["counters"].items() if not name.startswith(ignored)},
         "waits": [taken for _, taken in numbers["waits"].values()],
-        "groups": groups_table(living_groups(store.ledger), store.ledger.spec.group_size).to_pylist(),
+        "groups": [values_of(group, store.ledger.spec.group_size) for group in living_groups(store.ledger)],
         "free": [(stage.name, stage.num_free) for stage in store.ledger.residents.readiness.stages],
         "leases": {lease.id: (dict(lease.open), dict(lease.granted)) for lease in leases.values()},
         "bytes": (store.ledger.residents.credits.bytes, store._blocks.bytes, store._blocks.num_blocks),

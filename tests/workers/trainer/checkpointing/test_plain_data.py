@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from penstock.conf.errors import NotPlainData
-from penstock.store.plain_data import MAX_DEPTH, decode, encode
+from penstock.workers.trainer.checkpointing.plain_data import MAX_DEPTH, decode, encode
 
 NUMPY = hnp.boolean_dtypes() | hnp.integer_dtypes() | hnp.floating_dtypes() | hnp.complex_number_dtypes()
 ARRAYS = hnp.arrays(NUMPY, hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=3))
