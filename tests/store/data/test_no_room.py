@@ -14,7 +14,7 @@ from penstock.store.data.arena import Arena
 from penstock.store.errors import StoreError
 from penstock.store.data.mappings import Mappings
 from penstock.store.data.segments import Segments
-from tests.store.test_segments import files_in
+from tests.store.visitors import files_in
 
 MB = 2**20
 small = Path(sys.argv[1])  # 8 MiB
@@ -97,7 +97,7 @@ def test_where_nothing_has_room_a_batch_is_refused_by_the_keys_that_mend_it_and_
 ) -> None:
     body = """
 from tests.store.driver import make_spec
-from tests.store.test_wire import visit
+from tests.store.visitors import visit
 from penstock.store.service.store import Store
 
 async def main():

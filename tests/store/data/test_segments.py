@@ -13,12 +13,11 @@ import pyarrow as pa
 import pytest
 
 from penstock.store.data.arena import Arena
-from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import POOLED_SHARE, Segments
 from penstock.store.errors import StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
-from tests.store.test_wire import serve, visit
+from tests.store.visitors import files_in, serve, visit
 
 KB = 1000
 BUDGET = 100 * KB
@@ -35,10 +34,6 @@ def segments_in(tmp_path: Path, max_bytes: int = BUDGET) -> Segments:
 def arena_of(segments: Segments, writer: str = "writer") -> Arena:
     segments.entered(writer, lambda: None)
     return Arena((str(segments.directory), str(segments.spill)), writer)
-
-
-def files_in(place: Path) -> list[str]:
-    return sorted(file.name for file in place.iterdir() if file.name not in (OWNER_NAME, "socket"))
 
 
 @pytest.mark.parametrize("taken", ["shm", "disk"])

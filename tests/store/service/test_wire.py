@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from penstock.conf.errors import WorkerDied
 from penstock.store.client.client import StoreClient
-from penstock.store.client.links import Lazy, OverSocket
+from penstock.store.client.links import OverSocket
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
@@ -21,6 +20,7 @@ from penstock.store.service.store import Store
 from penstock.store.service.wire import SCRATCH, Wire
 from tests.store.driver import make_spec
 from tests.store.players import group, values_of
+from tests.store.visitors import serve, visit
 
 
 class Recorder:
@@ -76,26 +76,6 @@ def test_a_message_may_have_any_number_of_large_buffers(count: int) -> None:
     arrays = [np.full(1, number) for number in range(count)]
     (heard,) = carried([arrays], SCRATCH, beside=8)
     assert np.concatenate(heard).tolist() == list(range(count))
-
-
-def serve(tmp_path: Path, body: Callable[[Store, Endpoint], Awaitable[None]], **changes: Any) -> None:
-    async def main() -> None:
-        spec = make_spec(**{"lease_timeout_s": 600.0, "inline_bytes": 2000, **changes})
-        store = Store(spec, segments=Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), spec.shared_bytes))
-        await asyncio.wait_for(body(store, await store.endpoint()), 20)
-        store.ledger.check_invariants()
-        await store.close("test over")
-
-    asyncio.run(main())
-
-
-async def visit(endpoint: Endpoint) -> tuple[StoreClient, OverSocket]:
-    """A client as in another process of the machine."""
-    client = StoreClient(endpoint)
-    await client.spec()
-    assert isinstance(client._link, Lazy)
-    assert isinstance(client._link.found, OverSocket)
-    return client, client._link.found
 
 
 def test_calls_errors_and_large_batches_go_over_the_socket(tmp_path: Path) -> None:
