@@ -68,11 +68,11 @@ class StoreClient:
         self._stages: dict[str, StageSpec] = {}
         self._undoing: set[asyncio.Task[None]] = set()
 
-    async def put_groups(self, groups: Sequence[Values], priority: int = 0) -> list[int]:
+    async def put_groups(self, groups: Sequence[Values]) -> list[int]:
         """Admit groups, each with the source's columns given once; waits for credits until all are in. Their numbers.
 
-        `priority`: larger ones are leased first; the order of training does not change. Raises `StoreClosed`,
-        `MissingColumn`, `UnknownColumn`, `WrongType`, `WrongLength`, `NotFinite`, `TooLarge`; then none is admitted.
+        Raises `StoreClosed`, `MissingColumn`, `UnknownColumn`, `WrongType`, `WrongLength`, `NotFinite`, `TooLarge`;
+        then none is admitted.
 
         Cancelled, it withdraws what is not admitted yet: what the store admits before it hears of that stays admitted,
         always the first ones.
@@ -88,7 +88,7 @@ class StoreClient:
             if slot is not None:
                 slot.give_back()
             raise
-        return await self._inlet.put(batch, facts, priority, spec.inline_bytes, slot)
+        return await self._inlet.put(batch, facts, spec.inline_bytes, slot)
 
     async def lease(
         self, stage: str, max_units: int, owner: str, max_tokens: int = 0, *, max_held: int = 0, num_peers: int = 1

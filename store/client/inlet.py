@@ -23,7 +23,6 @@ class Incoming:
     ticket: int
     batch: pa.RecordBatch
     facts: Facts
-    priority: int
     slot: Slot | None
     numbers: "asyncio.Future[list[int]]"
 
@@ -39,14 +38,12 @@ class Inlet:
         self._waiting: list[Incoming] = []
         self._putting: asyncio.Task[list[int]] | None = None
 
-    async def put(
-        self, batch: pa.RecordBatch, facts: Facts, priority: int, inline_bytes: int, slot: Slot | None = None
-    ) -> list[int]:
+    async def put(self, batch: pa.RecordBatch, facts: Facts, inline_bytes: int, slot: Slot | None = None) -> list[int]:
         """The numbers of the groups, once all are admitted. Raises what the store raises. Cancelled, it withdraws
         those that are not admitted yet."""
         self._inline_bytes = inline_bytes
         numbers: asyncio.Future[list[int]] = asyncio.get_running_loop().create_future()
-        incoming = Incoming(next(self._tickets), batch, facts, priority, slot, numbers)
+        incoming = Incoming(next(self._tickets), batch, facts, slot, numbers)
         self._waiting.append(incoming)
         if self._putting is None:
             self._next()
@@ -72,7 +69,7 @@ class Inlet:
             asking.exception()  # the store is gone, and the groups with it
 
     def _next(self) -> None:
-        """Send what has gathered, as far as it has one priority and is small."""
+        """Send what has gathered, as far as it is small."""
         first = self._waiting[0]
         count = next((i for i, one in enumerate(self._waiting) if not _go_together(one, first)), len(self._waiting))
         count = max(1, count)
@@ -85,7 +82,7 @@ class Inlet:
 
     async def _send(self, batch: pa.RecordBatch, facts: Facts, first: Incoming, tickets: list[int]) -> list[int]:
         parcel = await self._link.ship(batch, self._inline_bytes, first.slot)
-        arguments = batch.schema.names, parcel, facts, first.priority, self._client, tickets
+        arguments = batch.schema.names, parcel, facts, self._client, tickets
         return list(await self._link.call("put", *arguments))
 
     def _landed(self, sent: list[Incoming], putting: "asyncio.Task[list[int]]") -> None:
@@ -106,7 +103,7 @@ class Inlet:
 
 
 def _go_together(one: Incoming, first: Incoming) -> bool:
-    return one.priority == first.priority and one.slot is None and first.slot is None
+    return one.slot is None and first.slot is None
 
 
 def _together(facts: list[Facts]) -> Facts:

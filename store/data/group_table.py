@@ -9,7 +9,6 @@ _LISTS = pa.list_(pa.int64())
 GROUPS = pa.schema(
     [
         ("id", pa.int64()),
-        ("priority", pa.int64()),
         ("live", pa.binary()),
         ("have", pa.list_(pa.binary())),
         ("done", pa.list_(pa.binary())),

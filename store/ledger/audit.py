@@ -33,7 +33,7 @@ def _check_group(residents: Residents, group: Group) -> None:
         for column in stage.writes:
             _require(not done & ~group.have[column], f"{where}: done without column {column}")
         queued = bool(group.queued >> stage.index & 1)
-        _require(queued == (group.turn in stage.queue), f"{where}: queued={queued}, but the queue says otherwise")
+        _require(queued == (group.id in stage.queue), f"{where}: queued={queued}, but the queue says otherwise")
         _require(queued or not free or stage.unit == "batch", f"{where}: free and not queued")
 
 

@@ -43,13 +43,10 @@ class Group:
         "row_bytes",
         "shared_bytes",
         "trained_in",
-        "turn",
     )
 
-    def __init__(self, id: int, size: int, num_columns: int, num_stages: int, priority: int = 0) -> None:
+    def __init__(self, id: int, size: int, num_columns: int, num_stages: int) -> None:
         self.id = id
-        self.turn = turn_of(id, priority)
-        """Place in the queues of the stages: smaller ones go first."""
         self.live = (1 << size) - 1
         """Rows neither dropped nor trained."""
         self.have = [0] * num_columns
@@ -85,19 +82,6 @@ class Group:
         if self.live == (1 << len(values)) - 1:
             return values
         return [values[index] for index in bits(self.live)]
-
-
-TURN_BITS = 48
-"""Groups of one priority that can be told apart: more than any run admits."""
-
-
-def turn_of(group_id: int, priority: int) -> int:
-    """Oldest first, and before that by priority: larger ones are leased first. `turn % 2**TURN_BITS` is the group."""
-    return group_id - (priority << TURN_BITS)
-
-
-def priority_of(turn: int) -> int:
-    return -(turn >> TURN_BITS)
 
 
 def bits(mask: int) -> Iterator[int]:

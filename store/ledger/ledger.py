@@ -64,13 +64,8 @@ class Ledger:
         self.rounds = Rounds(self.residents)
         self.counters = self.residents.counters
 
-    def admit(
-        self, now: float, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0, priority: int = 0
-    ) -> int | None:
-        """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`.
-
-        `priority`: groups with a larger one are leased first. They are trained in the order of admission all the same.
-        """
+    def admit(self, now: float, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0) -> int | None:
+        """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`."""
         self.residents.readiness.elapse(now)
         check_group_bytes(self.spec, [nbytes])
         residents = self.residents
@@ -79,7 +74,7 @@ class Ledger:
             self.counters[f"producer_waits/{reason}"] += 1
             return None
         self.counters["groups_admitted"] += 1
-        return residents.admit(nbytes, prompt_tokens, response_tokens, priority).id
+        return residents.admit(nbytes, prompt_tokens, response_tokens).id
 
     def lease(self, stage: str, max_units: int, owner: str, now: float, max_tokens: int = 0) -> HeldLease | None:
         """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Raises

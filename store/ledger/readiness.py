@@ -1,14 +1,14 @@
 """Which units may start which stage: counted when a column is written, never searched for.
 
 The ledger calls `refresh` for the few stages that a change can concern, and `take` when somebody leases; what they cost
-does not grow with the groups resident. Queues are heaps by priority and then age, so returned groups go back to their
-place. How long units wait for somebody to lease them follows from the same counts, by Little's law.
+does not grow with the groups resident. Queues are heaps by age, so returned groups go back to their place. How long
+units wait for somebody to lease them follows from the same counts, by Little's law.
 """
 
 import heapq
 from collections.abc import Callable
 
-from penstock.store.ledger.group import TURN_BITS, Group, bits
+from penstock.store.ledger.group import Group, bits
 from penstock.store.spec import StoreSpec
 
 
@@ -28,7 +28,7 @@ class Stage:
         self.readers: tuple[Stage, ...] = ()
         """Stages that a write of this one can make ready, itself included."""
         self.queue: list[int] = []
-        """Heap of `Group.turn`."""
+        """Heap of the numbers of groups, so the oldest is first."""
         self.num_free = 0
         """Units that may be leased now."""
         self.num_taken = 0
@@ -75,7 +75,7 @@ class Readiness:
         stage.num_free += num_units(stage, free) - num_units(stage, before)
         if free and stage.unit != "batch" and not group.queued >> stage.index & 1:
             group.queued |= 1 << stage.index
-            heapq.heappush(stage.queue, group.turn)
+            heapq.heappush(stage.queue, group.id)
 
     def refresh_all(self, group: Group) -> None:
         for stage in self.stages:
@@ -90,7 +90,7 @@ class Readiness:
         """
         taken = tokens = 0
         while taken < max_units and stage.queue:
-            group = self._groups.get(stage.queue[0] % (1 << TURN_BITS))
+            group = self._groups.get(stage.queue[0])
             free = group.free[stage.index] if group else 0
             if group is None or not free:
                 heapq.heappop(stage.queue)

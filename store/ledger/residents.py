@@ -62,9 +62,9 @@ class Residents:
                 )
         return masks
 
-    def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int, priority: int) -> Group:
+    def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int) -> Group:
         """A new group with the source's columns; its number is the next one."""
-        group = Group(self.next_group, self.size, len(self.spec.columns), len(self.readiness.stages), priority)
+        group = Group(self.next_group, self.size, len(self.spec.columns), len(self.readiness.stages))
         self.next_group += 1
         for column in self._source:
             group.have[column] = self.all_rows

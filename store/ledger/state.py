@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from penstock.store.ledger.group import Group, priority_of
+from penstock.store.ledger.group import Group
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StoreSpec
 
@@ -39,7 +39,6 @@ def values_of(group: Group, size: int) -> dict[str, Any]:
     width = (size + 7) // 8
     return {
         "id": group.id,
-        "priority": priority_of(group.turn),
         "live": group.live.to_bytes(width, "little"),
         "have": [mask.to_bytes(width, "little") for mask in group.have],
         "done": [mask.to_bytes(width, "little") for mask in group.done],
@@ -64,7 +63,7 @@ def restore_ledger(spec: StoreSpec, values: dict[str, Any], groups: Iterable[dic
     for stage in residents.readiness.stages:
         stage.waited_s, stage.num_taken = values["waits"].get(stage.name, (0.0, 0))
     for row in groups:
-        group = Group(row["id"], spec.group_size, len(spec.columns), len(spec.stages), row["priority"])
+        group = Group(row["id"], spec.group_size, len(spec.columns), len(spec.stages))
         group.live = int.from_bytes(row["live"], "little")
         group.have = [int.from_bytes(mask, "little") for mask in row["have"]]
         group.done = [int.from_bytes(mask, "little") for mask in row["done"]]

@@ -143,7 +143,6 @@ class Store:
         names: list[str],
         parcel: Parcel,
         facts: Facts,
-        priority: int = 0,
         client: str = "",
         tickets: Sequence[int] = (),
     ) -> list[int]:
@@ -170,7 +169,6 @@ class Store:
                     facts.row_bytes[number],
                     _at(facts.prompt_tokens, number),
                     _at(facts.response_tokens, number),
-                    priority,
                 )
                 if group is None:
                     break

@@ -75,8 +75,8 @@ class Driver:
         self.ledger = Ledger(spec)
         self.writes = {stage.name: stage.writes for stage in spec.stages}
 
-    def admit(self, count: int = 1, priority: int = 0, now: float = 0.0) -> list[int | None]:
-        return [self.ledger.admit(now, nbytes=16, prompt_tokens=2, priority=priority) for _ in range(count)]
+    def admit(self, count: int = 1, now: float = 0.0) -> list[int | None]:
+        return [self.ledger.admit(now, nbytes=16, prompt_tokens=2) for _ in range(count)]
 
     def lease(self, stage: str, max_units: int = 1, now: float = 0.0, owner: str = "worker") -> HeldLease | None:
         lease = self.ledger.lease(stage, max_units, owner, now)

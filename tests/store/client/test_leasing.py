@@ -1,4 +1,4 @@
-"""How a worker leases: within a token budget, by priority, ahead of its work, and without leaving a ghost behind."""
+"""How a worker leases: within a token budget, ahead of its work, and without leaving a ghost behind."""
 
 import asyncio
 
@@ -9,7 +9,6 @@ from penstock.store.client.lease import Lease
 from penstock.store.client.stream import LeaseStream
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreError
-from penstock.store.ledger.group import TURN_BITS, priority_of, turn_of
 from penstock.store.service.store import Store
 from tests.store.driver import Driver, make_spec
 from tests.store.players import group, run
@@ -46,28 +45,6 @@ def test_a_negative_budget_is_refused() -> None:
     driver = Driver(make_spec())
     with pytest.raises(StoreError, match="max_tokens=-1"):
         driver.ledger.lease("reward", 1, "judge", 0.0, max_tokens=-1)
-
-
-# Priorities.
-
-
-def test_larger_priorities_are_leased_first_and_trained_in_the_order_of_admission_all_the_same() -> None:
-    driver = Driver(make_spec())
-    for priority in (0, 5, -1, 5):
-        driver.ledger.admit(0.0, nbytes=16, prompt_tokens=2, priority=priority)
-    leased = [driver.ledger.rows_of(driver.lease("rollout"))[0] // 2 for _ in range(4)]  # type: ignore[arg-type]
-    assert leased == [1, 3, 0, 2]
-    for lease in list(driver.ledger.residents.leases.held.values()):
-        driver.ledger.release(lease.id)
-    driver.ledger.check_invariants()
-    driver.compute_all()
-    assert driver.train(0) == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("priority", [-3, 0, 7])
-def test_a_turn_tells_the_group_and_its_priority(priority: int) -> None:
-    turn = turn_of(123_456, priority)
-    assert (turn % 2**TURN_BITS, priority_of(turn)) == (123_456, priority)
 
 
 # Waiting time, by Little's law.

@@ -72,9 +72,9 @@ class Histories(RuleBasedStateMachine):
         self.rounds: list[tuple[Round, list[list[int]]]] = []
         """Those that were formed since the last restart, and each rank's share at first."""
 
-    @rule(count=st.integers(1, 4), priority=st.sampled_from([0, 0, 3, -1]))
-    def admit(self, count: int, priority: int = 0) -> None:
-        for group in self.driver.admit(count, priority, self.now):
+    @rule(count=st.integers(1, 4))
+    def admit(self, count: int) -> None:
+        for group in self.driver.admit(count, self.now):
             if group is not None:
                 self.admitted_under[group] = self.served
 
