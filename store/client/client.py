@@ -91,25 +91,20 @@ class StoreClient:
         return await self._inlet.put(batch, facts, spec.inline_bytes, slot)
 
     async def lease(
-        self, stage: str, max_units: int, owner: str, max_tokens: int = 0, *, max_held: int = 0, num_peers: int = 1
+        self, stage: str, max_units: int, owner: str, *, max_held: int = 0, num_peers: int = 1
     ) -> Lease | None:
         """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
 
-        What is free is shared among those that ask. `max_tokens`: bound of the rows' prompt and response tokens
-        together, 0 for none. `owner`: who it is, for `describe` and `abandon`. `max_held`: for a client that asks
-        whenever it holds fewer units of the stage, one of `num_peers` (`service/sharing.py`). None when the store is
-        closed.
+        What is free is shared among those that ask. `owner`: who it is, for `describe` and `abandon`. `max_held`: for a
+        client that asks whenever it holds fewer units of the stage, one of `num_peers` (`service/sharing.py`). None
+        when the store is closed.
         """
-        leases = await self._ask(Ask(stage, max_units, owner, max_tokens, max_held=max_held, num_peers=num_peers))
+        leases = await self._ask(Ask(stage, max_units, owner, max_held=max_held, num_peers=num_peers))
         return leases[0] if leases else None
 
-    def leases(
-        self, stage: str, max_units: int, owner: str, *, ahead: int = 1, max_tokens: int = 0
-    ) -> LeaseStream[Lease]:
+    def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> LeaseStream[Lease]:
         """One lease after the other, `ahead` of them fetched while the present one is worked on."""
-        return LeaseStream(
-            lambda count: self._ask(Ask(stage, max_units, owner, max_tokens, count)), self.release, ahead
-        )
+        return LeaseStream(lambda count: self._ask(Ask(stage, max_units, owner, count)), self.release, ahead)
 
     async def lease_shared(
         self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1, owner: str = ""

@@ -28,8 +28,8 @@ class SyncStoreClient:
         self._store = first if isinstance(first, Store) else None
         self._own: asyncio.AbstractEventLoop | None = None
 
-    def lease(self, stage: str, max_units: int, owner: str, max_tokens: int = 0) -> Lease | None:
-        return self._run(self._client.lease(stage, max_units, owner, max_tokens))
+    def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
+        return self._run(self._client.lease(stage, max_units, owner))
 
     def lease_shared(
         self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1, owner: str = ""

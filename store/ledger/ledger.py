@@ -76,25 +76,19 @@ class Ledger:
         self.counters["groups_admitted"] += 1
         return residents.admit(nbytes, prompt_tokens, response_tokens).id
 
-    def lease(self, stage: str, max_units: int, owner: str, now: float, max_tokens: int = 0) -> HeldLease | None:
+    def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
         """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Raises
-        `UnknownStage`.
-
-        `max_tokens`: bound of the rows' prompt and response tokens together, 0 for none. At least one unit is given.
-        """
+        `UnknownStage`."""
         self.residents.readiness.elapse(now)
         consumer = self.residents.stage(stage)
         if consumer.unit == "batch":
             raise UnknownStage(f"stage {stage!r} takes whole batches: use lease_shared.")
-        if max_units < 1 or max_tokens < 0:
-            raise StoreError(
-                f"lease of stage {stage!r}: max_units={max_units} must be at least 1, max_tokens={max_tokens} not "
-                "negative."
-            )
+        if max_units < 1:
+            raise StoreError(f"lease of stage {stage!r}: max_units={max_units} must be at least 1.")
         if not consumer.num_free:
             return None
         lease = self.residents.leases.open(consumer.index, owner, now + self.spec.lease_timeout_s)
-        self.residents.readiness.take(consumer, max_units, max_tokens, lambda *rows: self.residents.hold(lease, *rows))
+        self.residents.readiness.take(consumer, max_units, lambda *rows: self.residents.hold(lease, *rows))
         self.counters[f"leases/{stage}"] += 1
         return lease
 

@@ -8,7 +8,7 @@ units wait for somebody to lease them follows from the same counts, by Little's 
 import heapq
 from collections.abc import Callable
 
-from penstock.store.ledger.group import Group, bits
+from penstock.store.ledger.group import Group
 from penstock.store.spec import StoreSpec
 
 
@@ -81,14 +81,12 @@ class Readiness:
         for stage in self.stages:
             self.refresh(group, stage)
 
-    def take(self, stage: Stage, max_units: int, max_tokens: int, hold: Callable[[Group, int, int], None]) -> int:
+    def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:
         """Call `hold(group, open, granted)` for up to `max_units` free units in their turn; how many they were.
 
-        `max_tokens`: prompt and response tokens of the units together, 0 for no bound. The first unit is taken
-        whatever it has, and nobody overtakes one that does not fit. `open`: mask of the rows to compute. `granted`:
-        those and the finished siblings that the stage reads as well.
+        `open`: mask of the rows to compute. `granted`: those and the finished siblings that the stage reads as well.
         """
-        taken = tokens = 0
+        taken = 0
         while taken < max_units and stage.queue:
             group = self._groups.get(stage.queue[0])
             free = group.free[stage.index] if group else 0
@@ -99,10 +97,6 @@ class Readiness:
                 continue
             if stage.unit == "sample":
                 free = lowest(free, max_units - taken)
-            if max_tokens:
-                free, tokens = _within(group, stage, free, tokens, max_tokens, first=not taken)
-                if not free:
-                    break
             taken += num_units(stage, free)
             hold(group, free, group.live if stage.sees_siblings else free)
         stage.num_taken += taken
@@ -117,18 +111,6 @@ def free_rows(group: Group, stage: Stage) -> int:
     if stage.unit != "sample" and (ready != group.live or group.leased[stage.index]):
         return 0
     return ready & ~(group.leased[stage.index] | group.done[stage.index])
-
-
-def _within(group: Group, stage: Stage, free: int, tokens: int, max_tokens: int, *, first: bool) -> tuple[int, int]:
-    """The part of `free` that fits a budget of which `tokens` are used already, and how many are used with it."""
-    chosen = 0
-    whole = stage.unit == "group"
-    for index in bits(free):
-        tokens += group.prompt_tokens + group.response_tokens[index]
-        if tokens > max_tokens and not whole and not (first and not chosen):
-            break
-        chosen |= 1 << index
-    return (0 if whole and tokens > max_tokens and not first else chosen), tokens
 
 
 def num_units(stage: Stage, free: int) -> int:

@@ -109,7 +109,7 @@ class Rounds:
             if not stage.num_free:
                 return None
             lease = residents.leases.open(stage.index, owner, deadline)
-            residents.readiness.take(stage, max_units, 0, lambda *rows: residents.hold(lease, *rows))
+            residents.readiness.take(stage, max_units, lambda *rows: residents.hold(lease, *rows))
             version = 0
         made = Round(stage.name, number, lease.id, self._split(stage, lease.granted, num_ranks), version)
         self.by_lease[lease.id] = made

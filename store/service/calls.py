@@ -39,8 +39,6 @@ class Ask:
     """Of one lease: samples or groups, as the stage's unit is."""
     owner: str
     """Who it is, for people and for `abandon`."""
-    max_tokens: int = 0
-    """Of one lease, prompts and responses; 0 for no bound."""
     max_leases: int = 1
     max_held: int = 0
     """Units that this client works on at a time, of all its leases; it asks again whenever it has fewer. 0: it asks

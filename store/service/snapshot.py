@@ -30,7 +30,7 @@ from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.state import living_groups, restore_ledger, scalars
 from penstock.store.spec import StoreSpec
 
-FORMAT = 1
+FORMAT = 2
 PREFIX = "snapshot-"
 ROWS_PER_BATCH = 256
 """Rows of one record batch, which is what memory must hold at a time, and what a restored block consists of."""

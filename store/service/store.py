@@ -212,7 +212,7 @@ class Store:
             share = self._share_of(ask)
             while share > 0 and len(granted) < max(1, ask.max_leases):
                 max_units = min(share, ask.max_units)
-                lease = self.ledger.lease(ask.stage, max_units, ask.owner, self._clock(), ask.max_tokens)
+                lease = self.ledger.lease(ask.stage, max_units, ask.owner, self._clock())
                 if lease is None:
                     break
                 share -= self._units_of(lease)

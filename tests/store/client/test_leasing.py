@@ -1,4 +1,4 @@
-"""How a worker leases: within a token budget, ahead of its work, and without leaving a ghost behind."""
+"""How a worker leases: ahead of its work, and without leaving a ghost behind."""
 
 import asyncio
 
@@ -12,40 +12,6 @@ from penstock.store.errors import StoreError
 from penstock.store.service.store import Store
 from tests.store.driver import Driver, make_spec
 from tests.store.players import group, run
-
-# Token budgets: prompts have 2 tokens, responses 3; groups have two samples.
-
-
-@pytest.mark.parametrize(
-    ("budget", "rows"), [(4, [0]), (5, [0]), (9, [0]), (10, [0, 1]), (16, [0, 1, 2]), (0, [0, 1, 2, 3])]
-)
-def test_samples_fill_a_token_budget_and_never_exceed_it_but_by_the_first(budget: int, rows: list[int]) -> None:
-    driver = Driver(make_spec())
-    driver.admit(2)
-    driver.compute("rollout")
-    lease = driver.ledger.lease("reward", 100, "judge", 0.0, max_tokens=budget)
-    assert lease is not None
-    assert driver.ledger.rows_of(lease) == rows
-    driver.ledger.check_invariants()
-
-
-@pytest.mark.parametrize(("budget", "groups"), [(1, 1), (19, 1), (20, 2), (29, 2)])
-def test_groups_go_whole_into_a_token_budget(budget: int, groups: int) -> None:
-    driver = Driver(make_spec())
-    driver.admit(4)
-    driver.compute("rollout")
-    driver.compute("reward")
-    lease = driver.ledger.lease("group_advantage", 100, "compute", 0.0, max_tokens=budget)
-    assert lease is not None
-    assert driver.ledger.rows_of(lease) == list(range(2 * groups))
-    driver.ledger.check_invariants()
-
-
-def test_a_negative_budget_is_refused() -> None:
-    driver = Driver(make_spec())
-    with pytest.raises(StoreError, match="max_tokens=-1"):
-        driver.ledger.lease("reward", 1, "judge", 0.0, max_tokens=-1)
-
 
 # Waiting time, by Little's law.
 

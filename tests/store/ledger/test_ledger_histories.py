@@ -82,10 +82,9 @@ class Histories(RuleBasedStateMachine):
         stage=st.sampled_from(WORKED),
         max_units=st.integers(1, 4),
         owner=st.sampled_from("ab"),
-        max_tokens=st.sampled_from([0, 0, 1, 12]),
     )
-    def lease(self, stage: str, max_units: int, owner: str, max_tokens: int = 0) -> None:
-        lease = self.ledger.lease(stage, max_units, owner, self.now, max_tokens)
+    def lease(self, stage: str, max_units: int, owner: str) -> None:
+        lease = self.ledger.lease(stage, max_units, owner, self.now)
         if lease is not None:
             self.leases.append((lease, stage, self.ledger.rows_of(lease)))
 
