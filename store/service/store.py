@@ -30,7 +30,7 @@ from penstock.store.service.calls import WITHDRAWN, Ask, Granted, Result, Write
 from penstock.store.service.report import describe, stats
 from penstock.store.service.server import Endpoint, Server
 from penstock.store.service.sharing import PATIENCE_S, Sharing
-from penstock.store.service.wait_queue import Turns
+from penstock.store.service.wait_queue import WaitQueue
 from penstock.store.spec import StoreSpec
 
 Clock = Callable[[], float]
@@ -75,9 +75,9 @@ class Store:
         self.ledger = Ledger(spec)
         self._blocks = Blocks(spec.columns, spec.group_size, self._intake.let_go)
         self._reads = {stage.name: stage.reads for stage in spec.stages}
-        self._producers = Turns(self._schedule)
-        self._consumers = {stage.name: Turns(self._schedule) for stage in spec.stages}
-        self._ranks = {stage.name: Turns(self._schedule) for stage in spec.stages}
+        self._producers = WaitQueue(self._schedule)
+        self._consumers = {stage.name: WaitQueue(self._schedule) for stage in spec.stages}
+        self._ranks = {stage.name: WaitQueue(self._schedule) for stage in spec.stages}
         self._puts: dict[str, set[int]] = {}
         """Client whose put waits -> tickets of it that are withdrawn."""
         self._heard: Counter[str] = Counter()
@@ -457,7 +457,7 @@ class Store:
         self._producers.wake_first()
         self._arm()
 
-    def _wake_ranks(self, name: str, ranks: Turns) -> None:
+    def _wake_ranks(self, name: str, ranks: WaitQueue) -> None:
         """All of a stage, when a round of it can be formed, or has been formed or ended."""
         rounds = self.ledger.rounds
         stage, moves = self.ledger.residents.stage(name), rounds.moves[name]

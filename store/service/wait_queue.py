@@ -25,7 +25,7 @@ class Waiting:
     """What it waits for, for whoever chooses among those that wait."""
 
 
-class Turns:
+class WaitQueue:
     """Whoever is woken tries; if it succeeds there may be something for the next one too, so `pass_on` is called.
 
     A caller keeps its place until it has succeeded. One that is cancelled, withdrawn or refused has taken nothing,
