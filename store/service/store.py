@@ -11,9 +11,8 @@ so nobody polls and first come is first served. All calls must come from one eve
 import asyncio
 import os
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,23 +20,21 @@ from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Parcel
 from penstock.store.data.segments import Segments
-from penstock.store.errors import LeaseExpired, MissingColumn, StoreClosed, StoreError, UnknownColumn
+from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
 from penstock.store.ledger.group import Facts
-from penstock.store.ledger.leases import HeldLease
-from penstock.store.ledger.ledger import Ledger, check_group_bytes
+from penstock.store.ledger.ledger import Ledger
 from penstock.store.service import snapshot
-from penstock.store.service.calls import WITHDRAWN, Ask, Granted, Result, Write
+from penstock.store.service.calls import Ask, Granted, Result, Write
+from penstock.store.service.clients import Clients
+from penstock.store.service.consumers import Consumers
+from penstock.store.service.expiry import Expiry
+from penstock.store.service.puts import Puts
+from penstock.store.service.ranks import Ranks
 from penstock.store.service.report import describe, stats
 from penstock.store.service.server import Endpoint, Server
-from penstock.store.service.sharing import PATIENCE_S, Sharing
-from penstock.store.service.wait_queue import WaitQueue
 from penstock.store.spec import StoreSpec
 
 Clock = Callable[[], float]
-SWEEP_AT = 64
-"""Leases of a client after which those that are over are forgotten."""
-STANDSTILL_S = 0.1
-"""Lateness of a timer that tells that the store's process stood still."""
 
 
 class Store:
@@ -68,40 +65,27 @@ class Store:
         self._clock = clock
         self._segments = segments
         self._intake = Intake(spec, segments)
+        self._blocks = Blocks(spec.columns, spec.group_size, self._intake.let_go)
+        loaded = None if restore is None else snapshot.load(restore, spec)
+        self.ledger = Ledger(spec) if loaded is None else loaded.ledger
+        if loaded is not None:
+            snapshot.refill(self._blocks, loaded, lambda batch: self._intake.block(batch, batch.num_rows))
+        self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._node = node
         self._server: Server | None = None
-        self._leases_of: dict[str, dict[int, int]] = {}
-        """Client -> its leases, and the tickets of its wishes for them; swept now and then."""
-        self.ledger = Ledger(spec)
-        self._blocks = Blocks(spec.columns, spec.group_size, self._intake.let_go)
-        self._reads = {stage.name: stage.reads for stage in spec.stages}
-        self._producers = WaitQueue(self._schedule)
-        self._consumers = {stage.name: WaitQueue(self._schedule) for stage in spec.stages}
-        self._ranks = {stage.name: WaitQueue(self._schedule) for stage in spec.stages}
-        self._puts: dict[str, set[int]] = {}
-        """Client whose put waits -> tickets of it that are withdrawn."""
-        self._heard: Counter[str] = Counter()
-        """Stage -> `Rounds.moves` that its ranks have heard of."""
-        self._sharing = {stage.name: Sharing() for stage in spec.stages}
-        self._patience: dict[str, asyncio.TimerHandle] = {}
-        """Stage -> until when units are kept for consumers that are not there."""
-        self._clients: dict[str, set[str]] = {}
-        """Owner -> its clients that have asked for leases."""
-        self._gone: set[str] = set()
-        """Clients whose owner is known to be dead: what they asked for on their way is not given."""
+        self._clients = Clients(self.ledger)
+        self._puts = Puts(self.ledger, self._blocks, self._intake, clock, self._schedule, self._changed)
+        self._consumers = {
+            stage.name: Consumers(stage.name, self.ledger, self._clients, self._schedule) for stage in spec.stages
+        }
+        self._ranks = {stage.name: Ranks(stage.name, self.ledger, self._schedule) for stage in spec.stages}
+        self._expiry = Expiry(self.ledger, clock, self._changed)
         self._errors: deque[str] = deque(maxlen=20)
         self._closed: str | None = None
         self._pump_due = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._patient_until = 0.0
-        """By the clock: nothing expires before."""
         self.loop: asyncio.AbstractEventLoop | None = None
         """The event loop that the last event came from: all come from one."""
         self._cut: tuple[snapshot.Cut, dict[Any, Any]] | None = None
-        if restore is not None:
-            loaded = snapshot.load(restore, spec)
-            self.ledger = loaded.ledger
-            snapshot.refill(self._blocks, loaded, lambda batch: self._intake.block(batch, batch.num_rows))
 
     async def spec(self) -> StoreSpec:
         self.loop = asyncio.get_running_loop()
@@ -118,14 +102,11 @@ class Store:
 
     async def left(self, client: str) -> None:
         """A client's process has ended: what it held goes back."""
-        self._release_all(self._leases_of.pop(client, ()))
-        for sharing in self._sharing.values():
-            sharing.gone(client)
+        self._release_all(self._clients.left(client))
+        for consumers in self._consumers.values():
+            consumers.gone(client)
         if self._segments is not None:
             self._segments.left(client)
-        for clients in self._clients.values():
-            clients.discard(client)
-        self._gone.discard(client)
         self._changed()
 
     async def many(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Result]:
@@ -152,82 +133,40 @@ class Store:
         `tickets`: of each group, for `withdraw_put`; one that was withdrawn in time has the number `WITHDRAWN`.
         `client` has one call of this kind under way at a time.
         """
-        num_groups = len(facts.row_bytes)
-        block = self._intake.block(parcel, num_groups)
-        admitted: list[int] = []
-        withdrawn = self._puts[client] = set[int]()
-
-        def admit() -> list[int] | None:
-            before = len(admitted)
-            while len(admitted) < num_groups:
-                number = len(admitted)
-                if tickets and tickets[number] in withdrawn:
-                    admitted.append(WITHDRAWN)
-                    continue
-                group = self.ledger.admit(
-                    self._clock(),
-                    facts.row_bytes[number],
-                    _at(facts.prompt_tokens, number),
-                    _at(facts.response_tokens, number),
-                )
-                if group is None:
-                    break
-                self._blocks.add_group(group, block, number, names)
-                admitted.append(group)
-            if len(admitted) > before:
-                self._changed()
-            return admitted if len(admitted) == num_groups else None
-
-        self._blocks.pin(block)
-        try:
-            self._check_source(names)
-            check_group_bytes(self._spec, facts.row_bytes)
-            done = await self._producers.wait(admit)
-        finally:
-            if self._puts.get(client) is withdrawn:
-                del self._puts[client]
-            self._blocks.unpin(block)
-        if done is None:
-            raise StoreClosed(
-                f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted."
-            )
-        return done
+        return await self._puts.put(names, parcel, facts, client, tickets)
 
     async def withdraw_put(self, client: str, ticket: int) -> None:
         """The groups of that ticket that are not admitted yet never will be. Those that are stay."""
-        if client in self._puts:
-            self._puts[client].add(ticket)
-            self._schedule()
+        self._puts.withdraw(client, ticket)
 
     async def lease(self, ask: Ask) -> list[Granted] | None:
         """Waits for at least one free unit. None when the store is closed, or the wish was withdrawn."""
         self.ledger.residents.stage(ask.stage)
-        if ask.client in self._gone:
+        consumers = self._consumers[ask.stage]
+        if not self._clients.asked(ask):
             return None
-        self._clients.setdefault(ask.owner, set()).add(ask.client)
-        self._sharing[ask.stage].asked(ask)
 
         def take() -> list[Granted] | None:
             granted: list[Granted] = []
-            share = self._share_of(ask)
+            share = consumers.share_of(ask)
             while share > 0 and len(granted) < max(1, ask.max_leases):
-                max_units = min(share, ask.max_units)
-                lease = self.ledger.lease(ask.stage, max_units, ask.owner, self._clock())
+                lease = self.ledger.lease(ask.stage, min(share, ask.max_units), ask.owner, self._clock())
                 if lease is None:
                     break
-                share -= self._units_of(lease)
-                self._sharing[ask.stage].took(ask.client, self._units_of(lease))
-                self._swept(ask.client)[lease.id] = ask.ticket
+                num_units = self._clients.units_of(lease)
+                share -= num_units
+                consumers.took(ask, num_units)
+                self._clients.gave(ask, lease.id)
                 granted.append(self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)))
             return granted or None
 
-        return await self._consumers[ask.stage].wait(take, ask.client, ask.ticket, ask)
+        return await consumers.wait(take, ask)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
         """The wish of that ticket is no more: its call returns None, and what it was given goes back."""
         self.ledger.residents.stage(stage)
         self._consumers[stage].withdraw(client, ticket)
-        self._release_all(self._given(client, (ticket,)))
+        self._release_all(self._clients.given(client, (ticket,)))
         self._changed()
 
     async def lease_shared(
@@ -253,7 +192,7 @@ class Store:
                 granted.append(self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version))
             return granted or None
 
-        granted = await self._ranks[stage].wait(take, at_once=True)
+        granted = await self._ranks[stage].wait(take)
         return take() if granted is None else granted
 
     async def batch_ready(self) -> bool:
@@ -264,7 +203,7 @@ class Store:
         def look() -> bool | None:
             return True if self.ledger.rounds.may_form(train) else None
 
-        return bool(await self._ranks[train.name].wait(look, at_once=True))
+        return bool(await self._ranks[train.name].wait(look))
 
     async def write(self, one: Write) -> None:
         """See `Ledger.write`."""
@@ -292,7 +231,7 @@ class Store:
         """Their time starts anew; those that are over are returned. `tickets`: wishes of the client that it has no
         answer to yet; what they were given is renewed as well."""
         over = []
-        for lease_id in self._given(client, tickets):
+        for lease_id in self._clients.given(client, tickets):
             if lease_id in self.ledger.residents.leases.held:
                 self.ledger.renew(lease_id, self._clock())
         for lease_id in lease_ids:
@@ -305,13 +244,10 @@ class Store:
     async def abandon(self, owner: str) -> int:
         """Everything that a dead owner holds goes back, and its clients wait for nothing more; how many leases it
         had. A new owner of that name speaks through a new client."""
-        clients = self._clients.pop(owner, set())
-        self._gone |= clients
-        for client in clients:
-            for sharing in self._sharing.values():
-                sharing.gone(client)
-            for turns in self._consumers.values():
-                turns.withdraw(client)
+        for client in self._clients.abandoned(owner):
+            for consumers in self._consumers.values():
+                consumers.gone(client)
+                consumers.withdraw(client)
         lost = self.ledger.abandon(owner)
         self._changed()
         return lost
@@ -356,7 +292,7 @@ class Store:
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)
-        numbers["store/waiting_producers"] = len(self._producers)
+        numbers["store/waiting_producers"] = len(self._puts)
         numbers["store/waiting_consumers"] = sum(map(len, (*self._consumers.values(), *self._ranks.values())))
         numbers["store/blocks"] = self._blocks.num_blocks
         if self._segments is not None:
@@ -368,12 +304,11 @@ class Store:
 
     async def describe(self) -> dict[str, Any]:
         waiters = {name: len(self._consumers[name]) + len(self._ranks[name]) for name in self._consumers}
-        owners = {client: owner for owner, clients in self._clients.items() for client in clients}
         return describe(self.ledger, self._clock()) | {
-            "waiting": waiters | {"put": len(self._producers)},
+            "waiting": waiters | {"put": len(self._puts)},
             "waiters": {
-                name: [owners.get(str(client), "?") for client in turns.clients]
-                for name, turns in self._consumers.items()
+                name: [self._clients.owner_of(client) for client in consumers.waiting]
+                for name, consumers in self._consumers.items()
             },
             "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
             "closed": self._closed,
@@ -387,13 +322,12 @@ class Store:
         """Waiting calls end; results under leases are still taken. A second time changes nothing."""
         if self._closed is None:
             self._closed = reason
-        for timer in (self._timer, *self._patience.values()):
-            if timer is not None:
-                timer.cancel()
+        self._expiry.cancel()
         if self._server is not None:
             self._server.close()
-        for turns in (self._producers, *self._consumers.values(), *self._ranks.values()):
-            turns.close()
+        self._puts.close(self._closed)
+        for waiting in (*self._consumers.values(), *self._ranks.values()):
+            waiting.close()
 
     async def end(self) -> None:
         """Nobody calls any more: what it keeps in files goes. A second time changes nothing."""
@@ -408,27 +342,9 @@ class Store:
         self._schedule()
         return Granted(lease_id, stage, names, self._blocks.gather(rows, names), version)
 
-    def _given(self, client: str, tickets: Sequence[int]) -> list[int]:
-        """Leases that a client was given for some of its wishes; they may be over."""
-        return [lease_id for lease_id, ticket in self._leases_of.get(client, {}).items() if ticket in tickets]
-
     def _release_all(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:
             self.ledger.release(lease_id)
-
-    def _check_source(self, names: list[str]) -> None:
-        if self._closed is not None:
-            raise StoreClosed(f"the store is closed ({self._closed}) and takes no more groups.")
-        for name in self._spec.source_columns:
-            if name not in names:
-                raise MissingColumn(
-                    f"a group lacks source column {name!r}. Give {', '.join(self._spec.source_columns)} for each."
-                )
-        for name in names:
-            if name not in self._spec.source_columns:
-                raise UnknownColumn(
-                    f"the source writes no column {name!r}, only {', '.join(self._spec.source_columns)}."
-                )
 
     def _changed(self) -> None:
         """After every event: let go of data that is over, and look who may go on."""
@@ -445,88 +361,9 @@ class Store:
             self.loop.call_soon(self._pump)
 
     def _pump(self) -> None:
-        """Give one in each queue its turn if there may be something for it, and the ranks that can go on theirs."""
+        """Let those try that there may be something for."""
         self._pump_due = False
-        for name, consumers in self._consumers.items():
-            if self.ledger.residents.readiness.by_name[name].num_free:
-                consumers.wake_first(self._rank)
-            elif name in self._patience:
-                self._patience.pop(name).cancel()
-        for name, ranks in self._ranks.items():
-            self._wake_ranks(name, ranks)
-        self._producers.wake_first()
-        self._arm()
-
-    def _wake_ranks(self, name: str, ranks: WaitQueue) -> None:
-        """All of a stage, when a round of it can be formed, or has been formed or ended."""
-        rounds = self.ledger.rounds
-        stage, moves = self.ledger.residents.stage(name), rounds.moves[name]
-        if len(ranks) and (moves != self._heard[name] or rounds.may_form(stage)):
-            ranks.wake_all()
-        self._heard[name] = moves
-
-    def _share_of(self, ask: Ask) -> int:
-        """Units of what is free now that this one may take. 0 with units free: they are kept for others, which come
-        or are given up soon."""
-        free = self.ledger.residents.stage(ask.stage).num_free
-        if not free:
-            return 0
-        wishes = self._consumers[ask.stage].wishes
-        share = self._sharing[ask.stage].share(free, ask, wishes, partial(self._held_by, ask.stage))
-        if not share and ask.stage not in self._patience:
-            loop = asyncio.get_running_loop()
-            self._patience[ask.stage] = loop.call_later(PATIENCE_S, self._lose_patience, ask.stage)
-        return share
-
-    def _lose_patience(self, stage: str) -> None:
-        del self._patience[stage]
-        self._sharing[stage].expect_only(str(client) for client in self._consumers[stage].clients)
-        self._schedule()
-
-    def _held_by(self, stage: str, client: str) -> int:
-        """Units of a stage that a client works on."""
-        held = self.ledger.residents.leases.held
-        index = self.ledger.residents.stage(stage).index
-        living = (held[lease] for lease in self._swept(client) if lease in held)
-        return sum(self._units_of(lease) for lease in living if lease.stage == index)
-
-    def _swept(self, client: str) -> dict[int, int]:
-        """Leases of a client, without most of those that are over."""
-        leases = self._leases_of.setdefault(client, {})
-        if len(leases) > SWEEP_AT:
-            held = self.ledger.residents.leases.held
-            leases = self._leases_of[client] = {lease: ticket for lease, ticket in leases.items() if lease in held}
-        return leases
-
-    def _units_of(self, lease: HeldLease) -> int:
-        if self._spec.stages[lease.stage].unit == "sample":
-            return sum(mask.bit_count() for mask in lease.open.values())
-        return len(lease.open)
-
-    def _rank(self, ask: Ask) -> tuple[float, int]:
-        return self._sharing[ask.stage].rank(ask, self._held_by(ask.stage, ask.client))
-
-    def _arm(self) -> None:
-        """One timer, for the lease that may expire next."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        deadline = self.ledger.next_deadline()
-        if deadline is not None and self.loop is not None and self._closed is None:
-            due = max(deadline, self._patient_until)
-            self._timer = self.loop.call_later(max(0.0, due - self._clock()), self._expire, due)
-
-    def _expire(self, due: float) -> None:
-        """A lease's deadline has come. If this process stood still until long after it, renewals lie unread: they come
-        first."""
-        self._timer = None
-        if self._clock() - due > STANDSTILL_S and due > self._patient_until:
-            self._patient_until = self._clock() + STANDSTILL_S
-            self._arm()
-            return
-        self.ledger.expire(self._clock())
-        self._changed()
-
-
-def _at(values: list[int] | None, position: int) -> int:
-    return values[position] if values is not None else 0
+        for waiting in (*self._consumers.values(), *self._ranks.values(), self._puts):
+            waiting.wake()
+        if self._closed is None:
+            self._expiry.arm()

@@ -47,7 +47,7 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted_yet() -> None:
     async def body(store: Store, client: StoreClient) -> None:
         first = asyncio.ensure_future(client.put_groups([group(number) for number in range(6)]))
         gathered = [asyncio.ensure_future(client.put_groups([group(number)])) for number in (10, 11, 12)]
-        while len(store._producers) == 0:
+        while len(store._puts) == 0:
             await asyncio.sleep(0)
         for gone in (first, gathered[1]):
             assert gone.cancel()
@@ -63,7 +63,7 @@ def test_a_cancelled_put_withdraws_what_is_not_admitted_yet() -> None:
         lease = await client.lease("rollout", 9, "engine")
         assert lease is not None
         assert [prompt[2] - 10 for prompt in lease.rows.lists("prompt_ids")[::2]] == [10, 12]
-        assert not store._puts
+        assert not store._puts.under_way
 
     run(body)
 

@@ -149,7 +149,7 @@ def test_waiting_consumers_are_served_in_the_order_in_which_they_came() -> None:
 MOMENTS: dict[str, Callable[[Store], bool]] = {
     "before there is anything": lambda store: True,
     "before it is woken": lambda store: store.ledger.residents.next_group == 1,
-    "between the wake-up and its turn": lambda store: store._consumers["rollout"]._woken is not None,
+    "between the wake-up and its turn": lambda store: store._consumers["rollout"]._queue._woken is not None,
 }
 
 
@@ -178,7 +178,7 @@ def test_a_store_that_waits_does_nothing() -> None:
         waiting = [asyncio.ensure_future(client.lease(stage, 1, "w")) for stage in ("rollout", "reward")]
         waiting.append(asyncio.ensure_future(client.lease_shared("train", 0, 0, 1)))
         waiting.append(asyncio.ensure_future(client.put_groups([group(number) for number in range(6)])))
-        queues = (store._consumers["reward"], store._ranks["train"], store._producers)
+        queues = (store._consumers["reward"], store._ranks["train"], store._puts)
         while not (waiting[0].done() and all(map(len, queues))) or store._pump_due:
             await asyncio.sleep(0)
         pumps = 0

@@ -1,0 +1,79 @@
+"""Who speaks to the store: the leases that each client was given, and whose owner is known to be dead. Used by
+`store.py` and `consumers.py`.
+
+The ledger knows leases and their owners' names; an owner that was replaced has the same name and another client.
+"""
+
+from collections.abc import Collection
+
+from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.ledger import Ledger
+from penstock.store.service.calls import Ask
+
+SWEEP_AT = 64
+"""Leases of a client after which those that are over are forgotten."""
+
+
+class Clients:
+    """Kept by what they ask for and are given, until they leave."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._leases: dict[str, dict[int, int]] = {}
+        """Client -> its leases, and the tickets of its wishes for them; swept now and then."""
+        self._of_owner: dict[str, set[str]] = {}
+        """Owner -> its clients that have asked for leases."""
+        self._dead: set[str] = set()
+        """Clients whose owner is known to be dead: what they asked for on their way is not given."""
+
+    def asked(self, ask: Ask) -> bool:
+        """False if its owner is dead."""
+        if ask.client in self._dead:
+            return False
+        self._of_owner.setdefault(ask.owner, set()).add(ask.client)
+        return True
+
+    def gave(self, ask: Ask, lease_id: int) -> None:
+        self._swept(ask.client)[lease_id] = ask.ticket
+
+    def given(self, client: str, tickets: Collection[int]) -> list[int]:
+        """Leases that a client was given for some of its wishes; they may be over."""
+        return [lease_id for lease_id, ticket in self._leases.get(client, {}).items() if ticket in tickets]
+
+    def held_by(self, stage: str, client: str) -> int:
+        """Units of a stage that a client works on."""
+        held = self._ledger.residents.leases.held
+        index = self._ledger.residents.stage(stage).index
+        living = (held[lease] for lease in self._swept(client) if lease in held)
+        return sum(self.units_of(lease) for lease in living if lease.stage == index)
+
+    def units_of(self, lease: HeldLease) -> int:
+        """Samples or groups that are open, as the stage's unit is."""
+        if self._ledger.spec.stages[lease.stage].unit == "sample":
+            return sum(mask.bit_count() for mask in lease.open.values())
+        return len(lease.open)
+
+    def left(self, client: str) -> list[int]:
+        """Its process has ended: it is forgotten; the leases that it was given."""
+        for clients in self._of_owner.values():
+            clients.discard(client)
+        self._dead.discard(client)
+        return list(self._leases.pop(client, ()))
+
+    def abandoned(self, owner: str) -> set[str]:
+        """The owner is dead; its clients, which are given nothing more."""
+        clients = self._of_owner.pop(owner, set())
+        self._dead |= clients
+        return clients
+
+    def owner_of(self, client: object) -> str:
+        """For people."""
+        return next((owner for owner, clients in self._of_owner.items() if client in clients), "?")
+
+    def _swept(self, client: str) -> dict[int, int]:
+        """Leases of a client, without most of those that are over."""
+        leases = self._leases.setdefault(client, {})
+        if len(leases) > SWEEP_AT:
+            held = self._ledger.residents.leases.held
+            leases = self._leases[client] = {lease: ticket for lease, ticket in leases.items() if lease in held}
+        return leases

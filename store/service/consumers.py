@@ -1,0 +1,86 @@
+"""Those that wait for leases of one stage: who is next, and how much of what is free it may take. Used by `store.py`.
+
+`sharing.py` decides; this file keeps the queue, counts what everybody holds, and loses patience with consumers that are
+expected and do not come.
+"""
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+
+from penstock.store.ledger.ledger import Ledger
+from penstock.store.service.calls import Ask, Granted
+from penstock.store.service.clients import Clients
+from penstock.store.service.sharing import PATIENCE_S, Sharing
+from penstock.store.service.wait_queue import WaitQueue
+
+
+class Consumers:
+    """Lifecycle: `wait` for each wish, `wake` whenever the stage may have become ready, `close`."""
+
+    def __init__(self, stage: str, ledger: Ledger, clients: Clients, schedule: Callable[[], None]) -> None:
+        """`schedule`: has `wake` called soon."""
+        self._stage = ledger.residents.stage(stage)
+        self._schedule = schedule
+        self._queue = WaitQueue(schedule)
+        self._sharing = Sharing()
+        self._held_by = partial(clients.held_by, stage)
+        self._patience: asyncio.TimerHandle | None = None
+        """Until when units are kept for consumers that are not there."""
+
+    def __len__(self) -> int:
+        """Wishes that wait."""
+        return len(self._queue)
+
+    @property
+    def waiting(self) -> list[object]:
+        """Clients, in the order of their wishes."""
+        return list(self._queue.clients)
+
+    async def wait(self, take: Callable[[], list[Granted] | None], ask: Ask) -> list[Granted] | None:
+        """What `take` gives in this wish's turn. None when closed, or when it was withdrawn."""
+        self._sharing.asked(ask)
+        return await self._queue.wait(take, ask.client, ask.ticket, ask)
+
+    def share_of(self, ask: Ask) -> int:
+        """Units of what is free now that this one may take. 0 with units free: they are kept for others, which come
+        or are given up soon."""
+        free = self._stage.num_free
+        if not free:
+            return 0
+        share = self._sharing.share(free, ask, self._queue.wishes, self._held_by)
+        if not share and self._patience is None:
+            self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._lose_patience)
+        return share
+
+    def took(self, ask: Ask, num_units: int) -> None:
+        self._sharing.took(ask.client, num_units)
+
+    def withdraw(self, client: str, ticket: int | None = None) -> None:
+        """Its wish of that ticket, or all, are no more: their calls return None."""
+        self._queue.withdraw(client, ticket)
+
+    def gone(self, client: str) -> None:
+        """It is expected no more."""
+        self._sharing.gone(client)
+
+    def wake(self) -> None:
+        """Whoever is next tries, if something is free."""
+        if self._stage.num_free:
+            self._queue.wake_first(lambda ask: self._sharing.rank(ask, self._held_by(ask.client)))
+        else:
+            self._be_patient_again()
+
+    def close(self) -> None:
+        self._be_patient_again()
+        self._queue.close()
+
+    def _be_patient_again(self) -> None:
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+
+    def _lose_patience(self) -> None:
+        self._patience = None
+        self._sharing.expect_only(map(str, self._queue.clients))
+        self._schedule()

@@ -1,0 +1,44 @@
+"""The deadline of the lease that may expire next: one timer. Used by `store.py`."""
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.store.ledger.ledger import Ledger
+
+STANDSTILL_S = 0.1
+"""Lateness of a timer that tells that the store's process stood still."""
+
+
+class Expiry:
+    """Lifecycle: `arm` after any event, `cancel`."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float], expired: Callable[[], None]) -> None:
+        """`expired`: called after leases may have expired."""
+        self._ledger, self._clock, self._expired = ledger, clock, expired
+        self._timer: asyncio.TimerHandle | None = None
+        self._patient_until = 0.0
+        """By the clock: nothing expires before."""
+
+    def arm(self) -> None:
+        self.cancel()
+        deadline = self._ledger.next_deadline()
+        if deadline is not None:
+            due = max(deadline, self._patient_until)
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(max(0.0, due - self._clock()), self._expire, due)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _expire(self, due: float) -> None:
+        """A lease's deadline has come. If this process stood still until long after it, renewals lie unread: they come
+        first."""
+        self._timer = None
+        if self._clock() - due > STANDSTILL_S and due > self._patient_until:
+            self._patient_until = self._clock() + STANDSTILL_S
+            self.arm()
+            return
+        self._ledger.expire(self._clock())
+        self._expired()

@@ -1,0 +1,121 @@
+"""Groups that come in, as credits allow. Used by `store.py`."""
+
+from collections.abc import Callable, Sequence
+
+from penstock.store.data.blocks import Blocks
+from penstock.store.data.intake import Intake
+from penstock.store.data.layout import Parcel
+from penstock.store.errors import MissingColumn, StoreClosed, UnknownColumn
+from penstock.store.ledger.group import Facts
+from penstock.store.ledger.ledger import Ledger, check_group_bytes
+from penstock.store.service.calls import WITHDRAWN
+from penstock.store.service.wait_queue import WaitQueue
+
+
+class Puts:
+    """Lifecycle: `put` in any number of clients, `wake` after any event, `close`."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        blocks: Blocks,
+        intake: Intake,
+        clock: Callable[[], float],
+        schedule: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        """`schedule`: has `wake` called soon. `changed`: called when groups have been admitted."""
+        self._spec, self._ledger = ledger.spec, ledger
+        self._blocks, self._intake = blocks, intake
+        self._clock, self._schedule, self._changed = clock, schedule, changed
+        self._queue = WaitQueue(schedule)
+        self._withdrawn: dict[str, set[int]] = {}
+        """Client whose put waits -> tickets of it that are withdrawn."""
+        self._closed = ""
+
+    def __len__(self) -> int:
+        """Puts that wait."""
+        return len(self._queue)
+
+    async def put(
+        self, names: list[str], parcel: Parcel, facts: Facts, client: str, tickets: Sequence[int]
+    ) -> list[int]:
+        """See `Store.put`."""
+        num_groups = len(facts.row_bytes)
+        block = self._intake.block(parcel, num_groups)
+        admitted: list[int] = []
+        withdrawn = self._withdrawn[client] = set[int]()
+
+        def admit() -> list[int] | None:
+            before = len(admitted)
+            while len(admitted) < num_groups:
+                number = len(admitted)
+                if tickets and tickets[number] in withdrawn:
+                    admitted.append(WITHDRAWN)
+                    continue
+                group = self._ledger.admit(
+                    self._clock(),
+                    facts.row_bytes[number],
+                    _at(facts.prompt_tokens, number),
+                    _at(facts.response_tokens, number),
+                )
+                if group is None:
+                    break
+                self._blocks.add_group(group, block, number, names)
+                admitted.append(group)
+            if len(admitted) > before:
+                self._changed()
+            return admitted if len(admitted) == num_groups else None
+
+        self._blocks.pin(block)
+        try:
+            self._check_source(names)
+            check_group_bytes(self._spec, facts.row_bytes)
+            done = await self._queue.wait(admit)
+        finally:
+            if self._withdrawn.get(client) is withdrawn:
+                del self._withdrawn[client]
+            self._blocks.unpin(block)
+        if done is None:
+            raise StoreClosed(
+                f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted."
+            )
+        return done
+
+    def withdraw(self, client: str, ticket: int) -> None:
+        """The groups of that ticket that are not admitted yet never will be. Those that are stay."""
+        if client in self._withdrawn:
+            self._withdrawn[client].add(ticket)
+            self._schedule()
+
+    @property
+    def under_way(self) -> list[str]:
+        """Clients whose put waits."""
+        return list(self._withdrawn)
+
+    def wake(self) -> None:
+        """Whoever is next tries."""
+        self._queue.wake_first()
+
+    def close(self, reason: str) -> None:
+        """Puts that wait, and those that come, raise `StoreClosed`."""
+        self._closed = reason
+        self._queue.close()
+
+    def _check_source(self, names: list[str]) -> None:
+        if self._closed:
+            raise StoreClosed(f"the store is closed ({self._closed}) and takes no more groups.")
+        for name in self._spec.source_columns:
+            if name not in names:
+                raise MissingColumn(
+                    f"a group lacks source column {name!r}. Give {', '.join(self._spec.source_columns)} for each."
+                )
+        for name in names:
+            if name not in self._spec.source_columns:
+                raise UnknownColumn(
+                    f"the source writes no column {name!r}, only {', '.join(self._spec.source_columns)}."
+                )
+
+
+def _at(values: list[int] | None, position: int) -> int:
+    return values[position] if values is not None else 0
