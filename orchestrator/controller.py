@@ -26,16 +26,16 @@ from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
+from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.ray_calls import answer, answers, translate
 from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics, update_metrics
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import Sink
 from penstock.orchestrator.reporting.usage import Usage
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.orchestrator.turns import Turns
-from penstock.orchestrator.waiting import answer, answers, translate
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
 from penstock.workers.trainer.report import StepReport
@@ -88,7 +88,7 @@ class Controller:
         self._first = fleet.resumed.step if fleet.resumed is not None else 0
         """Updates that were made before this process."""
         self._weights = WeightSync(fleet, config, weights_root)
-        self._turns = Turns(fleet, self.store, config)
+        self._turns = Turns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
         self._usage = Usage(fleet, flow)
         self._closing = False

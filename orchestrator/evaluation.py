@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.waiting import answer, answers
+from penstock.orchestrator.ray_calls import answer, answers
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
 

@@ -1,4 +1,4 @@
-"""Which of several failures is the cause of the others, and how all of them are told. Used by `waiting.py` and
+"""Which of several failures is the cause of the others, and how all of them are told. Used by `ray_calls.py` and
 `controller.py`.
 
     user's data or code, settings, bugs  ▸  the death of a process  ▸  deadlines  ▸  a partner or the store is gone

@@ -1,6 +1,6 @@
 """The actors of a run: started from the plan, named for the dashboard, ended without leaving a process behind.
 
-`controller.py` drives a fleet over a store; `handles.py` drives one without a store, for people who write their own
+`controller.py` drives a fleet over a store; `session.py` drives one without a store, for people who write their own
 loop.
 """
 
@@ -17,9 +17,9 @@ from penstock.conf.errors import ModelError
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import choose_transport
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
+from penstock.orchestrator.colocation import SharedDevices, plan_sharing
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
-from penstock.orchestrator.sharing import SharedDevices, plan_sharing
-from penstock.orchestrator.waiting import get_all
+from penstock.orchestrator.ray_calls import get_all
 from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute

@@ -1,4 +1,4 @@
-"""Brings versions of the weights from the trainer's ranks to the engines. Used by `controller.py` and `handles.py`.
+"""Brings versions of the weights from the trainer's ranks to the engines. Used by `controller.py` and `session.py`.
 
     shm:      ranks write the publication ─▶ (training may go on) ─▶ engines load it
     streams:  ranks send ‖ engines receive, both before the next update
@@ -13,7 +13,7 @@ from typing import Any, cast
 from penstock.conf.run import RunConfig
 from penstock.conf.weights import STREAMS, choose_transport
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.waiting import answers
+from penstock.orchestrator.ray_calls import answers
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication import reclaim
 from penstock.workers.weights.reaching import ActorEngines

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from penstock.conf.algorithm import AlgorithmConfig as AlgorithmConfig
     from penstock.conf.run import RunConfig as RunConfig
     from penstock.orchestrator.configuration.compose import load_config as load_config
-    from penstock.orchestrator.handles import session as session
     from penstock.orchestrator.run import run as run
+    from penstock.orchestrator.session import session as session
     from penstock.store.data.rows import Rows as Rows
     from penstock.workers.reward.registry import reward as reward
 
@@ -29,14 +29,14 @@ _HOMES = {
     "AlgorithmConfig": "conf.algorithm",
     "Column": "algorithms.columns",
     "Dataflow": "algorithms.dataflow",
-    "Rows": "store.rows",
+    "Rows": "store.data.rows",
     "RunConfig": "conf.run",
     "Stage": "algorithms.dataflow",
     "algorithm": "algorithms.registry",
     "load_config": "orchestrator.configuration.compose",
     "reward": "workers.reward.registry",
     "run": "orchestrator.run",
-    "session": "orchestrator.handles",
+    "session": "orchestrator.session",
 }
 
 __all__ = sorted(_HOMES)

@@ -25,9 +25,9 @@ from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoi
 from penstock.orchestrator.failures import cause_of
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.json_lines import plain
+from penstock.orchestrator.ray_calls import answer, answers
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.run_directory import RunDirectory
-from penstock.orchestrator.waiting import answer, answers
 from penstock.store.client.client import StoreClient
 from penstock.workers.files import is_url
 from penstock.workers.prompts.source import PromptStart

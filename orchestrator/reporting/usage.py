@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.algorithms.dataflow import Dataflow
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.waiting import answers
+from penstock.orchestrator.ray_calls import answers
 
 ROLES = ("rollout", "reward", "reference", "compute")
 """Those that compute. The prompts' counters are asked for as well, for what they leave out."""

@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
-from penstock.orchestrator.turns import Turns
 
 
 @pytest.mark.ray
@@ -77,7 +77,7 @@ class Store:
 def turns(said, **options):
     config = RunConfig(placement="colocated")
     config.trainer.step_timeout_s = 0.05
-    return Turns(Players(said), Store(said, **options), config)
+    return Turns(Players(said).role, Store(said, **options), config)
 
 
 def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake():
@@ -104,7 +104,7 @@ def test_with_devices_of_their_own_nobody_waits_for_a_turn():
     said = []
 
     async def body():
-        apart = Turns(Players(said), Store(said), RunConfig())
+        apart = Turns(Players(said).role, Store(said), RunConfig())
         await apart.training(1)
         await apart.generation()
 

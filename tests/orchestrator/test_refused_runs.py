@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import PenstockError, ResourceError, WorkerDied
-from penstock.orchestrator import handles
 from penstock.orchestrator import run as running
+from penstock.orchestrator import session as handles
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run_directory import RunDirectory
 

@@ -9,8 +9,8 @@ import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from penstock.conf.errors import DataError, DeadlineExceeded, PartnerGone, WorkerDied, WorkerFailed
-from penstock.orchestrator import waiting
-from penstock.orchestrator.waiting import answer, answers, get_all, translate
+from penstock.orchestrator import ray_calls as waiting
+from penstock.orchestrator.ray_calls import answer, answers, get_all, translate
 
 
 class Ref:

@@ -1,12 +1,17 @@
-"""Which actors live on the same GPU (`placement=colocated`): rank i of the trainer and engine i, by a placement group.
+"""Engines and trainers on the same devices (`placement=colocated`): where they live, and when each has them.
 
     bundle 0: GPU 3   Trainer-policy-0 (0.5)   Rollout-0 (0.5)
     bundle 1: GPU 5   Trainer-policy-1 (0.5)   Rollout-1 (0.5)
 
-Without it Ray packs parts of GPUs as they come, two ranks onto one GPU and two engines onto the next. Called by
-`fleet.py`.
+    generation:  trainers have made room, engines are awake ─▶ the store has a batch
+    training:    engines sleep, trainers are back ─▶ update, publication
+
+Rank i and engine i get one GPU by a placement group: without it Ray packs parts of GPUs as they come, two ranks onto
+one and two engines onto the next. With devices of their own, all are there all the time, and nobody waits for a turn.
+Called by `fleet.py` (where) and `controller.py` (when).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -17,6 +22,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.placement import ActorPlan
+from penstock.orchestrator.ray_calls import answer, answers
+from penstock.store.client.client import StoreClient
 
 ROLES = ("trainer", "rollout")
 
@@ -70,3 +77,33 @@ class SharedDevices:
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None
+
+
+class Turns:
+    """Lifecycle: `generation` before the first batch is waited for, then `training` and `generation` in turn."""
+
+    def __init__(self, role: Callable[[str], list[tuple[str, Any]]], store: StoreClient, config: RunConfig) -> None:
+        """`role`: names and handles of a role's actors, as `Fleet.role` has them."""
+        self._role, self._store, self._config = role, store, config
+        self._takes_turns = config.placement == "colocated" and bool(role("rollout"))
+
+    async def training(self, step: int) -> None:
+        """Wait for a batch, then give the devices to the trainers. Raises `DeadlineExceeded`, `WorkerDied`."""
+        if not self._takes_turns:
+            return
+        phase, timeout_s = f"step {step}, waiting for its batch", self._config.trainer.step_timeout_s
+        await answer(self._store.batch_ready(), name="Store", phase=phase, timeout_s=timeout_s)
+        await self._all("rollout", "sleep")
+        await self._all("trainer", "take_device")
+
+    async def generation(self) -> None:
+        """Give the devices to the engines."""
+        if not self._takes_turns:
+            return
+        await self._all("trainer", "leave_device")
+        await self._all("rollout", "wake")
+
+    async def _all(self, role: str, method: str) -> None:
+        calls: list[tuple[str, Any]] = [(name, getattr(handle, method).remote()) for name, handle in self._role(role)]
+        phase = f"{role}: {method.replace('_', ' ')}"
+        await answers(calls, phase=phase, timeout_s=self._config.rollout.update_timeout_s)

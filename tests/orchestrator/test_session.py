@@ -7,7 +7,7 @@ import pytest
 
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.orchestrator.handles import Group
+from penstock.orchestrator.session import Group
 from penstock.store.data.rows import Rows
 
 
