@@ -35,7 +35,7 @@ from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, pr
 from penstock.conf.model import FreshModelConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.models.fresh import character_tokenizer
-from penstock.workers.weights.publication import reclaim
+from penstock.workers.weights.publication.publication import reclaim
 
 DTYPE = "bfloat16"
 """Of the engine, and so of publications."""

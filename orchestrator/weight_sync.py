@@ -15,8 +15,8 @@ from penstock.conf.weights import STREAMS, choose_transport
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answers
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication import reclaim
-from penstock.workers.weights.reaching import ActorEngines
+from penstock.workers.weights.publication.publication import reclaim
+from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Update
 
 PUBLICATIONS_KEPT = 2

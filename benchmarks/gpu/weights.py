@@ -31,9 +31,9 @@ from penstock.conf.weights import WeightsConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.making import TrainerSide, make_transport
-from penstock.workers.weights.publication import reclaim, write_publication
-from penstock.workers.weights.reaching import LoopEngines
+from penstock.workers.weights.publication.publication import reclaim, write_publication
+from penstock.workers.weights.streaming.engine_calls import LoopEngines
+from penstock.workers.weights.trainer_side import TrainerSide, make_transport
 from penstock.workers.weights.transport import Transport
 
 NUM_ROUNDS = 5

@@ -15,7 +15,7 @@ from penstock.store.client.client import StoreClient
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.worker import RolloutWorker
-from penstock.workers.weights.reaching import ReceivingEngine
+from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Info, Part, Update
 
 

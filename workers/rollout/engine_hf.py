@@ -24,8 +24,8 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
-from penstock.workers.weights.adapter import deltas, layer_shapes
-from penstock.workers.weights.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.adapter import deltas, layer_shapes
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
 
 @dataclass

@@ -27,8 +27,8 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.engine_output import EngineOutput, explained
 from penstock.workers.rollout.vllm_setup import engine_arguments, shares_gpu, vllm_environment
-from penstock.workers.weights.inbox import Inbox
-from penstock.workers.weights.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.streaming.received_parts import Inbox
 from penstock.workers.weights.transport import Info, Part, Update
 
 T = TypeVar("T")

@@ -22,9 +22,9 @@ from penstock.conf.trainer import LoraConfig
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import Opened, VllmEngine, mapped_publication
 from penstock.workers.rollout.vllm_setup import adapter_arguments
-from penstock.workers.weights.adapter import CONFIG_NAME, FILE_NAME, layer_shapes, layout_of, peft_config
-from penstock.workers.weights.layout import Layout
-from penstock.workers.weights.reading import MappedWeights
+from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME, layer_shapes, layout_of, peft_config
+from penstock.workers.weights.publication.layout import Layout
+from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info, Update
 
 NAME, NUMBER = "policy", 1

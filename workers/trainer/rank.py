@@ -24,7 +24,7 @@ from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ReferenceWorker, TrainerWorker
-from penstock.workers.weights.making import TrainerSide, make_transport
+from penstock.workers.weights.trainer_side import TrainerSide, make_transport
 from penstock.workers.weights.transport import Engines, Transport, Update
 
 

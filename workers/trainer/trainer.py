@@ -40,7 +40,7 @@ from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.schedule import learning_rate
 from penstock.workers.trainer.tally import Tally, add_mismatch
-from penstock.workers.weights.layout import Layout
+from penstock.workers.weights.publication.layout import Layout
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.engine import Piece, TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.process_group import ProcessGroup
-from penstock.workers.weights.layout import Layout, compute_layout
-from penstock.workers.weights.publication import PublicationWriter, publication_directory, seal
-from penstock.workers.weights.reading import WEIGHTS_NAME
+from penstock.workers.weights.publication.layout import Layout, compute_layout
+from penstock.workers.weights.publication.publication import PublicationWriter, publication_directory, seal
+from penstock.workers.weights.publication.reading import WEIGHTS_NAME
 
 ADAPTER_FOLDER = "adapter"
 WEIGHT_FILES = (

@@ -11,8 +11,8 @@ from GPU to GPU: `prepare` costs nothing, and `send` and the engines' `update` m
 waits for the other, and before the trainer's next update changes the weights that are under way. Calling `prepare` and
 then both at once is right for all of them.
 
-Here are the interface, the words that cross between the two sides, and `shm`; `streaming.py` has the others,
-`inbox.py` an engine's side of a stream. Which one a run takes: `conf/weights.py`.
+Here are the interface, the words that cross between the two sides, and `shm`; `streaming/senders.py` has the others,
+`streaming/received_parts.py` an engine's side of a stream. Which one a run takes: `conf/weights.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.vllm_plugin import BACKEND, IPC_BACKEND
+from penstock.workers.weights.vllm.plugin import BACKEND, IPC_BACKEND
 
 Info = dict[str, Any]
 """What one of vLLM's weight-transfer backends is told, to begin with or of a part of an update."""

@@ -15,8 +15,8 @@ from penstock.conf.trainer import LoraConfig
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.factory import make_engine
-from penstock.workers.weights.adapter import tensor_name
-from penstock.workers.weights.publication import write_publication
+from penstock.workers.weights.publication.adapter import tensor_name
+from penstock.workers.weights.publication.publication import write_publication
 
 T = TypeVar("T")
 

@@ -16,7 +16,7 @@ from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError,
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.publication import write_publication
+from penstock.workers.weights.publication.publication import write_publication
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")

@@ -21,8 +21,8 @@ from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 from penstock.workers.rollout.vllm_setup import adapter_arguments
 from penstock.workers.trainer.engines.lora import adapted_layers
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.adapter import layout_of, tensor_name
-from penstock.workers.weights.publication import write_publication
+from penstock.workers.weights.publication.adapter import layout_of, tensor_name
+from penstock.workers.weights.publication.publication import write_publication
 from tests.workers.rollout.test_engine_vllm import FakeLLM, fail, is_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]

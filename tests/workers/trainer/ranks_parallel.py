@@ -23,8 +23,8 @@ from penstock.workers.trainer.engines import fsdp
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.tally import with_explained_variance
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.making import TrainerSide
-from penstock.workers.weights.source import WeightStream
+from penstock.workers.weights.streaming.weight_stream import WeightStream
+from penstock.workers.weights.trainer_side import TrainerSide
 
 LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 """AdamW whose step is -g / (|g| + 1) of the clipped gradient: weights after one update show it."""

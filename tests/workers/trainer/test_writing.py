@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from penstock.algorithms.losses import sft_loss
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.publication import open_publication
+from penstock.workers.weights.publication.publication import open_publication
 from tests.workers.trainer.conftest import ENGINES
 
 Make = Callable[..., PolicyTrainer]

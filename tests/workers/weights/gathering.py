@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.workers.weights.making import TrainerSide, make_transport
-from penstock.workers.weights.source import WeightStream
-from penstock.workers.weights.streaming import StreamTransport
+from penstock.workers.weights.streaming.senders import StreamTransport
+from penstock.workers.weights.streaming.weight_stream import WeightStream
+from penstock.workers.weights.trainer_side import TrainerSide, make_transport
 
 SHAPES = {"embed": (7, 3), "bias": (5,), "scale": (), "one_row": (1, 4), "steps": (3,)}
 CUTS = {"embed": 10, "bias": 3, "scale": 1, "one_row": 4, "steps": 3}

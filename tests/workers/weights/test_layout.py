@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.layout import compute_layout
+from penstock.workers.weights.publication.layout import compute_layout
 
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)

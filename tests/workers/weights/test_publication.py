@@ -10,11 +10,10 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights import copying
-from penstock.workers.weights import publication as module
-from penstock.workers.weights.layout import compute_layout
-from penstock.workers.weights.publication import (
+from penstock.workers.weights.publication.layout import compute_layout
+from penstock.workers.weights.publication.publication import (
     PublicationWriter,
+    copying,
     newest_publication,
     open_publication,
     publication_directory,
@@ -22,8 +21,9 @@ from penstock.workers.weights.publication import (
     seal,
     write_publication,
 )
-from penstock.workers.weights.reading import MappedWeights
-from penstock.workers.weights.slots import publication_directories
+from penstock.workers.weights.publication.publication import publication as module
+from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.reused_files import publication_directories
 
 TENSORS = {
     "model.embed_tokens.weight": torch.arange(7 * 4, dtype=torch.float32).reshape(7, 4),

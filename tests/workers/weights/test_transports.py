@@ -20,11 +20,11 @@ from penstock.conf.errors import ConfigError, DeadlineExceeded, PenstockError, R
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
-from penstock.workers.weights.making import TrainerSide, make_transport
-from penstock.workers.weights.publication import write_publication
-from penstock.workers.weights.reaching import LoopEngines
-from penstock.workers.weights.reading import MappedWeights, open_publication
-from penstock.workers.weights.streaming import StreamTransport, _portable
+from penstock.workers.weights.publication.publication import write_publication
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.streaming.engine_calls import LoopEngines
+from penstock.workers.weights.streaming.senders import StreamTransport, _portable
+from penstock.workers.weights.trainer_side import TrainerSide, make_transport
 from penstock.workers.weights.transport import Part, StreamedUpdate
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
@@ -108,7 +108,7 @@ class Model(torch.nn.Module):
 
 
 class ShmWorker:
-    """`vllm_transfer.ShmTransferEngine` without vLLM's layerwise reload, which wants a model of vLLM's."""
+    """`vllm/shm.ShmTransferEngine` without vLLM's layerwise reload, which wants a model of vLLM's."""
 
     def __init__(self, model: Model) -> None:
         self.model = model
@@ -239,7 +239,7 @@ def make_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
     import vllm.model_executor.model_loader.mtp_validation  # noqa: F401 - seconds, which the first load would wait for
     from vllm.distributed.weight_transfer import base, ipc_engine, nccl_engine, packed_tensor
 
-    from penstock.workers.weights.vllm_ipc import PickledIpcEngine
+    from penstock.workers.weights.vllm.ipc import PickledIpcEngine
 
     handles: list[torch.Tensor] = []
 

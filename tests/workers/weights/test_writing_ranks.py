@@ -11,9 +11,9 @@ import torch
 from penstock.conf.errors import WeightError
 from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.writing import publish
-from penstock.workers.weights.layout import compute_layout
-from penstock.workers.weights.publication import open_publication
-from penstock.workers.weights.reading import MappedWeights
+from penstock.workers.weights.publication.layout import compute_layout
+from penstock.workers.weights.publication.publication import open_publication
+from penstock.workers.weights.publication.reading import MappedWeights
 
 WEIGHT = torch.arange(35, dtype=torch.float32).reshape(7, 5) / 3
 BUFFER = torch.tensor([0.1, 0.2, 0.3])

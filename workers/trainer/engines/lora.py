@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
 from penstock.workers.trainer.models.starting_weights import take_weights
-from penstock.workers.weights.adapter import FILE_NAME, tensor_name
+from penstock.workers.weights.publication.adapter import FILE_NAME, tensor_name
 
 ADAPTER = "default"
 """PEFT's name of the one adapter."""

@@ -27,8 +27,8 @@ from penstock.workers.trainer.engines.lora import adapted_layers, hf_name, is_ad
 from penstock.workers.trainer.models.policy_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.weights.adapter import deltas, layer_shapes, layout_of
-from penstock.workers.weights.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.adapter import deltas, layer_shapes, layout_of
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
 Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]

@@ -2,8 +2,8 @@
 
 Handles of GPU memory contain classes. vLLM passes such things to its engine process only with
 `VLLM_ALLOW_INSECURE_SERIALIZATION=1`, which makes it unpickle whatever comes from anywhere, and which both processes
-must have for as long as they live. So the trainer pickles the handles (`streaming.py`) and they are unpickled here, in
-the worker that opens them: one field, from the run's own trainer, and nothing else.
+must have for as long as they live. So the trainer pickles the handles (`streaming/senders.py`) and they are unpickled
+here, in the worker that opens them: one field, from the run's own trainer, and nothing else.
 """
 
 import pickle

@@ -16,16 +16,16 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.layout import compute_layout
-from penstock.workers.weights.publication import (
+from penstock.workers.weights.publication.layout import compute_layout
+from penstock.workers.weights.publication.publication import (
     PublicationWriter,
     newest_publication,
     open_publication,
     reclaim,
     write_publication,
 )
-from penstock.workers.weights.reading import MappedWeights
-from penstock.workers.weights.slots import publication_directories, publication_directory
+from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.reused_files import publication_directories, publication_directory
 from tests.tmpfs import run_in_tmpfs
 
 ELEMENTS = 300_000
@@ -114,7 +114,7 @@ def test_a_version_republished_while_it_is_loaded_gets_another_file(tmp_path: Pa
 READER = """
 import sys, time
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 mapped = MappedWeights(open_publication(Publication(sys.argv[1], 1)))
 print("mapped", flush=True)
 time.sleep(60)
@@ -211,8 +211,8 @@ SMALL_TMPFS = """
 import sys
 import torch
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.publication import newest_publication, open_publication, write_publication
-from penstock.workers.weights.reading import MappedWeights
+from penstock.workers.weights.publication.publication import newest_publication, open_publication, write_publication
+from penstock.workers.weights.publication.reading import MappedWeights
 
 def publish(version, megabytes):
     return write_publication(sys.argv[1], version, [("w", torch.full((megabytes * 2**18,), float(version)))])

@@ -10,8 +10,8 @@ from torch import nn
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.weights import TRANSPORTS
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.source import Piece, WeightStream
-from penstock.workers.weights.streaming import INIT_INFOS, SenderPlace, StreamTransport
+from penstock.workers.weights.streaming.senders import INIT_INFOS, SenderPlace, StreamTransport
+from penstock.workers.weights.streaming.weight_stream import Piece, WeightStream
 from penstock.workers.weights.transport import ShmTransport, Transport
 
 PATIENCE = 1.5
@@ -64,6 +64,6 @@ def _source(name: str, side: TrainerSide) -> Any:
     """None: the stream itself."""
     if name != "nccl_m2n":
         return None
-    from penstock.workers.weights.resharding import ShardStream
+    from penstock.workers.weights.streaming.shards import ShardStream
 
     return ShardStream(side.module, side.num_ranks, side.dtype)

@@ -9,8 +9,8 @@
       writer.finish()                                            for name, tensor in mapped.tensors(): ...
       barrier; rank 0: seal(root, 12, layout, R)
 
-Bytes are cast and copied straight into a mapping of the file, whose pages are warm and known to be there (`slots.py`,
-`mapping.py`): one copy, and several ranks do not wait for each other. Reading is in `reading.py`.
+Bytes are cast and copied straight into a mapping of the file, whose pages are warm and known to be there
+(`reused_files.py`, `mapping.py`): one copy, and several ranks do not wait for each other. Reading is in `reading.py`.
 """
 
 import json
@@ -24,10 +24,10 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.copying import copy_and_sum
-from penstock.workers.weights.layout import Layout, TensorPlace, compute_layout
-from penstock.workers.weights.mapping import POPULATE_WRITE, let_go, populate, writable_mapping
-from penstock.workers.weights.reading import (
+from penstock.workers.weights.publication.copying import copy_and_sum
+from penstock.workers.weights.publication.layout import Layout, TensorPlace, compute_layout
+from penstock.workers.weights.publication.mapping import POPULATE_WRITE, let_go, populate, writable_mapping
+from penstock.workers.weights.publication.reading import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
     ElementRange,
@@ -35,7 +35,7 @@ from penstock.workers.weights.reading import (
     manifest_to_json,
     open_publication,
 )
-from penstock.workers.weights.slots import (
+from penstock.workers.weights.publication.reused_files import (
     exclusive,
     is_sealed,
     prepare_slot,

@@ -6,7 +6,7 @@ import pytest
 import ray
 
 from penstock.conf.errors import WeightError, WorkerDied
-from penstock.workers.weights.reaching import ActorEngines
+from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Info, Part
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]

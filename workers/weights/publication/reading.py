@@ -17,8 +17,8 @@ import xxhash
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.layout import Layout, compute_layout
-from penstock.workers.weights.mapping import POPULATE_READ, populate
+from penstock.workers.weights.publication.layout import Layout, compute_layout
+from penstock.workers.weights.publication.mapping import POPULATE_READ, populate
 
 if TYPE_CHECKING:
     import torch

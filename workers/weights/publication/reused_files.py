@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.reading import MANIFEST_NAME, WEIGHTS_NAME
+from penstock.workers.weights.publication.reading import MANIFEST_NAME, WEIGHTS_NAME
 
 LOCK_NAME = ".lock"
 

@@ -4,7 +4,7 @@
 
 A tensor is whole only while whoever iterates holds it, so a bucket of them is all that is ever gathered. Has the two
 channels that vLLM's trainer-side engines read (their `WeightSource`): `metadata`, and iteration in the same order.
-Made by `streaming.py`.
+Made by `senders.py`.
 """
 
 import math

@@ -8,8 +8,8 @@ backend only when an engine asks for it by name.
 BACKEND = "penstock_shm"
 IPC_BACKEND = "penstock_ipc"
 CLASSES = {
-    BACKEND: ("penstock.workers.weights.vllm_transfer", "ShmTransferEngine"),
-    IPC_BACKEND: ("penstock.workers.weights.vllm_ipc", "PickledIpcEngine"),
+    BACKEND: ("penstock.workers.weights.vllm.shm", "ShmTransferEngine"),
+    IPC_BACKEND: ("penstock.workers.weights.vllm.ipc", "PickledIpcEngine"),
 }
 
 

@@ -20,9 +20,9 @@ from typing import Any, cast
 import torch
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError
-from penstock.workers.weights.source import WeightStream
+from penstock.workers.weights.streaming.watch import watched
+from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.transport import Engines, Info, Part, StreamedUpdate, Update
-from penstock.workers.weights.watch import watched
 
 
 @dataclass(frozen=True)
@@ -225,10 +225,10 @@ def _vllm_trainer_init() -> Callable[..., Any]:
 
 
 def _portable(info: Info) -> Info:
-    """Handles of GPU memory contain classes, which reach vLLM's engine process only in this form (`vllm_ipc.py`)."""
+    """Handles of GPU memory contain classes, which reach vLLM's engine process only in this form (`vllm/ipc.py`)."""
     handles = info.get("ipc_handles")
     if handles is None:
         return info
-    from penstock.workers.weights.vllm_ipc import PICKLED
+    from penstock.workers.weights.vllm.ipc import PICKLED
 
     return {key: value for key, value in info.items() if key != "ipc_handles"} | {PICKLED: pickle.dumps(handles)}

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.source import WeightStream, _spans_by_tensor
+from penstock.workers.weights.streaming.weight_stream import WeightStream, _spans_by_tensor
 
 HERE = Path(__file__).parent
 _spec = importlib.util.spec_from_file_location("gathering", HERE / "gathering.py")

@@ -1,6 +1,6 @@
 """What `nccl_m2n` sends: each rank's shards as they lie, in the engines' dtype. Nothing is gathered.
 
-Imports vLLM, so it is imported where a stream is made (`making.py`).
+Imports vLLM, so it is imported where a stream is made (`trainer_side.py`).
 """
 
 from collections.abc import Iterator

@@ -2,7 +2,7 @@
 
 A collective that lost its partner blocks in a library that knows no deadline. So it runs in a thread of its own, and
 whoever waits for it can go on. The thread stays stuck until its process ends, which is what the caller's error leads
-to. Used by `streaming.py`.
+to. Used by `senders.py`.
 """
 
 import threading

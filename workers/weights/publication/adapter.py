@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.conf.errors import WeightError
 from penstock.conf.trainer import ALL_LINEAR, LoraConfig
-from penstock.workers.weights.layout import Layout, compute_layout
-from penstock.workers.weights.reading import Manifest, MappedWeights
+from penstock.workers.weights.publication.layout import Layout, compute_layout
+from penstock.workers.weights.publication.reading import Manifest, MappedWeights
 
 if TYPE_CHECKING:
     import torch

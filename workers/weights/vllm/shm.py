@@ -19,7 +19,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 
 
 @dataclass(kw_only=True)

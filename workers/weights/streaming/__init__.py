@@ -1,0 +1,1 @@
+"""A version of the weights from GPU to GPU, without a file. Begin with `senders.py`."""
