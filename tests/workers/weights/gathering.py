@@ -1,4 +1,4 @@
-"""One rank of `test_source.py`, in a process of its own: `python gathering.py RANK NUM_RANKS ADDRESS DIRECTORY`.
+"""One rank of `test_weight_stream.py`, in a process of its own: `python gathering.py RANK NUM_RANKS ADDRESS DIRECTORY`.
 
 Gathers a stream of whole tensors twice, once as the rank that sends and once, on other ranks, through vLLM's own
 sender, which only joins in.

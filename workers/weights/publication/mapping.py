@@ -1,8 +1,8 @@
 """Memory mappings of publications: those that a writer keeps from one to the next, and page tables filled in advance.
 
 Two files take turns (`reused_files.py`), so a trainer rank maps each of them once and from then on writes at the speed
-of memory: no page fault, and no lock of the file that ranks would wait for, as with `write(2)`. Used by `publication.py`
-and `reading.py`.
+of memory: no page fault, and no lock of the file that ranks would wait for, as with `write(2)`. Used by
+`publication.py` and `reading.py`.
 """
 
 import contextlib
