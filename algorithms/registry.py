@@ -1,4 +1,4 @@
-"""Algorithms by name, for recipes: `algorithm=grpo` finds what `@algorithm("grpo")` has put here.
+"""Algorithms by name, for recipes: `@algorithm("grpo")` puts them here, `catalogue.py` finds them.
 
 One's own, in any file that the recipe imports (or `algorithm=my_file.py:my_algo`):
 
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.algorithm import AlgorithmConfig
-from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.errors import ConfigError
 
 Builder = Callable[[Any], Dataflow]
 F = TypeVar("F", bound=Builder)
@@ -56,18 +56,3 @@ def _config_class(name: str, build: Builder) -> type[AlgorithmConfig]:
             f"AlgorithmConfig, like `def {name}(cfg: MyConfig) -> Dataflow`."
         )
     return hint
-
-
-def find_algorithm(name: str) -> Algorithm:
-    """The algorithm of that name. Raises `ConfigError` with the nearest known name."""
-    if name not in ALGORITHMS:
-        raise ConfigError(f"algorithm={name}: unknown{suggest(name, ALGORITHMS)}")
-    return ALGORITHMS[name]
-
-
-def build_dataflow(config: AlgorithmConfig) -> Dataflow:
-    """The checked dataflow of a configuration."""
-    return find_algorithm(config.name).build(config).check()
-
-
-from penstock.algorithms import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: E402, F401 - they register themselves, and need the above to do so

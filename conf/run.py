@@ -14,7 +14,8 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.store import StoreConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.conf.weights import WeightsConfig, choose_transport, shares_gpus
+from penstock.conf.transports import choose_transport, shares_gpus
+from penstock.conf.weights import WeightsConfig
 
 
 @dataclass

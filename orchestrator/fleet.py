@@ -15,7 +15,7 @@ from ray.exceptions import RayError
 from penstock.algorithms.dataflow import Dataflow
 from penstock.conf.errors import ModelError
 from penstock.conf.run import RunConfig
-from penstock.conf.weights import choose_transport
+from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
 from penstock.orchestrator.colocation import SharedDevices, plan_sharing
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from penstock.conf.run import RunConfig
-from penstock.conf.weights import STREAMS, choose_transport
+from penstock.conf.transports import choose_transport
+from penstock.conf.weights import STREAMS
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answers
 from penstock.workers.protocols import Publication

@@ -133,7 +133,8 @@ def _find_algorithm(choice: str | None, recipe: Recipe, files: list[Path]) -> tu
 def _load_algorithm(name: str, base: Path, files: list[Path]) -> str:
     """Import the file of `file.py:name`, and register the function if it has not done so itself. Returns the
     registered name."""
-    from penstock.algorithms.registry import ALGORITHMS, algorithm
+    from penstock.algorithms.catalogue import ALGORITHMS
+    from penstock.algorithms.registry import algorithm
     from penstock.orchestrator.configuration.imports import load_file
 
     file_name, _, function_name = name.rpartition(":")

@@ -13,12 +13,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.dataflow import Dataflow, Stage
 from penstock.algorithms.describe import draw
-from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig
-from penstock.conf.weights import choose_transport, shares_gpus
+from penstock.conf.transports import choose_transport, shares_gpus
 from penstock.orchestrator.cluster import check_resources
 from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of

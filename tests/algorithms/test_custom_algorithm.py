@@ -8,7 +8,7 @@ import torch
 
 import penstock.recipes
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.registry import build_dataflow
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.orchestrator.configuration.imports import load_file
 from penstock.store.data.rows import Rows
 

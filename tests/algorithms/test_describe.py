@@ -1,7 +1,7 @@
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.describe import WIDTH, draw, in_order
-from penstock.algorithms.registry import build_dataflow
 from penstock.conf.algorithm import GrpoConfig, SftConfig
 
 SFT = """\

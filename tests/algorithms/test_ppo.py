@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.ppo import ppo_advantages
-from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import ConfigError, ShapeError
 from penstock.conf.ppo import PpoConfig
 

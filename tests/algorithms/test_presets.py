@@ -5,12 +5,12 @@ import inspect
 import pytest
 
 from penstock.algorithms.advantages import advantage
+from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow
 from penstock.algorithms.corrections import correction
 from penstock.algorithms.losses import surrogate
 from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
 from penstock.algorithms.preference.orpo import orpo_loss
 from penstock.algorithms.preference.simpo import simpo_loss
-from penstock.algorithms.registry import ALGORITHMS, build_dataflow
 from penstock.conf.algorithm import SftConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.policy_gradient import DapoConfig, PolicyGradientConfig, RemaxConfig

@@ -3,7 +3,8 @@ from dataclasses import dataclass
 import pytest
 
 from penstock.algorithms import registry
-from penstock.algorithms.registry import ALGORITHMS, algorithm, build_dataflow, find_algorithm
+from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow, find_algorithm
+from penstock.algorithms.registry import algorithm
 from penstock.conf.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
 from penstock.conf.errors import ConfigError, DataflowError
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.kl import AdaptiveKl
-from penstock.algorithms.registry import build_dataflow
 from penstock.algorithms.reward_kl import next_coefficient, penalized_reward, response_kl
 from penstock.conf.errors import ConfigError, ShapeError
 from penstock.conf.policy_gradient import PolicyGradientConfig, RlooConfig

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from penstock.algorithms.registry import build_dataflow
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import DataError, PartnerGone, PenstockError, WorkerDied
 from penstock.orchestrator import controller as controlling
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints

@@ -9,9 +9,9 @@ import torch
 
 from penstock.algorithms.advantages import ADVANTAGES
 from penstock.algorithms.aggregation import BatchTotals
+from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import SURROGATES
-from penstock.algorithms.registry import ALGORITHMS, build_dataflow
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
 

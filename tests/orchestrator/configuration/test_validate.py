@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss
-from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import ConfigError, DataError, DataflowError, ModelError, PenstockError, ResourceError
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config

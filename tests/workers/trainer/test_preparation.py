@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from penstock.algorithms.advantages import reinforce_plus_plus_baseline
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.columns import Column
 from penstock.algorithms.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss, value_loss
-from penstock.algorithms.registry import build_dataflow
 from penstock.conf.errors import CheckpointError, DataflowError
 from penstock.conf.policy_gradient import PolicyGradientConfig, ReinforcePpConfig
 from penstock.conf.ppo import PpoConfig

@@ -1,0 +1,22 @@
+"""Every algorithm that a recipe can name: those that come with Penstock, and one's own that were imported."""
+
+# The modules register their algorithms when they are imported.
+from penstock.algorithms import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: F401
+from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.registry import ALGORITHMS, Algorithm
+from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.errors import ConfigError, suggest
+
+__all__ = ["ALGORITHMS", "build_dataflow", "find_algorithm"]
+
+
+def find_algorithm(name: str) -> Algorithm:
+    """The algorithm of that name. Raises `ConfigError` with the nearest known name."""
+    if name not in ALGORITHMS:
+        raise ConfigError(f"algorithm={name}: unknown{suggest(name, ALGORITHMS)}")
+    return ALGORITHMS[name]
+
+
+def build_dataflow(config: AlgorithmConfig) -> Dataflow:
+    """The checked dataflow of a configuration."""
+    return find_algorithm(config.name).build(config).check()
