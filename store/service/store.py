@@ -79,6 +79,7 @@ class Store:
             stage.name: Consumers(stage.name, self.ledger, self._clients, self._schedule) for stage in spec.stages
         }
         self._ranks = {stage.name: Ranks(stage.name, self.ledger, self._schedule) for stage in spec.stages}
+        self._waiting: list[Consumers | Ranks] = [*self._consumers.values(), *self._ranks.values()]
         self._expiry = Expiry(self.ledger, clock, self._changed)
         self._errors: deque[str] = deque(maxlen=20)
         self._closed: str | None = None
@@ -293,7 +294,7 @@ class Store:
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)
         numbers["store/waiting_producers"] = len(self._puts)
-        numbers["store/waiting_consumers"] = sum(map(len, (*self._consumers.values(), *self._ranks.values())))
+        numbers["store/waiting_consumers"] = sum(map(len, self._waiting))
         numbers["store/blocks"] = self._blocks.num_blocks
         if self._segments is not None:
             numbers["store/shared_bytes"] = self._segments.bytes
@@ -326,7 +327,7 @@ class Store:
         if self._server is not None:
             self._server.close()
         self._puts.close(self._closed)
-        for waiting in (*self._consumers.values(), *self._ranks.values()):
+        for waiting in self._waiting:
             waiting.close()
 
     async def end(self) -> None:
@@ -363,7 +364,8 @@ class Store:
     def _pump(self) -> None:
         """Let those try that there may be something for."""
         self._pump_due = False
-        for waiting in (*self._consumers.values(), *self._ranks.values(), self._puts):
+        for waiting in self._waiting:
             waiting.wake()
+        self._puts.wake()
         if self._closed is None:
             self._expiry.arm()
