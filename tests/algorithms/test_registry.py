@@ -2,7 +2,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from penstock.algorithms import registry
+from penstock.algorithms import catalogue, registry
 from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow, find_algorithm
 from penstock.algorithms.registry import algorithm
 from penstock.conf.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
@@ -17,7 +17,9 @@ class OwnConfig(AlgorithmConfig):
 
 @pytest.fixture(autouse=True)
 def _own_registry(monkeypatch):
-    monkeypatch.setattr(registry, "ALGORITHMS", {name: ALGORITHMS[name] for name in ("grpo", "sft")})
+    own = {name: ALGORITHMS[name] for name in ("grpo", "sft")}
+    for module in (registry, catalogue):
+        monkeypatch.setattr(module, "ALGORITHMS", own)
 
 
 def test_the_builtin_algorithms_are_there_with_their_configuration():

@@ -10,10 +10,11 @@ import torch
 
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
+from penstock.workers.weights.publication import copying
+from penstock.workers.weights.publication import publication as module
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import (
     PublicationWriter,
-    copying,
     newest_publication,
     open_publication,
     publication_directory,
@@ -21,7 +22,6 @@ from penstock.workers.weights.publication.publication import (
     seal,
     write_publication,
 )
-from penstock.workers.weights.publication.publication import publication as module
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.publication.reused_files import publication_directories
 
