@@ -104,8 +104,8 @@ class VllmAdapterEngine(VllmEngine):
 class AdapterFolder:
     """Versions of the adapter as directories of PEFT's form, which is how vLLM takes them.
 
-    Copies, since files of publications are written again (`slots.py`), while vLLM may read an adapter whenever a
-    request names it.
+    Copies, since files of publications are written again (`weights/publication/reused_files.py`), while vLLM may read
+    an adapter whenever a request names it.
     """
 
     def __init__(self, config: LoraConfig) -> None:
