@@ -3,7 +3,7 @@
     free units ─▶ one after the other to whoever holds the fewest, as far as each can take
 
 So that engines of a run have equally much to do, whoever asks first. What is nobody's share is never kept: one that
-asks alone gets everything it can take. Used by `store.py`, which counts what consumers hold.
+asks alone gets everything it can take. Used by `consumers.py`, which counts what they hold.
 
 A consumer that always asks again while it can take more (`Ask.max_held`: rollout workers) is expected to: what is free
 is shared with it too, if it is not there at the moment, for `PATIENCE_S` and no longer. Whoever is still not there then

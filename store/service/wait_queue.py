@@ -1,6 +1,6 @@
 """A queue of callers that wait for something: woken one after the other, first come first served, nobody polls.
 
-Used by `store.py`, one for each stage and one for producers.
+Used by `consumers.py`, `ranks.py` and `puts.py`.
 """
 
 import asyncio
