@@ -1,10 +1,10 @@
 """Every algorithm that a recipe can name: those that come with Penstock, and one's own that were imported."""
 
 # The modules register their algorithms when they are imported.
-from penstock.algorithms import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: F401
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.builtin import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: F401
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.registry import ALGORITHMS, Algorithm
-from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 
 __all__ = ["ALGORITHMS", "build_dataflow", "find_algorithm"]

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from penstock.algorithms.dataflow import Dataflow
-from penstock.conf.algorithm import AlgorithmConfig
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError
 
 Builder = Callable[[Any], Dataflow]

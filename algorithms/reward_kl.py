@@ -14,8 +14,8 @@ from torch import Tensor
 
 from penstock.algorithms.advantages import finite_rewards
 from penstock.algorithms.checks import same_shape
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.kl import AdaptiveKl, kl_estimate
 from penstock.conf.errors import ShapeError
 

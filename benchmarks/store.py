@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks.harness import ROOT, Child, Target, parse_arguments, print_targets, write_json
 from benchmarks.store_scale import measure_scale, print_scale
-from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
+from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.store.ledger.group import Facts
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StageSpec, StoreSpec

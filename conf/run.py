@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, field
 
-from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.checks import at_least, one_of
 from penstock.conf.cluster import ClusterConfig, TrackingConfig

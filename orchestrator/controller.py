@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter

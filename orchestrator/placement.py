@@ -6,7 +6,7 @@ configuration.
 
 from dataclasses import dataclass
 
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
 from penstock.store.service.actor import STORE

@@ -15,7 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint

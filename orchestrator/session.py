@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.cluster import connect

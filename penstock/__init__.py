@@ -13,11 +13,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from penstock.algorithms.columns import Column as Column
-    from penstock.algorithms.dataflow import Dataflow as Dataflow
-    from penstock.algorithms.dataflow import Stage as Stage
+    from penstock.algorithms.graph.columns import Column as Column
+    from penstock.algorithms.graph.dataflow import Dataflow as Dataflow
+    from penstock.algorithms.graph.stage import Stage as Stage
     from penstock.algorithms.registry import algorithm as algorithm
-    from penstock.conf.algorithm import AlgorithmConfig as AlgorithmConfig
+    from penstock.conf.algorithms.base import AlgorithmConfig as AlgorithmConfig
     from penstock.conf.run import RunConfig as RunConfig
     from penstock.orchestrator.configuration.compose import load_config as load_config
     from penstock.orchestrator.run import run as run
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from penstock.workers.reward.registry import reward as reward
 
 _HOMES = {
-    "AlgorithmConfig": "conf.algorithm",
-    "Column": "algorithms.columns",
-    "Dataflow": "algorithms.dataflow",
+    "AlgorithmConfig": "conf.algorithms.base",
+    "Column": "algorithms.graph.columns",
+    "Dataflow": "algorithms.graph.dataflow",
     "Rows": "store.data.rows",
     "RunConfig": "conf.run",
-    "Stage": "algorithms.dataflow",
+    "Stage": "algorithms.graph.stage",
     "algorithm": "algorithms.registry",
     "load_config": "orchestrator.configuration.compose",
     "reward": "workers.reward.registry",

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 
 REPORTED_COLUMNS = ("reward", "finish_reason", "token_versions", "behavior_logprobs")

@@ -14,7 +14,7 @@ from typing import Any
 from penstock.algorithms.aggregation import aggregate
 from penstock.algorithms.checks import known, non_negative, positive
 from penstock.algorithms.losses.policy import LossAndMetrics
-from penstock.conf.algorithm import AGGREGATIONS
+from penstock.conf.algorithms.base import AGGREGATIONS
 
 
 @dataclass(frozen=True)

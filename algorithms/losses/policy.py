@@ -22,7 +22,7 @@ from penstock.algorithms.kl import kl_estimate
 from penstock.algorithms.losses.proximal import PROXIMALS, proximal_anchor
 from penstock.algorithms.losses.surrogate import SURROGATES, Surrogate
 from penstock.algorithms.options import NO_OPTIONS, Options, checked_options
-from penstock.conf.algorithm import CORRECTIONS as PRESET_CORRECTIONS
+from penstock.conf.algorithms.base import CORRECTIONS as PRESET_CORRECTIONS
 from penstock.conf.errors import ConfigError, ShapeError
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]

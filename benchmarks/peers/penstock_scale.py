@@ -23,7 +23,7 @@ import numpy as np
 import ray
 import xxhash
 
-from penstock.algorithms.columns import STANDARD_COLUMNS
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StageSpec, StoreSpec

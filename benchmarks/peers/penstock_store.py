@@ -25,7 +25,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import numpy as np
 import ray
 
-from penstock.algorithms.columns import STANDARD_COLUMNS
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.service.actor import create_store_actor, end_store_actor

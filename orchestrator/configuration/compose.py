@@ -21,9 +21,8 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from penstock.conf import algorithm as algorithm_configs
-from penstock.conf import policy_gradient, ppo, preference
-from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.algorithms import base, policy_gradient, ppo, preference
+from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
@@ -106,7 +105,7 @@ def _known_algorithms() -> dict[str, type[AlgorithmConfig]]:
     and a wrong key should not take seconds to be told. A file of one's own has imported the registry by now."""
     known = {
         cls.name: cls
-        for module in (algorithm_configs, policy_gradient, ppo, preference)
+        for module in (base, policy_gradient, ppo, preference)
         for cls in vars(module).values()
         if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls is not AlgorithmConfig
     }

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from penstock.conf import algorithm as algorithm_configs
-from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.algorithms import base
+from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.run import RunConfig
 
 
@@ -20,7 +20,7 @@ def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _algorithm_defaults(name: str) -> dict[str, Any]:
-    for cls in vars(algorithm_configs).values():
+    for cls in vars(base).values():
         if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls.name == name:
             return asdict(cls())
     return {}

@@ -14,8 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.dataflow import Dataflow, Stage
-from penstock.algorithms.describe import draw
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.describe import draw
+from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.conf.transports import choose_transport, shares_gpus

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.algorithms.columns import Column
+from penstock.algorithms.graph.columns import Column
 from penstock.conf.errors import WorkerDied, suggest
 from penstock.store.client.heartbeat import Heartbeat
 from penstock.store.client.inlet import Inlet

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute  # what `take` imports on its first call, a tenth of a second too late
 
-from penstock.algorithms.columns import Column
+from penstock.algorithms.graph.columns import Column
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import arrow_type
 from penstock.store.errors import UnknownColumn

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.algorithms.columns import STANDARD_COLUMNS
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.conf.errors import StoreError
 from penstock.store.data.schema import arrow_type
 from penstock.store.errors import UnknownColumn, WrongLength

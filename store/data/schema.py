@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from penstock.algorithms.columns import Column
+from penstock.algorithms.graph.columns import Column
 from penstock.store.errors import NotFinite, WrongLength, WrongType
 from penstock.store.ledger.group import NO_VERSION, Facts
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import SURROGATES, policy_loss
-from penstock.conf.algorithm import AGGREGATIONS
+from penstock.conf.algorithms.base import AGGREGATIONS
 
 ALL = pytest.mark.parametrize("surrogate", sorted(SURROGATES))
 WITH_ALL = pytest.mark.parametrize("correction", sorted(CORRECTIONS))

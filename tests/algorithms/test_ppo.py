@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.algorithms.builtin.ppo import ppo_advantages
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.ppo import ppo_advantages
+from penstock.conf.algorithms.ppo import PpoConfig
 from penstock.conf.errors import ConfigError, ShapeError
-from penstock.conf.ppo import PpoConfig
 
 
 def columns(*rows):

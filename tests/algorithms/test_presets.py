@@ -11,11 +11,11 @@ from penstock.algorithms.losses import surrogate
 from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
 from penstock.algorithms.preference.orpo import orpo_loss
 from penstock.algorithms.preference.simpo import simpo_loss
-from penstock.conf.algorithm import SftConfig
+from penstock.conf.algorithms.base import SftConfig
+from penstock.conf.algorithms.policy_gradient import DapoConfig, PolicyGradientConfig, RemaxConfig
+from penstock.conf.algorithms.ppo import PpoConfig, RewardModelConfig
+from penstock.conf.algorithms.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
 from penstock.conf.errors import ConfigError
-from penstock.conf.policy_gradient import DapoConfig, PolicyGradientConfig, RemaxConfig
-from penstock.conf.ppo import PpoConfig, RewardModelConfig
-from penstock.conf.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from penstock.conf.algorithm import AlgorithmConfig, GrpoConfig, SftConfig
+from penstock.conf.algorithms.base import AlgorithmConfig, GrpoConfig, SftConfig
 from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
 from penstock.conf.data import DataConfig, EvaluationConfig

@@ -1,6 +1,6 @@
 import pytest
 
-from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.algorithms.base import GrpoConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig, SamplingConfig

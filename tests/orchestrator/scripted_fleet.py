@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config

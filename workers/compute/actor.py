@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Stage
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.stage import Stage
 from penstock.store.client.client import StoreClient
 from penstock.workers.compute.worker import ComputeWorker
 

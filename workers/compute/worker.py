@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Stage
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import DataflowError, LeaseExpired
 from penstock.store.data.rows import Rows
 

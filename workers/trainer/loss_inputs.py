@@ -1,6 +1,6 @@
 """Which arguments a loss takes, found once from its signature, and the call with them.
 
-The loss of a dataflow names what it reads (`algorithms/dataflow.py`, `algorithms/losses/`): columns of the rows, and
+The loss of a dataflow names what it reads (`Dataflow.train`, `algorithms/losses/`): columns of the rows, and
 what only the trainer has. Called by `trainer.py` for every micro-batch.
 
 Legend: B rows of the micro-batch, T response tokens, padded.
@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.dataflow import PROVIDED_BY_TRAINER
+from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER
 from penstock.conf.errors import DataflowError, suggest
 from penstock.workers.protocols import Loss
 from penstock.workers.trainer.batching import MicroBatch

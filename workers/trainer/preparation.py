@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Stage
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.stage import Stage
 from penstock.store.data.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport

@@ -3,8 +3,8 @@ imports it."""
 
 from dataclasses import dataclass, field
 
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Stage
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.stage import Stage
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.protocols import Loss
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss, sft_loss, with_entropy_bonus
 from penstock.conf.errors import ConfigError
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import interpolated_policy_loss, per_token, policy_loss, ppo_clip_loss
 from penstock.algorithms.options import Positive
-from penstock.conf.algorithm import AGGREGATIONS, CORRECTIONS
+from penstock.conf.algorithms.base import AGGREGATIONS, CORRECTIONS
 from penstock.conf.errors import ConfigError, ShapeError
 
 ONE = BatchTotals(1, 1)

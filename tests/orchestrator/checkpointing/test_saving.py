@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.algorithms.base import GrpoConfig
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.conf.run import RunConfig
@@ -133,7 +133,7 @@ from unittest.mock import Mock
 
 import torch
 
-from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.algorithms.base import GrpoConfig
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError
 from penstock.conf.run import RunConfig

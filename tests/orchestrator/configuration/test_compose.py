@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.conf.algorithm import GrpoConfig, SftConfig
+from penstock.conf.algorithms.base import GrpoConfig, SftConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config, short_yaml, to_yaml
@@ -15,9 +15,9 @@ from penstock.orchestrator.configuration.recipes import packaged_recipes
 
 ALGORITHM = """
 from dataclasses import dataclass
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.algorithms.base import AlgorithmConfig
 
 @dataclass
 class MineConfig(AlgorithmConfig):

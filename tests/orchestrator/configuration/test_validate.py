@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss
 from penstock.conf.errors import ConfigError, DataError, DataflowError, ModelError, PenstockError, ResourceError
 from penstock.conf.model import FreshModelConfig

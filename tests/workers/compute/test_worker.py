@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from penstock.algorithms.columns import STANDARD_COLUMNS, Column
-from penstock.algorithms.dataflow import Dataflow
-from penstock.conf.algorithm import GrpoConfig
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.algorithms.base import GrpoConfig
 from penstock.conf.errors import DataflowError
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig

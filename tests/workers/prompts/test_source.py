@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from penstock.algorithms.dataflow import Dataflow
-from penstock.conf.algorithm import GrpoConfig
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.algorithms.base import GrpoConfig
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, ModelError
 from penstock.conf.model import FreshModelConfig

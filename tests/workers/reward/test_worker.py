@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from penstock.algorithms.dataflow import Dataflow
-from penstock.conf.algorithm import GrpoConfig
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.algorithms.base import GrpoConfig
 from penstock.conf.errors import RewardFailure
 from penstock.conf.reward import RewardConfig
 from penstock.conf.run import RunConfig

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
+from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store

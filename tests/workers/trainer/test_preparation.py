@@ -9,12 +9,12 @@ import torch
 
 from penstock.algorithms.advantages import reinforce_plus_plus_baseline
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss, value_loss
+from penstock.conf.algorithms.policy_gradient import PolicyGradientConfig, ReinforcePpConfig
+from penstock.conf.algorithms.ppo import PpoConfig
 from penstock.conf.errors import CheckpointError, DataflowError
-from penstock.conf.policy_gradient import PolicyGradientConfig, ReinforcePpConfig
-from penstock.conf.ppo import PpoConfig
 from penstock.store.data.rows import Rows
 from penstock.store.spec import StoreSpec
 from penstock.workers.protocols import UpdateReport

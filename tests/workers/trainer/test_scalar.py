@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import value_loss
 from penstock.algorithms.losses.sft import sft_loss
 from penstock.algorithms.preference.bradley_terry import bradley_terry_loss

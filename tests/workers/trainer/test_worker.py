@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig

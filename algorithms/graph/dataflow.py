@@ -3,7 +3,7 @@
     source ─ prompt_ids, task ─▶ rollout ─ response_ids, … ─▶ reward ─ reward ─▶ compute ─ advantage ─▶ train
 
 The controller turns each stage into workers, the store turns each column into readiness, and neither knows the
-algorithm. Built by `algorithms/grpo.py` and its like (or by a user), checked by `Dataflow.check`, run by
+algorithm. Built by `algorithms/builtin/grpo.py` and its like (or by a user), checked by `Dataflow.check`, run by
 `orchestrator/controller.py`.
 """
 
@@ -12,50 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.algorithms.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
+from penstock.algorithms.graph.checks import check_stages
+from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
+from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER, Stage, reads_of, written_by
 from penstock.algorithms.preference.responses import pair_responses
 from penstock.conf.errors import DataflowError, suggest
-
-UNITS = ("sample", "group", "batch")
-PROVIDED_BY_TRAINER = ("logprobs", "old_logprobs", "entropy", "mask", "totals", "group_ids", "values", "scores")
-"""Arguments of a loss that are no columns: see `workers/trainer`."""
-
-
-@dataclass(frozen=True)
-class Stage:
-    """One node. `unit` is what becomes ready and is leased as a whole: a sample, a whole group, or the step's batch."""
-
-    name: str
-    kind: str
-    """source, rollout, greedy_rollout, reward, logprobs, scores, values, staleness, compute, filter, critic, train"""
-    unit: str
-    reads: tuple[str, ...]
-    writes: tuple[Column, ...]
-    model: str | None = None
-    function: Callable[..., Any] | None = None
-    """compute: the function. train: the loss. reward: the reward, or None for the one that `reward.function` names."""
-    optional_reads: tuple[str, ...] = ()
-    """Read if some stage writes them: arguments of the loss with a default."""
-    reason: str = ""
-    """filter: what its dropped rows are counted under."""
-    state: Any = None
-    """compute per batch: what the function is given as `state` at the first step; None for a function without."""
-
-    @property
-    def is_in_trainer(self) -> bool:
-        """Run by the trainers on the step's whole batch, before the update: the store knows nothing of it."""
-        return self.unit == "batch" and self.kind in ("compute", "values", "staleness", "critic")
-
-    @property
-    def is_scored(self) -> bool:
-        """Of a model with a scalar head for whole responses, served or trained."""
-        trained = self.kind == "train" and "scores" in inspect.signature(self.function).parameters  # type: ignore[arg-type]
-        return self.kind == "scores" or trained
-
-    @property
-    def takes_groups(self) -> bool:
-        """The loss compares the samples of a group, so that none is cut apart."""
-        return self.kind == "train" and "group_ids" in inspect.signature(self.function).parameters  # type: ignore[arg-type]
 
 
 @dataclass
@@ -210,12 +171,12 @@ class Dataflow:
     @property
     def columns(self) -> dict[str, Column]:
         """Every column that some stage writes, by name."""
-        return {column.name: column for stage in self.stages for column in stage.writes}
+        return written_by(self.stages)
 
     @property
     def stored_columns(self) -> dict[str, Column]:
         """Those that are in the store: all but what the trainers compute for themselves."""
-        return {column.name: column for stage in self.stages if not stage.is_in_trainer for column in stage.writes}
+        return written_by(stage for stage in self.stages if not stage.is_in_trainer)
 
     @property
     def in_trainer(self) -> list[Stage]:
@@ -240,27 +201,13 @@ class Dataflow:
         Every column read has exactly one writer, units are possible, nothing waits for itself, there is one train
         stage.
         """
-        _check_ends(self)
-        _check_units(self)
-        writers = _writers(self)
-        for stage in self.stages:
-            for column in stage.reads:
-                if column not in writers:
-                    raise DataflowError(
-                        f"stage {stage.name!r} reads column {column!r}, which no stage writes"
-                        f"{suggest(column, writers)} {_mend(stage)}"
-                    )
-        _check_cycles(self, writers)
-        _check_trainers_own(self, writers)
+        check_stages(self.stages)
         return self
 
     def reads_of(self, stage: Stage) -> tuple[str, ...]:
         """All that a stage gets: what it must have, and what it may have and somebody writes. Training waits for every
         filter."""
-        written = self.columns
-        optional = (name for name in stage.optional_reads if name in written)
-        verdicts = (one.writes[0].name for one in self.of_kind("filter")) if stage.kind == "train" else ()
-        return tuple(dict.fromkeys((*stage.reads, *optional, *verdicts)))
+        return reads_of(stage, self.stages)
 
     def batch_reads(self) -> tuple[str, ...]:
         """What the trainers get of each row of a step: what the loss reads, and what they compute it from."""
@@ -296,80 +243,3 @@ def _loss_columns(loss: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str,
         elif parameter.default is None:
             optional.append(name)
     return tuple(required), tuple(optional)
-
-
-def _mend(stage: Stage) -> str:
-    if stage.kind == "train":
-        return "Add a stage that writes it, mend the parameter's name, or bind a setting: partial(loss, setting=...)."
-    return "Add a stage that writes it, or mend the name."
-
-
-def _check_ends(flow: Dataflow) -> None:
-    if not flow.of_kind("source"):
-        raise DataflowError("the dataflow has no rows: call flow.rollout(...) or flow.demonstrations() first.")
-    if len(flow.of_kind("train")) != 1:
-        raise DataflowError(
-            f"the dataflow has {len(flow.of_kind('train'))} train stages; it needs exactly one flow.train(...), "
-            "which ends the rows' life."
-        )
-
-
-def _check_units(flow: Dataflow) -> None:
-    for stage in flow.stages:
-        if stage.unit not in UNITS:
-            raise DataflowError(f"stage {stage.name!r}: per={stage.unit!r} is unknown{suggest(stage.unit, UNITS)}")
-        if stage.kind == "filter" and stage.unit == "batch":
-            raise DataflowError(f"stage {stage.name!r}: a filter is per='group' or per='sample'; a batch is trained.")
-        if stage.kind in ("compute", "filter") and not (stage.reads and stage.writes):
-            raise DataflowError(f"stage {stage.name!r}: a compute stage reads and writes at least one column each.")
-        if stage.state is not None and stage.unit != "batch":
-            raise DataflowError(f"stage {stage.name!r}: a state is carried from batch to batch; set per='batch'.")
-        if stage.kind == "compute" and any(column.per_group for column in stage.writes):
-            raise DataflowError(f"stage {stage.name!r}: only the source writes columns that a group shares.")
-
-
-def _writers(flow: Dataflow) -> dict[str, Stage]:
-    writers: dict[str, Stage] = {}
-    for stage in flow.stages:
-        for column in stage.writes:
-            if column.name in PROVIDED_BY_TRAINER:
-                raise DataflowError(
-                    f"stage {stage.name!r} writes column {column.name!r}, a name that the trainer gives to a loss "
-                    f"itself ({', '.join(PROVIDED_BY_TRAINER)}). Write it under another name."
-                )
-            if column.name in writers:
-                raise DataflowError(
-                    f"column {column.name!r} is written by stage {writers[column.name].name!r} and by {stage.name!r}; "
-                    "a column has one writer. Write one of them under another name."
-                )
-            writers[column.name] = stage
-    return writers
-
-
-def _check_trainers_own(flow: Dataflow, writers: dict[str, Stage]) -> None:
-    """What is computed in the trainers does not leave them."""
-    for stage in flow.stages:
-        for column in flow.reads_of(stage):
-            writer = writers[column]
-            if writer.is_in_trainer and not (stage.is_in_trainer or stage.kind == "train"):
-                raise DataflowError(
-                    f"stage {stage.name!r} reads column {column!r}, which stage {writer.name!r} writes per='batch', "
-                    "when the batch is formed; only the loss and other per='batch' stages can read it. Make the writer "
-                    "per='group', or the reader per='batch'."
-                )
-
-
-def _check_cycles(flow: Dataflow, writers: dict[str, Stage]) -> None:
-    done: set[str] = set()
-
-    def visit(stage: Stage, path: tuple[str, ...]) -> None:
-        if stage.name in path:
-            raise DataflowError(f"stages wait for each other in a circle: {' → '.join((*path, stage.name))}.")
-        if stage.name in done:
-            return
-        for column in flow.reads_of(stage):
-            visit(writers[column], (*path, stage.name))
-        done.add(stage.name)
-
-    for stage in flow.stages:
-        visit(stage, ())

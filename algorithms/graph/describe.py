@@ -13,7 +13,8 @@ rail of its own; where another stage reads some of it, an arrow with the columns
 import textwrap
 from dataclasses import dataclass
 
-from penstock.algorithms.dataflow import Dataflow, Stage
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.stage import Stage
 
 WIDTH = 100
 """Characters of a line, at most (as long as names are not absurdly long)."""

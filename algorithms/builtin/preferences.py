@@ -14,14 +14,14 @@ The losses get `group_ids`, so the trainer keeps each group in one micro-batch, 
 from functools import partial
 from typing import Any
 
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
 from penstock.algorithms.preference.kto import kto_loss
 from penstock.algorithms.preference.orpo import orpo_loss
 from penstock.algorithms.preference.selection import best_and_worst, good_or_bad
 from penstock.algorithms.preference.simpo import simpo_loss
 from penstock.algorithms.registry import algorithm
-from penstock.conf.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
+from penstock.conf.algorithms.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
 
 
 @algorithm("dpo")

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.conf.algorithm import AGGREGATIONS, AlgorithmConfig
+from penstock.conf.algorithms.base import AGGREGATIONS, AlgorithmConfig
 from penstock.conf.checks import above, at_least, one_of, within
 
 PAIR_LOSSES = ("dpo", "ipo", "simpo", "orpo")

@@ -8,10 +8,10 @@ as `model.paths.reward_model`.
 
 from functools import partial
 
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.preference.bradley_terry import bradley_terry_loss
 from penstock.algorithms.registry import algorithm
-from penstock.conf.ppo import RewardModelConfig
+from penstock.conf.algorithms.ppo import RewardModelConfig
 
 
 @algorithm("reward_model")

@@ -10,10 +10,10 @@ clip-higher (2503.14476).
 from functools import partial
 
 from penstock.algorithms.advantages import group_advantage
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithm import GrpoConfig
+from penstock.conf.algorithms.base import GrpoConfig
 
 
 @algorithm("grpo")

@@ -2,8 +2,8 @@ from functools import partial
 
 import pytest
 
-from penstock.algorithms.columns import STANDARD_COLUMNS, Column, as_column
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column, as_column
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DataflowError
 
 

@@ -5,10 +5,10 @@ source ─ prompt_ids, response_ids ─▶ train
 
 from functools import partial
 
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import sft_loss
 from penstock.algorithms.registry import algorithm
-from penstock.conf.algorithm import SftConfig
+from penstock.conf.algorithms.base import SftConfig
 
 
 @algorithm("sft")

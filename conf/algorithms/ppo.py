@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from penstock.conf.algorithm import AlgorithmConfig
+from penstock.conf.algorithms.base import AlgorithmConfig
+from penstock.conf.algorithms.policy_gradient import PROXIMALS
 from penstock.conf.checks import above, at_least, one_of, within
-from penstock.conf.policy_gradient import PROXIMALS
 
 
 @dataclass

@@ -7,23 +7,23 @@
                  └─▶ (staleness, with proximal=interpolated) ────────────────────────────────┘
     remax:       greedy_rollout ─▶ greedy_reward ─▶ advantage
 
-What they differ in is in `conf/policy_gradient.py`: names and settings, all of them open to `algorithm.KEY=…`.
+What they differ in is in `conf/algorithms/policy_gradient.py`: names and settings, all open to `algorithm.KEY=…`.
 """
 
 from functools import partial
 from typing import Any
 
 from penstock.algorithms.advantages import ADVANTAGES
-from penstock.algorithms.arguments import Renamed, columns_read
-from penstock.algorithms.columns import Column
 from penstock.algorithms.corrections import CORRECTIONS
-from penstock.algorithms.dataflow import Dataflow
+from penstock.algorithms.graph.arguments import Renamed, columns_read
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, policy_loss, with_entropy_bonus
 from penstock.algorithms.options import checked_options
 from penstock.algorithms.registry import algorithm
 from penstock.algorithms.reward_kl import follow_target, penalized_reward
 from penstock.algorithms.shaping import has_signal, overlong_reward
-from penstock.conf.policy_gradient import (
+from penstock.conf.algorithms.policy_gradient import (
     CispoConfig,
     DapoConfig,
     DrGrpoConfig,

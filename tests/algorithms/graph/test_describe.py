@@ -1,8 +1,8 @@
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.algorithms.columns import Column
-from penstock.algorithms.dataflow import Dataflow
-from penstock.algorithms.describe import WIDTH, draw, in_order
-from penstock.conf.algorithm import GrpoConfig, SftConfig
+from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.describe import WIDTH, draw, in_order
+from penstock.conf.algorithms.base import GrpoConfig, SftConfig
 
 SFT = """\
                                 ┌───────────────────┐

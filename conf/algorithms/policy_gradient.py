@@ -7,7 +7,7 @@ open in every preset: `algorithm=gspo algorithm.advantage=rloo` is a run.
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.algorithm import AGGREGATIONS, AlgorithmConfig
+from penstock.conf.algorithms.base import AGGREGATIONS, AlgorithmConfig
 from penstock.conf.checks import above, at_least, one_of
 from penstock.conf.errors import ConfigError
 
@@ -18,7 +18,7 @@ PROXIMALS = ("old", "interpolated")
 
 @dataclass
 class PolicyGradientConfig(AlgorithmConfig):
-    """A group of samples a prompt, an advantage, a surrogate loss. Used by `algorithms/policy_gradient.py`."""
+    """A group of samples a prompt, an advantage, a surrogate loss. Used by `algorithms/builtin/policy_gradient.py`."""
 
     name: str = "policy_gradient"
     group_size: int = 8
