@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -146,13 +147,17 @@ class Worker:
         """Stage 3: the batches in order."""
         nbytes, start = 0, time.perf_counter()
         tasks: list[asyncio.Task[None]] = []
-        async with self.client.rounds("train", 0, 1, ahead=self.ahead) as rounds:
-            for _ in range(self.rows // self.batch):
-                asked = time.perf_counter()
-                lease = await anext(rounds)
-                nbytes += read(lease, RESPONSE)
-                tasks.append(await self._start(self.client.complete_shared(lease)))
-                self.latencies.append(1000 * (time.perf_counter() - asked))
+        asking: deque[asyncio.Future[Any]] = deque()
+        for number in range(self.rows // self.batch + self.ahead):
+            if number < self.rows // self.batch:
+                asking.append(asyncio.ensure_future(self.client.lease_shared("train", number, 0, 1)))
+            if number < self.ahead:
+                continue
+            asked = time.perf_counter()
+            lease = await asking.popleft()
+            nbytes += read(lease, RESPONSE)
+            tasks.append(await self._start(self.client.complete_shared(lease)))
+            self.latencies.append(1000 * (time.perf_counter() - asked))
         await asyncio.gather(*tasks)
         return self._answer(start, nbytes)
 

@@ -11,6 +11,7 @@ import os
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from penstock.conf.errors import ConfigError, ResourceError
@@ -24,6 +25,8 @@ MAX_LEASES = 12
 """Leases shown, those that expire first before others."""
 AUTH_MODE = "RAY_AUTH_MODE"
 """Ray sets it in the process that starts a cluster; whoever joins must have the same."""
+MAX_DROPS = 5
+"""Drops shown with what their workers said, the newest."""
 STATES = ("waiting", "free", "leased", "done")
 
 
@@ -66,6 +69,8 @@ def print_store(described: dict[str, Any], console: Console) -> None:
     dropped = {name: count for name, count in described["counters"].items() if name.startswith("dropped/") and count}
     if dropped:
         console.print("dropped rows: " + ", ".join(f"{name[8:]} {count}" for name, count in sorted(dropped.items())))
+        for said in described["last_drops"][-MAX_DROPS:]:
+            console.print(f"  {escape(said)}")
 
 
 def _stages(described: dict[str, Any]) -> Table:

@@ -102,7 +102,7 @@ class StoreClient:
         leases = await self._ask(Ask(stage, max_units, owner, max_held=max_held, num_peers=num_peers))
         return leases[0] if leases else None
 
-    def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> LeaseStream[Lease]:
+    def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> LeaseStream:
         """One lease after the other, `ahead` of them fetched while the present one is worked on."""
         return LeaseStream(lambda count: self._ask(Ask(stage, max_units, owner, count)), self.release, ahead)
 
@@ -115,33 +115,15 @@ class StoreClient:
         ranks by tokens and ordered by row id. Asking again gives the same rows, less those finished since. None when
         the store is closed.
         """
-        leases = await self._ask_rounds(stage, round, rank, num_ranks, max_units, owner, 1)
-        return leases[0] if leases else None
-
-    def rounds(
-        self,
-        stage: str,
-        rank: int,
-        num_ranks: int,
-        *,
-        first: int = 0,
-        max_units: int = 1,
-        owner: str = "",
-        ahead: int = 1,
-    ) -> LeaseStream[SharedLease]:
-        """This rank's rows of one round after the other, `ahead` of them fetched while the present one is worked on.
-
-        What is fetched ahead of its time is formed then: of what was ready, in the same order and within the same
-        bound of staleness, which counts updates.
-        """
-        upcoming = [first]
-
-        async def ask(count: int) -> list[SharedLease] | None:
-            leases = await self._ask_rounds(stage, upcoming[0], rank, num_ranks, max_units, owner, count)
-            upcoming[0] += len(leases or ())
-            return leases
-
-        return LeaseStream(ask, None, ahead)
+        await self.spec()
+        owner = owner or f"{stage} ranks"
+        granted: Granted | None = await self._link.call("lease_shared", stage, round, rank, num_ranks, max_units, owner)
+        if granted is None:
+            return None
+        lease = SharedLease(granted.lease_id, stage, self._rows(granted), round, rank, granted.version)
+        if self._stages[stage].unit != "batch":  # a batch in training does not run out
+            self._heartbeat.hold(lease.id, lease.rows.row_ids)
+        return lease
 
     async def complete_shared(self, lease: SharedLease) -> None:
         """This rank has trained its rows. They end when all ranks have said so; saying it twice is harmless."""
@@ -164,7 +146,7 @@ class StoreClient:
             self._heartbeat.finished(lease.id, write.row_ids)
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
-        """These rows end here, counted under dropped/<reason>; `detail` is kept for `errors`."""
+        """These rows end here, counted under dropped/<reason>; `detail` is kept for `describe`."""
         rows = _ids(row_ids)
         await self._outbox.call("drop", lease.id, lease.stage, rows, reason, detail)
         self._heartbeat.finished(lease.id, rows)
@@ -212,12 +194,8 @@ class StoreClient:
         return dict(await self._link.call("stats"))
 
     async def describe(self) -> dict[str, Any]:
-        """Rows by stage and state, the oldest group, who holds which lease, who waits for what."""
+        """Rows by stage and state, the oldest group, who holds which lease, who waits for what, the last drops."""
         return dict(await self._link.call("describe"))
-
-    async def errors(self) -> list[str]:
-        """Details of the last few drops."""
-        return list(await self._link.call("errors"))
 
     async def close(self, reason: str = "closed") -> None:
         """Waiting leases return None, waiting producers raise `StoreClosed`."""
@@ -256,26 +234,6 @@ class StoreClient:
             raise
         finally:
             self._heartbeat.answered(ask.ticket)
-
-    async def _ask_rounds(
-        self, stage: str, round: int, rank: int, num_ranks: int, max_units: int, owner: str, count: int
-    ) -> list[SharedLease] | None:
-        """None when the store has closed."""
-        await self.spec()
-        owner = owner or f"{stage} ranks"
-        granted: list[Granted] | None = await self._link.call(
-            "lease_shared", stage, round, rank, num_ranks, max_units, owner, count
-        )
-        if granted is None:
-            return None
-        leases = [
-            SharedLease(one.lease_id, stage, rows, round + number, rank, one.version)
-            for number, (one, rows) in enumerate(self._read(granted))
-        ]
-        if self._stages[stage].unit != "batch":  # a batch in training does not run out
-            for lease in leases:
-                self._heartbeat.hold(lease.id, lease.rows.row_ids)
-        return leases
 
     async def _withdraw(self, ask: Ask) -> None:
         """Nobody waits for this answer any more: what it brings, or would bring, goes back. If the store is gone, or

@@ -4,14 +4,12 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Self
 
 from penstock.store.client.lease import Lease
 
-L = TypeVar("L", bound=Lease)
 
-
-class LeaseStream(Generic[L]):
+class LeaseStream:
     """All leases of a stage until the store closes.
 
         async with client.leases("reward", max_units=16, owner="reward-0", ahead=1) as leases:
@@ -25,17 +23,16 @@ class LeaseStream(Generic[L]):
 
     def __init__(
         self,
-        ask: Callable[[int], Awaitable[list[L] | None]],
-        release: Callable[[L], Awaitable[None]] | None,
+        ask: Callable[[int], Awaitable[list[Lease] | None]],
+        release: Callable[[Lease], Awaitable[None]],
         ahead: int,
     ) -> None:
-        """`ask(n)`: up to n leases, at least one; None when the store has closed. `release`: None for rounds, which
-        can be asked for again by their number."""
+        """`ask(n)`: up to n leases, at least one; None when the store has closed. `release`: gives one back."""
         self._ask = ask
         self._release = release
         self._ahead = ahead
-        self._ready: deque[L] = deque()
-        self._asking: asyncio.Task[list[L] | None] | None = None
+        self._ready: deque[Lease] = deque()
+        self._asking: asyncio.Task[list[Lease] | None] | None = None
         self._closed = False
 
     async def __aenter__(self) -> Self:
@@ -64,8 +61,6 @@ class LeaseStream(Generic[L]):
 
     async def _give_back(self) -> list[BaseException]:
         """Each, whatever becomes of the others; the errors."""
-        if self._release is None:
-            return []
         fetched, self._ready = self._ready, deque()
         results = await asyncio.gather(*map(self._release, fetched), return_exceptions=True)
         return [result for result in results if result is not None]
@@ -73,7 +68,7 @@ class LeaseStream(Generic[L]):
     def __aiter__(self) -> Self:
         return self
 
-    async def __anext__(self) -> L:
+    async def __anext__(self) -> Lease:
         self._fetch()
         if not self._ready and self._asking is not None:
             await self._asking

@@ -24,7 +24,7 @@ CALLS = (
     "spec", "endpoint", "many", "put", "withdraw_put", "lease", "withdraw", "lease_shared", "batch_ready",
     "complete_shared",
     "write", "drop", "release", "renew", "abandon", "published", "last_batch", "cut", "snapshot", "stats",
-    "describe", "errors", "close", "end",
+    "describe", "close", "end",
 )  # fmt: skip
 """What clients on other machines call through Ray."""
 GC_THRESHOLD = (50_000, 20, 50)

@@ -35,6 +35,8 @@ from penstock.store.service.server import Endpoint, Server
 from penstock.store.spec import StoreSpec
 
 Clock = Callable[[], float]
+LAST_DROPS = 20
+"""What the workers said of so many drops is kept for `describe`."""
 
 
 class Store:
@@ -81,7 +83,7 @@ class Store:
         self._ranks = {stage.name: Ranks(stage.name, self.ledger, self._schedule) for stage in spec.stages}
         self._waiting: list[Consumers | Ranks] = [*self._consumers.values(), *self._ranks.values()]
         self._expiry = Expiry(self.ledger, clock, self._changed)
-        self._errors: deque[str] = deque(maxlen=20)
+        self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
         self._pump_due = False
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -171,27 +173,22 @@ class Store:
         self._changed()
 
     async def lease_shared(
-        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str, max_rounds: int = 1
-    ) -> list[Granted] | None:
-        """This rank's shares of the rounds from `number` on: of those that can be formed now, at most `max_rounds`.
-        Waits until the first is formed. None when the store is closed, but for a round that another rank has already
-        begun: that one waits for this rank in a collective.
+        self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
+    ) -> Granted | None:
+        """This rank's share of round `number`. Waits until it is formed. None when the store is closed, but for a round
+        that another rank has already begun: that one waits for this rank in a collective.
         """
         self.ledger.residents.stage(stage)
 
-        def take() -> list[Granted] | None:
-            granted: list[Granted] = []
-            while len(granted) < max(1, max_rounds):
-                round = number + len(granted)
-                if self._closed is not None and not self.ledger.has_formed(stage, round):
-                    break
-                made = self.ledger.lease_shared(stage, round, num_ranks, max_units, owner, self._clock())
-                if self.ledger.residents.freed:  # stale groups were evicted
-                    self._changed()
-                if made is None:
-                    break
-                granted.append(self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version))
-            return granted or None
+        def take() -> Granted | None:
+            if self._closed is not None and not self.ledger.has_formed(stage, number):
+                return None
+            made = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
+            if self.ledger.residents.freed:  # stale groups were evicted
+                self._changed()
+            if made is None:
+                return None
+            return self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
 
         granted = await self._ranks[stage].wait(take)
         return take() if granted is None else granted
@@ -219,9 +216,8 @@ class Store:
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
         self.ledger.drop(lease_id, stage, row_ids, reason)
-        self._errors.append(
-            f"{reason}: stage {stage}, {len(row_ids)} row(s) from {row_ids[:1]}: {detail}" if detail else reason
-        )
+        rows = f"row {row_ids[0]}" if len(row_ids) == 1 else f"{len(row_ids)} rows from {min(row_ids, default=0)}"
+        self._last_drops.append(f"{stage}, {rows}: {reason}" + (f": {detail}" if detail else ""))
         self._changed()
 
     async def release(self, lease_id: int) -> None:
@@ -313,11 +309,9 @@ class Store:
             },
             "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
             "closed": self._closed,
+            "last_drops": list(self._last_drops),
             "process": {"pid": os.getpid(), "cpu_s": time.process_time()},
         }
-
-    async def errors(self) -> list[str]:
-        return list(self._errors)
 
     async def close(self, reason: str) -> None:
         """Waiting calls end; results under leases are still taken. A second time changes nothing."""

@@ -39,7 +39,7 @@ def test_a_store_is_shown_by_stage_lease_and_waiter() -> None:
             assert lease is not None
         lease = await client.lease("rollout", 1, "Rollout-1")
         assert lease is not None
-        await client.drop(lease, lease.rows.row_ids, "empty_response")
+        await client.drop(lease, lease.rows.row_ids, "empty_response", "0 tokens of [16]")
         text = io.StringIO()
         print_store(await client.describe(), Console(file=text, width=140))
         waiting.cancel()
@@ -52,6 +52,7 @@ def test_a_store_is_shown_by_stage_lease_and_waiter() -> None:
     assert "Trainer-reference-0" in next(line for line in text.splitlines() if line.startswith("reference"))
     assert text.count("Rollout-0") == 2
     assert "dropped rows: empty_response 2" in text
+    assert "rollout, 2 rows from 4: empty_response: 0 tokens of [16]" in text
     assert re.search(r"oldest group [012]: lacks response_ids \(2\)", text)
 
 

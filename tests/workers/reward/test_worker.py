@@ -75,7 +75,7 @@ def test_rewards_are_written_and_failed_samples_dropped_with_their_reason():
         running = asyncio.create_task(worker.run())
         await roll(client, [["a", "bb", "raise", "dddd"], ["a", "hang", "ccc", "d"]])
         lease = await client.lease_shared("train", 0, 0, 1)
-        stats, store_stats, errors = worker.stats(), await client.stats(), await client.errors()
+        stats, store_stats, errors = worker.stats(), await client.stats(), (await client.describe())["last_drops"]
         await client.close("done")
         await asyncio.wait_for(running, 5)
         await worker.close()

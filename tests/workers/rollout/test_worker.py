@@ -158,7 +158,7 @@ def test_a_prompt_that_the_engine_refuses_is_dropped_with_the_reason() -> None:
         await client.put_groups(prompts(5))
         assert await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10) is not None
         assert (await client.stats())["dropped/invalid_prompt"] == GROUP_SIZE
-        assert any("9999 tokens" in line for line in await client.errors())
+        assert any("9999 tokens" in line for line in (await client.describe())["last_drops"])
         await client.close("the test is over")
         await running
 
