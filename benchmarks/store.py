@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.harness import ROOT, Child, Target, parse_arguments, print_targets, write_json
 from benchmarks.store_scale import measure_scale, print_scale
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.store.ledger.group import Facts
+from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StageSpec, StoreSpec
 
@@ -149,7 +149,7 @@ def drive(ledger: Ledger, num_rounds: int, latencies: list[float]) -> int:
                 latencies += (leased - start, clock() - asked)
                 left -= len(rows)
         start = clock()
-        made = ledger.lease_shared("train", number, 1, 1, "trainer", 0.0)
+        made, _ = ledger.lease_shared("train", number, 1, 1, "trainer", 0.0)
         latencies.append(clock() - start)
         assert made is not None
         ledger.complete_shared(made.lease_id, 0)

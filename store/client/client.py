@@ -36,7 +36,7 @@ from penstock.store.data.blocks import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, StoreUnreachable, UnknownColumn
-from penstock.store.ledger.group import Facts
+from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import check_group_bytes
 from penstock.store.service.calls import Ask, Granted, Write
 from penstock.store.service.store import Store

@@ -13,7 +13,7 @@ import pyarrow as pa
 
 from penstock.store.client.links import Link
 from penstock.store.data.arena import Slot
-from penstock.store.ledger.group import Facts
+from penstock.store.ledger.facts import Facts
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,7 +12,8 @@ import pyarrow as pa
 
 from penstock.algorithms.graph.columns import Column
 from penstock.store.errors import NotFinite, WrongLength, WrongType
-from penstock.store.ledger.group import NO_VERSION, Facts
+from penstock.store.ledger.facts import Facts
+from penstock.store.ledger.group import NO_VERSION
 
 _SCALARS = {
     "int32": pa.int32(),

@@ -5,23 +5,9 @@ A write, a lease or a drop of any number of a group's rows is a few integer oper
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 NO_VERSION = 2**62
 """Oldest version of a row without tokens: newer than any, so it is never stale."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the ledger must know of the rows of a write: lists of one entry a row, None where no column tells."""
-
-    row_bytes: list[int]
-    oldest_version: list[int] | None = None
-    response_tokens: list[int] | None = None
-    prompt_tokens: list[int] | None = None
-    token_column: str = ""
-    token_lengths: list[int] | None = None
-    """Entries of each row of `token_column`, any of the token columns written."""
 
 
 class Group:

@@ -1,11 +1,12 @@
-"""The ledger: the store's decisions as a pure state machine. Events in, decisions out; time is an argument.
+"""The ledger: the store's decisions as a pure state machine. Events in, decisions and effects out; time is an argument.
 
     admit ─▶ lease(stage) ─▶ write ─▶ … ─▶ lease_shared(train) ─▶ complete_shared ─▶ published
                  │  ▲          │
           expire, release      └▶ drop
 
 `service/store.py` is its only caller in a run; property tests drive it through random histories. No Ray, no clock, no
-I/O. Every call either raises and changes nothing, or succeeds. Costs do not depend on how many rows are resident.
+I/O. Every call either raises and changes nothing, or succeeds, and says by its `Effects` what is to be freed and who is
+to be woken. Costs do not depend on how many rows are resident.
 
 What it promises:
 - a row is trained at most once, and every row ends trained or dropped with a counted reason;
@@ -14,7 +15,6 @@ What it promises:
 - results of a row enter once, whoever computed them; a writer whose lease is over is told unless they are there.
 """
 
-import operator
 from collections.abc import Iterable, Sequence
 
 from penstock.conf.errors import suggest
@@ -26,10 +26,11 @@ from penstock.store.errors import (
     TooLarge,
     UnknownColumn,
     UnknownStage,
-    WrongLength,
 )
 from penstock.store.ledger.audit import audit
-from penstock.store.ledger.group import Facts, Group, bits, mask_of, row_ids, spans_of
+from penstock.store.ledger.effects import Effects
+from penstock.store.ledger.facts import Facts, check_facts, note_facts
+from penstock.store.ledger.group import Group, row_ids
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
@@ -48,12 +49,13 @@ class Ledger:
     """All control state of one store, driven by events.
 
         ledger = Ledger(spec)
-        group = ledger.admit(0.0, nbytes=100)  # None: no credit, wait
+        group, effects = ledger.admit(0.0, nbytes=100)  # None: no credit, wait
         lease = ledger.lease("rollout", 1, "engine-0", now=0.0)
-        ledger.write(lease.id, "rollout", ledger.rows_of(lease), ["response_ids", ...], Facts(...), now=1.0)
-        batch = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
-        ledger.complete_shared(batch.lease_id, rank=0)
-        ledger.published(1)
+        rows = ledger.rows_of(lease)
+        kept, effects = ledger.write(lease.id, "rollout", rows, ["response_ids", ...], Facts(...), now=1.0)
+        batch, effects = ledger.lease_shared("train", 0, num_ranks=1, max_units=0, owner="trainer", now=2.0)
+        effects = ledger.complete_shared(batch.lease_id, rank=0)
+        effects = ledger.published(1)
 
     `now` is in seconds on any clock that does not go back.
     """
@@ -64,21 +66,23 @@ class Ledger:
         self.rounds = Rounds(self.residents)
         self.counters = self.residents.counters
 
-    def admit(self, now: float, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0) -> int | None:
+    def admit(
+        self, now: float, nbytes: int = 0, prompt_tokens: int = 0, response_tokens: int = 0
+    ) -> tuple[int | None, Effects]:
         """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`."""
         self.residents.readiness.elapse(now)
         check_group_bytes(self.spec, [nbytes])
-        residents = self.residents
+        residents, effects = self.residents, Effects()
         reason = residents.credits.refusal(nbytes, len(residents.waiting))
         if reason:
             self.counters[f"producer_waits/{reason}"] += 1
-            return None
+            return None, effects
         self.counters["groups_admitted"] += 1
-        return residents.admit(nbytes, prompt_tokens, response_tokens).id
+        return residents.admit(nbytes, prompt_tokens, response_tokens, effects).id, effects
 
     def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
-        """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Raises
-        `UnknownStage`."""
+        """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Frees and wakes
+        nobody. Raises `UnknownStage`."""
         self.residents.readiness.elapse(now)
         consumer = self.residents.stage(stage)
         if consumer.unit == "batch":
@@ -99,7 +103,7 @@ class Ledger:
 
     def write(
         self, lease_id: int, stage: str, rows: Sequence[int], columns: Iterable[str], facts: Facts, now: float
-    ) -> list[int]:
+    ) -> tuple[list[int], Effects]:
         """`columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
 
         Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has ended.
@@ -114,32 +118,35 @@ class Ledger:
             raise DuplicateRow(
                 f"stage {stage!r}: a row comes twice in one write of {len(rows)} rows. Write each row once."
             )
+        effects = Effects()
         lease = self._held(lease_id, producer, masks)
         if lease is None:
-            return []
-        self._check_facts(rows, written, facts)
+            return [], effects
+        check_facts(self.residents, rows, written, facts)
         fresh: dict[int, int] = {}
         for group_id, mask in masks.items():
             open_rows = mask & lease.open.get(group_id, 0)
             if open_rows:
                 fresh[group_id] = open_rows
         self.counters["ignored/not_awaited"] += len(rows) - sum(mask.bit_count() for mask in fresh.values())
-        kept = self._note_facts(rows, fresh, written, facts)
+        kept = note_facts(self.residents, rows, fresh, written, facts)
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
-            self._complete(lease, producer, self.residents.groups[group_id], mask, written)
-        return kept
+            self._complete(lease, producer, self.residents.groups[group_id], mask, written, effects)
+        return kept, effects
 
-    def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> None:
+    def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> Effects:
         """Rows of a lease end here. Raises as `write` does."""
         masks = self.residents.masks(list(rows))
+        effects = Effects()
         lease = self._held(lease_id, self.residents.stage(stage), masks)
         if lease is None:
-            return
+            return effects
         for group_id, mask in masks.items():
             group = self.residents.groups.get(group_id)
             if group is not None:
-                self.residents.drop(group, mask, reason)
+                self.residents.drop(group, mask, reason, effects)
+        return effects
 
     def renew(self, lease_id: int, now: float) -> None:
         """The lease's time starts anew. Raises `LeaseExpired`."""
@@ -148,43 +155,47 @@ class Ledger:
             raise LeaseExpired(f"lease {lease_id} is over: it was completed, released or not renewed in time.")
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
 
-    def release(self, lease_id: int) -> None:
+    def release(self, lease_id: int) -> Effects:
         """Give the open rows back. Of a train lease: its update was lost, and the batch is formed again."""
+        effects = Effects()
         lease = self.residents.leases.held.get(lease_id)
         if lease is None:
-            return
+            return effects
         made = self.rounds.by_lease.get(lease_id)
         if made is not None and made.stage == getattr(self.residents.train, "name", None):
-            self.rounds.take_back(made)
+            self.rounds.take_back(made, effects)
             self.counters["batches_released"] += 1
-            return
-        self._give_back(lease, "released")
+            return effects
+        self._give_back(lease, "released", effects)
+        return effects
 
-    def abandon(self, owner: str) -> int:
+    def abandon(self, owner: str) -> tuple[int, Effects]:
         """Give back every lease of an owner that is gone, the batch being trained excepted; how many they were."""
         lost = [
             lease
             for lease in self.residents.leases.held.values()
             if lease.owner == owner and lease.deadline is not None
         ]
+        effects = Effects()
         for lease in lost:
-            self._give_back(lease, "abandoned")
-        return len(lost)
+            self._give_back(lease, "abandoned", effects)
+        return len(lost), effects
 
-    def expire(self, now: float) -> list[int]:
+    def expire(self, now: float) -> tuple[list[int], Effects]:
         """Give back the open rows of every lease whose deadline has come; the leases' ids."""
         self.residents.readiness.elapse(now)
+        effects = Effects()
         late = self.residents.leases.overdue(now)
         for lease in late:
-            self._give_back(lease, "expired")
-        return [lease.id for lease in late]
+            self._give_back(lease, "expired", effects)
+        return [lease.id for lease in late], effects
 
     def next_deadline(self) -> float | None:
         return self.residents.leases.next_deadline()
 
     def lease_shared(
         self, stage: str, number: int, num_ranks: int, max_units: int, owner: str, now: float
-    ) -> Round | None:
+    ) -> tuple[Round | None, Effects]:
         """The round of that number, formed now if it can be; None if its units are not ready. The same for every rank.
 
         The train stage takes exactly `groups_per_step` groups and ignores `max_units`. Raises `LeaseExpired`,
@@ -194,10 +205,12 @@ class Ledger:
         consumer = self.residents.stage(stage)
         if num_ranks < 1 or (max_units < 1 and consumer.unit != "batch"):
             raise StoreError(f"stage {stage!r}: num_ranks={num_ranks} and max_units={max_units} must be at least 1.")
+        effects = Effects()
         known = self.rounds.find(consumer, number, num_ranks)
         if known is not None:
-            return known
-        return self.rounds.form(consumer, number, num_ranks, max_units, owner, now + self.spec.lease_timeout_s)
+            return known, effects
+        deadline = now + self.spec.lease_timeout_s
+        return self.rounds.form(consumer, number, num_ranks, max_units, owner, deadline, effects), effects
 
     def has_formed(self, stage: str, number: int) -> bool:
         """Some rank has been given its part of the round."""
@@ -218,11 +231,13 @@ class Ledger:
             shown = {group: lease.granted[group] & self.residents.groups[group].live for group in lease.open}
         return [row for row in made.parts[rank] if shown.get(row // size, 0) >> row % size & 1]
 
-    def complete_shared(self, lease_id: int, rank: int) -> None:
+    def complete_shared(self, lease_id: int, rank: int) -> Effects:
         """`rank` has trained its share of the batch; after the last rank its rows have ended. Raises `LeaseExpired`."""
-        self.rounds.complete(lease_id, rank)
+        effects = Effects()
+        self.rounds.complete(lease_id, rank, effects)
+        return effects
 
-    def published(self, version: int) -> None:
+    def published(self, version: int) -> Effects:
         """Version `version` of the policy serves everywhere: groups trained by updates up to it return their
         credits."""
         if version > self.rounds.formed:
@@ -231,6 +246,7 @@ class Ledger:
                 f"{self.rounds.formed}. Versions count updates, from 0."
             )
         self.residents.credits.publish(version)
+        return Effects(credits=True)
 
     def check_invariants(self) -> None:
         """For tests: recompute everything that is kept by counting. Raises `BrokenInvariant`."""
@@ -282,76 +298,9 @@ class Ledger:
         self.counters["ignored/late"] += sum(mask.bit_count() for mask in masks.values())
         return None
 
-    def _check_facts(self, rows: Sequence[int], written: list[int], facts: Facts) -> None:
-        if (largest := max(facts.row_bytes, default=0)) > self.spec.max_bytes:
-            row = rows[facts.row_bytes.index(largest)]
-            raise TooLarge(
-                f"row {row} has {largest} bytes, more than store.max_bytes={self.spec.max_bytes}. Raise "
-                "store.max_bytes."
-            )
-        decider = self.residents.readiness.column_index.get("response_ids")
-        if facts.token_lengths is None or decider is None or decider in written:
-            return
-        size = self.residents.size
-        for row, length in zip(rows, facts.token_lengths, strict=True):
-            group = self.residents.groups.get(row // size)
-            if (
-                group is not None
-                and group.have[decider] >> row % size & 1
-                and length != group.response_tokens[row % size]
-            ):
-                raise WrongLength(
-                    f"column {facts.token_column!r}, row {row}: {length} entries, but the response has "
-                    f"{group.response_tokens[row % size]} tokens. Every token column has one entry for each response "
-                    "token."
-                )
-
-    def _note_facts(self, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts) -> list[int]:
-        """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
-        index_of = self.residents.readiness.column_index
-        # Facts are about a column, and are news for a row that does not have it yet.
-        versions = index_of["token_versions"] if facts.oldest_version is not None else None
-        lengths = index_of["response_ids"] if facts.response_tokens is not None else None
-        told = [column for column in (versions, lengths) if column is not None]
-        kept: list[int] = []
-        for group_id, position, indices in spans_of(rows, self.residents.size):
-            mask = mask_of(indices)
-            new = fresh.get(group_id, 0) & mask
-            if not new:
-                continue
-            group = self.residents.groups[group_id]
-            there = mask
-            for column in written:
-                there &= group.have[column]
-            keep = new & ~there
-            if keep == mask and not any(group.have[column] & mask for column in told):
-                self._note_span(group, indices, position, facts, versions is not None, lengths is not None)
-                kept.extend(range(position, position + len(indices)))
-                continue
-            for index in bits(keep):
-                at = position + index - indices.start
-                news = [column is not None and not group.have[column] >> index & 1 for column in (versions, lengths)]
-                self._note_span(group, range(index, index + 1), at, facts, *news)
-                kept.append(at)
-        return kept
-
-    def _note_span(
-        self, group: Group, indices: range, position: int, facts: Facts, versions: bool, lengths: bool
+    def _complete(
+        self, lease: HeldLease, stage: Stage, group: Group, mask: int, written: list[int], effects: Effects
     ) -> None:
-        """Facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news."""
-        end = position + len(indices)
-        where = slice(indices.start, indices.stop)
-        row_bytes = facts.row_bytes[position:end]
-        group.row_bytes[where] = map(operator.add, group.row_bytes[where], row_bytes)
-        self.residents.credits.bytes += sum(row_bytes)
-        if versions and facts.oldest_version is not None:
-            group.oldest[where] = facts.oldest_version[position:end]
-        if lengths and facts.response_tokens is not None:
-            tokens = facts.response_tokens[position:end]
-            group.response_tokens[where] = tokens
-            self.counters["response_tokens_generated"] += sum(tokens)
-
-    def _complete(self, lease: HeldLease, stage: Stage, group: Group, mask: int, written: list[int]) -> None:
         for column in written:
             group.have[column] |= mask
         finished = mask
@@ -360,11 +309,11 @@ class Ledger:
         if finished:
             group.done[stage.index] |= finished
             self.counters[f"completed/{stage.name}"] += finished.bit_count()
-            self.residents.let_go(lease, group, finished)
+            self.residents.let_go(lease, group, finished, effects)
         for reader in stage.readers:
-            self.residents.readiness.refresh(group, reader)
+            effects.stages |= self.residents.readiness.refresh(group, reader)
 
-    def _give_back(self, lease: HeldLease, reason: str) -> None:
-        self.rounds.void(lease.id)
+    def _give_back(self, lease: HeldLease, reason: str, effects: Effects) -> None:
+        self.rounds.void(lease.id, effects)
         stage = self.residents.readiness.stages[lease.stage].name
-        self.counters[f"{reason}/{stage}"] += self.residents.give_back(lease)
+        self.counters[f"{reason}/{stage}"] += self.residents.give_back(lease, effects)

@@ -65,21 +65,26 @@ class Readiness:
                 stage.waited_s += stage.num_free * seconds
         self._now = now
 
-    def refresh(self, group: Group, stage: Stage) -> None:
-        """Recount what is free of `group` in `stage`, after any of its masks changed."""
+    def refresh(self, group: Group, stage: Stage) -> int:
+        """Recount what is free of `group` in `stage`, after any of its masks changed. The stage's bit if rows are free
+        that were not, else 0."""
         free = free_rows(group, stage)
         before = group.free[stage.index]
         if free == before:
-            return
+            return 0
         group.free[stage.index] = free
         stage.num_free += num_units(stage, free) - num_units(stage, before)
         if free and stage.unit != "batch" and not group.queued >> stage.index & 1:
             group.queued |= 1 << stage.index
             heapq.heappush(stage.queue, group.id)
+        return 1 << stage.index if free & ~before else 0
 
-    def refresh_all(self, group: Group) -> None:
+    def refresh_all(self, group: Group) -> int:
+        """In all stages: the bits of those of which more is free."""
+        more = 0
         for stage in self.stages:
-            self.refresh(group, stage)
+            more |= self.refresh(group, stage)
+        return more
 
     def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:
         """Call `hold(group, open, granted)` for up to `max_units` free units in their turn; how many they were.

@@ -9,6 +9,7 @@ from collections import Counter
 from penstock.conf.errors import suggest
 from penstock.store.errors import UnknownRow, UnknownStage
 from penstock.store.ledger.admission import Credits
+from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group, bits, masks_of
 from penstock.store.ledger.leases import HeldLease, LeaseBook
 from penstock.store.ledger.readiness import Readiness, Stage
@@ -36,8 +37,6 @@ class Residents:
         """Live rows."""
         self.counters: Counter[str] = Counter()
         """Every decision, by reason."""
-        self.freed: list[tuple[int, int]] = []
-        """(group, mask) whose data may go; the store drains it."""
         self.train = next((stage for stage in self.readiness.stages if stage.unit == "batch"), None)
         index = self.readiness.column_index
         self._source = [index[name] for name in spec.source_columns]
@@ -62,7 +61,7 @@ class Residents:
                 )
         return masks
 
-    def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int) -> Group:
+    def admit(self, nbytes: int, prompt_tokens: int, response_tokens: int, effects: Effects) -> Group:
         """A new group with the source's columns; its number is the next one."""
         group = Group(self.next_group, self.size, len(self.spec.columns), len(self.readiness.stages))
         self.next_group += 1
@@ -72,17 +71,17 @@ class Residents:
         if response_tokens:
             group.response_tokens = [response_tokens] * self.size
             self.counters["response_tokens_generated"] += response_tokens * self.size
-        self.resume(group)
+        self.resume(group, effects)
         return group
 
-    def resume(self, group: Group) -> None:
+    def resume(self, group: Group, effects: Effects) -> None:
         """A group that is new, or comes from a snapshot: resident and waiting from now on."""
         self.groups[group.id] = group
         self.waiting.add(group.id)
         self.credits.admit()
         self.credits.bytes += group.nbytes
         self.num_rows += group.live.bit_count()
-        self.readiness.refresh_all(group)
+        effects.stages |= self.readiness.refresh_all(group)
 
     def hold(self, lease: HeldLease, group: Group, open_rows: int, granted: int) -> None:
         """Give rows to a lease."""
@@ -95,8 +94,9 @@ class Residents:
         group.holders.add(lease.id)
         self.readiness.refresh(group, stage)
 
-    def let_go(self, lease: HeldLease, group: Group, mask: int) -> None:
+    def let_go(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
         """Take open rows from a lease, which ends with its last one. The caller refreshes readiness."""
+        effects.stages |= 1 << lease.stage  # its owner holds less, and may be due more
         rest = lease.open.get(group.id, 0) & ~mask
         group.leased[lease.stage] &= ~mask
         if rest:
@@ -108,52 +108,56 @@ class Residents:
         if not lease.open:
             self.leases.end(lease)
 
-    def give_back(self, lease: HeldLease) -> int:
+    def give_back(self, lease: HeldLease, effects: Effects) -> int:
         """All open rows of a lease become free again; how many they were."""
         stage = self.readiness.stages[lease.stage]
         num_rows = 0
         for group_id, mask in list(lease.open.items()):
             group = self.groups[group_id]
             num_rows += mask.bit_count()
-            self.let_go(lease, group, mask)
-            self.readiness.refresh(group, stage)
+            self.let_go(lease, group, mask, effects)
+            effects.stages |= self.readiness.refresh(group, stage)
         self.leases.end(lease)
         return num_rows
 
-    def drop(self, group: Group, mask: int, reason: str) -> None:
+    def drop(self, group: Group, mask: int, reason: str, effects: Effects) -> None:
         """Rows end here. A group without live rows ends and, if it was active, returns its credit."""
         mask &= group.live
         if not mask:
             return
         self.counters[f"dropped/{reason}"] += mask.bit_count()
-        self._end_rows(group, mask)
+        self._end_rows(group, mask, effects)
         for index in bits(mask):
             self.credits.bytes -= group.row_bytes[index]
             group.row_bytes[index] = 0
+        effects.credits = True
         if group.live:
-            self.freed.append((group.id, mask))
+            effects.freed.append((group.id, mask))
             return
         self.waiting.discard(group.id)
+        if self.train is not None:
+            effects.stages |= 1 << self.train.index  # later groups need not wait for this one any more
         self.counters["groups_dropped"] += 1
         self.credits.ended()
-        self.forget(group)
+        self.forget(group, effects)
 
-    def end_trained(self, group: Group) -> None:
+    def end_trained(self, group: Group, effects: Effects) -> None:
         """The live rows of a group have been trained. Its data stays until `forget`."""
         self.counters["rows_trained"] += group.live.bit_count()
-        self._end_rows(group, group.live)
+        self._end_rows(group, group.live, effects)
 
-    def forget(self, group: Group) -> None:
+    def forget(self, group: Group, effects: Effects) -> None:
         """Nothing refers to a group any more."""
         self.credits.bytes -= group.nbytes
         del self.groups[group.id]
-        self.freed.append((group.id, self.all_rows))
+        effects.freed.append((group.id, self.all_rows))
+        effects.credits = True
 
-    def _end_rows(self, group: Group, mask: int) -> None:
+    def _end_rows(self, group: Group, mask: int, effects: Effects) -> None:
         self.num_rows -= mask.bit_count()
         for lease_id in list(group.holders or ()):
             lease = self.leases.held[lease_id]
             if held := lease.open.get(group.id, 0) & mask:
-                self.let_go(lease, group, held)
+                self.let_go(lease, group, held, effects)
         group.live &= ~mask
-        self.readiness.refresh_all(group)
+        effects.stages |= self.readiness.refresh_all(group)

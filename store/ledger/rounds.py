@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
 from penstock.store.ledger.balance import balance, row_cost
+from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import NO_VERSION, Group, row_ids
 from penstock.store.ledger.order import choose_groups
 from penstock.store.ledger.readiness import Stage
@@ -44,8 +45,6 @@ class Rounds:
         self._residents = residents
         self.formed = 0
         """Updates whose batch was formed: the version that the next batch is trained on."""
-        self.moves: Counter[str] = Counter()
-        """Stage -> rounds formed, ended or taken back: what ranks that wait for one may have to hear of."""
         self.by_lease: dict[int, Round] = {}
         self._rounds: dict[str, dict[int, Round]] = {}
         self._newest: dict[str, int] = {}
@@ -89,12 +88,12 @@ class Rounds:
         return known is not None and not known.void
 
     def form(
-        self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float
+        self, stage: Stage, number: int, num_ranks: int, max_units: int, owner: str, deadline: float, effects: Effects
     ) -> Round | None:
         """A new round if its units are ready. The train stage's has no deadline. Raises `StalenessViolation`."""
         residents = self._residents
         if stage.unit == "batch":
-            chosen = self._choose_batch(stage)
+            chosen = self._choose_batch(stage, effects)
             if chosen is None:
                 return None
             lease = residents.leases.open(stage.index, owner, None)
@@ -105,6 +104,7 @@ class Rounds:
             stage.num_taken += len(chosen)
             version, self.formed = self.formed, self.formed + 1
             residents.counters["batches_formed"] += 1
+            effects.credits = True  # those that wait for room in bytes: fewer groups wait for a batch
         else:
             if not stage.num_free:
                 return None
@@ -115,11 +115,11 @@ class Rounds:
         self.by_lease[lease.id] = made
         self._rounds.setdefault(stage.name, {})[number] = made
         self._newest[stage.name] = number
-        self.moves[stage.name] += 1
+        effects.rounds |= 1 << stage.index
         self._prune(stage.name)
         return made
 
-    def complete(self, lease_id: int, rank: int) -> None:
+    def complete(self, lease_id: int, rank: int, effects: Effects) -> None:
         """`rank` has trained its share; after the last one the batch's rows end. A second time changes nothing."""
         made = self.by_lease.get(lease_id)
         if made is None or made.void:
@@ -140,16 +140,16 @@ class Rounds:
             return
         made.completed.add(rank)
         if len(made.completed) == len(made.parts):
-            self._consume(made)
+            self._consume(made, effects)
 
-    def void(self, lease_id: int) -> None:
+    def void(self, lease_id: int, effects: Effects) -> None:
         """The lease of a round was given back or expired; its number may be formed again if it was a batch."""
         made = self.by_lease.get(lease_id)
         if made is not None:
             made.void = True
-            self.moves[made.stage] += 1
+            effects.rounds |= 1 << self._residents.stage(made.stage).index
 
-    def take_back(self, made: Round) -> None:
+    def take_back(self, made: Round, effects: Effects) -> None:
         """Undo the formation of the newest batch, whose update was lost. Raises `StoreError` for older ones."""
         residents = self._residents
         if made.version != self.formed - 1:
@@ -163,14 +163,14 @@ class Rounds:
             residents.groups[group_id].trained_in = None
             residents.waiting.add(group_id)
             residents.head = min(residents.head, group_id)
-        residents.give_back(lease)
+        residents.give_back(lease, effects)
         self.formed -= 1
         made.void = True
-        self.moves[made.stage] += 1
+        effects.rounds |= 1 << lease.stage
         del self._rounds[made.stage][made.number], self.by_lease[made.lease_id]
         self._newest[made.stage] = made.number - 1
 
-    def _choose_batch(self, stage: Stage) -> list[Group] | None:
+    def _choose_batch(self, stage: Stage, effects: Effects) -> list[Group] | None:
         """The next batch's groups, those with a token too old evicted; a strict spec raises instead."""
         residents, spec = self._residents, self._residents.spec
         while stage.num_free >= spec.groups_per_step:
@@ -183,7 +183,7 @@ class Rounds:
                 self._count_staleness(groups)
                 return groups
             for group in stale:
-                self._evict(group)
+                self._evict(group, effects)
         return None
 
     def _next_groups(self, stage: Stage) -> list[int] | None:
@@ -209,7 +209,7 @@ class Rounds:
             self._residents.counters[f"staleness/{self.formed - oldest}"] += count
             self.staleness_max = max(self.staleness_max, self.formed - oldest)
 
-    def _evict(self, group: Group) -> None:
+    def _evict(self, group: Group, effects: Effects) -> None:
         age = self.formed - group.oldest_version()
         if self._residents.spec.strict:
             raise StalenessViolation(
@@ -218,7 +218,7 @@ class Rounds:
                 f"max_staleness={self._residents.spec.max_staleness}. Admission should "
                 "have made this impossible: were versions published before the engines had loaded them?"
             )
-        self._residents.drop(group, group.live, "stale")
+        self._residents.drop(group, group.live, "stale", effects)
 
     def _split(self, stage: Stage, granted: dict[int, int], num_ranks: int) -> list[list[int]]:
         """Rows (whole groups where the stage's unit is the group) over ranks, balanced by what prompt and
@@ -241,22 +241,23 @@ class Rounds:
                 costs.extend(row_costs)
         return [[row for unit in part for row in units[unit]] for part in balance(costs, num_ranks)]
 
-    def _consume(self, made: Round) -> None:
+    def _consume(self, made: Round, effects: Effects) -> None:
         """The batch is trained: its rows end, those of the batch before are forgotten, credits fall due."""
         residents = self._residents
         for group_id in {row // residents.size for row in self.last_batch}:
-            residents.forget(residents.groups[group_id])
+            residents.forget(residents.groups[group_id], effects)
         lease = residents.leases.held.get(made.lease_id)
         self.last_batch = []
         groups = [residents.groups[group_id] for group_id in sorted(lease.open)] if lease else []
         for group in groups:
             self.last_batch.extend(row_ids(group.id, group.live, residents.size))
             residents.counters["response_tokens_trained"] += sum(group.of_live(group.response_tokens))
-            residents.end_trained(group)
+            residents.end_trained(group, effects)
         residents.credits.trained(made.version + 1, len(groups))
         residents.counters["batches_trained"] += 1
         made.over = True
-        self.moves[made.stage] += 1
+        effects.rounds |= 1 << residents.stage(made.stage).index
+        effects.credits = True
 
     def _prune(self, stage: str) -> None:
         rounds = self._rounds[stage]

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.spec import StoreSpec
 
 
 def scalars(ledger: Ledger) -> dict[str, Any]:
@@ -50,10 +50,9 @@ def values_of(group: Group, size: int) -> dict[str, Any]:
     }
 
 
-def restore_ledger(spec: StoreSpec, values: dict[str, Any], groups: Iterable[dict[str, Any]]) -> Ledger:
-    """A ledger that goes on from there, all of its rows free or done. Bounds come from `spec`, and may differ."""
-    ledger = Ledger(spec)
-    residents = ledger.residents
+def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, Any]]) -> None:
+    """Let an empty ledger go on from there, all of its rows free or done. Its own bounds hold, and may differ."""
+    spec, residents = ledger.spec, ledger.residents
     residents.next_group, residents.leases.next_id = values["next_group"], values["next_lease"]
     residents.counters = ledger.counters = Counter(values["counters"])
     residents.credits.published = values["published"]
@@ -69,6 +68,5 @@ def restore_ledger(spec: StoreSpec, values: dict[str, Any], groups: Iterable[dic
         group.done = [int.from_bytes(mask, "little") for mask in row["done"]]
         group.prompt_tokens, group.shared_bytes = row["prompt_tokens"], row["shared_bytes"]
         group.oldest, group.response_tokens, group.row_bytes = row["oldest"], row["response_tokens"], row["row_bytes"]
-        residents.resume(group)
+        residents.resume(group, Effects())  # nobody waits yet
     residents.head = min(residents.waiting, default=residents.next_group)
-    return ledger

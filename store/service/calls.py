@@ -12,7 +12,7 @@ import pyarrow as pa
 from penstock.store.data.blocks import Payload, by_value
 from penstock.store.data.layout import Parcel, Placed
 from penstock.store.errors import StoreError
-from penstock.store.ledger.group import Facts
+from penstock.store.ledger.facts import Facts
 
 WITHDRAWN = -1
 """The number of a group that its caller has withdrawn before it was admitted."""

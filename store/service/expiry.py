@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
 
 STANDSTILL_S = 0.1
@@ -12,9 +13,9 @@ STANDSTILL_S = 0.1
 class Expiry:
     """Lifecycle: `arm` after any event, `cancel`."""
 
-    def __init__(self, ledger: Ledger, clock: Callable[[], float], expired: Callable[[], None]) -> None:
-        """`expired`: called after leases may have expired."""
-        self._ledger, self._clock, self._expired = ledger, clock, expired
+    def __init__(self, ledger: Ledger, clock: Callable[[], float], carry_out: Callable[[Effects], None]) -> None:
+        """`carry_out`: called after leases may have expired."""
+        self._ledger, self._clock, self._carry_out = ledger, clock, carry_out
         self._timer: asyncio.TimerHandle | None = None
         self._patient_until = 0.0
         """By the clock: nothing expires before."""
@@ -40,5 +41,5 @@ class Expiry:
             self._patient_until = self._clock() + STANDSTILL_S
             self.arm()
             return
-        self._ledger.expire(self._clock())
-        self._expired()
+        _, effects = self._ledger.expire(self._clock())
+        self._carry_out(effects)

@@ -6,14 +6,15 @@ from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Parcel
 from penstock.store.errors import MissingColumn, StoreClosed, UnknownColumn
-from penstock.store.ledger.group import Facts
+from penstock.store.ledger.effects import Effects
+from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger, check_group_bytes
 from penstock.store.service.calls import WITHDRAWN
 from penstock.store.service.wait_queue import WaitQueue
 
 
 class Puts:
-    """Lifecycle: `put` in any number of clients, `wake` after any event, `close`."""
+    """Lifecycle: `put` in any number of clients, `wake` whenever a group may be admitted, `close`."""
 
     def __init__(
         self,
@@ -22,12 +23,12 @@ class Puts:
         intake: Intake,
         clock: Callable[[], float],
         schedule: Callable[[], None],
-        changed: Callable[[], None],
+        carry_out: Callable[[Effects], None],
     ) -> None:
-        """`schedule`: has `wake` called soon. `changed`: called when groups have been admitted."""
+        """`schedule`: has `wake` called soon. `carry_out`: does what the ledger's events ask for."""
         self._spec, self._ledger = ledger.spec, ledger
         self._blocks, self._intake = blocks, intake
-        self._clock, self._schedule, self._changed = clock, schedule, changed
+        self._clock, self._schedule, self._carry_out = clock, schedule, carry_out
         self._queue = WaitQueue(schedule)
         self._withdrawn: dict[str, set[int]] = {}
         """Client whose put waits -> tickets of it that are withdrawn."""
@@ -47,13 +48,12 @@ class Puts:
         withdrawn = self._withdrawn[client] = set[int]()
 
         def admit() -> list[int] | None:
-            before = len(admitted)
             while len(admitted) < num_groups:
                 number = len(admitted)
                 if tickets and tickets[number] in withdrawn:
                     admitted.append(WITHDRAWN)
                     continue
-                group = self._ledger.admit(
+                group, effects = self._ledger.admit(
                     self._clock(),
                     facts.row_bytes[number],
                     _at(facts.prompt_tokens, number),
@@ -62,9 +62,8 @@ class Puts:
                 if group is None:
                     break
                 self._blocks.add_group(group, block, number, names)
+                self._carry_out(effects)
                 admitted.append(group)
-            if len(admitted) > before:
-                self._changed()
             return admitted if len(admitted) == num_groups else None
 
         self._blocks.pin(block)

@@ -10,14 +10,12 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """Lifecycle: `wait` for each call, `wake` after any event, `close`."""
+    """Lifecycle: `wait` for each call, `wake` whenever a round may be there, `close`."""
 
     def __init__(self, stage: str, ledger: Ledger, schedule: Callable[[], None]) -> None:
         """`schedule`: has `wake` called soon."""
         self._ledger, self._name = ledger, stage
         self._queue = WaitQueue(schedule)
-        self._heard = 0
-        """`Rounds.moves` that they have heard of."""
 
     def __len__(self) -> int:
         """Calls that wait."""
@@ -28,13 +26,11 @@ class Ranks:
         closed."""
         return await self._queue.wait(attempt, at_once=True)
 
-    def wake(self) -> None:
-        """All, when a round can be formed, or has been formed or ended."""
-        rounds = self._ledger.rounds
-        stage, moves = self._ledger.residents.stage(self._name), rounds.moves[self._name]
-        if len(self._queue) and (moves != self._heard or rounds.may_form(stage)):
+    def wake(self, *, moved: bool) -> None:
+        """All, when a round can be formed, or one has `moved`: it was formed, ended or taken back."""
+        stage = self._ledger.residents.stage(self._name)
+        if len(self._queue) and (moved or self._ledger.rounds.may_form(stage)):
             self._queue.wake_all()
-        self._heard = moves
 
     def close(self) -> None:
         self._queue.close()

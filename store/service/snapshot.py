@@ -27,7 +27,7 @@ from penstock.store.data.group_table import groups_table
 from penstock.store.errors import CorruptSnapshot, StoreError
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.state import living_groups, restore_ledger, scalars
+from penstock.store.ledger.state import living_groups, restore, scalars
 from penstock.store.spec import StoreSpec
 
 FORMAT = 2
@@ -136,7 +136,8 @@ def load(path: str | Path, spec: StoreSpec) -> Loaded:
     for name, facts in manifest["files"].items():
         _check(path, name, facts)
     groups = _read_ipc(path / "groups.arrow")
-    ledger = restore_ledger(spec, manifest["ledger"], pa.Table.from_batches(groups).to_pylist())
+    ledger = Ledger(spec)
+    restore(ledger, manifest["ledger"], pa.Table.from_batches(groups).to_pylist())
     rows = [batch for name in manifest["files"] if name.startswith("rows-") for batch in _read_ipc(path / name)]
     return Loaded(ledger, _read_ipc(path / "source.arrow"), rows)
 

@@ -13,6 +13,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Parcel
 from penstock.store.data.segments import Segments
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
-from penstock.store.ledger.group import Facts
+from penstock.store.ledger.effects import Effects
+from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service import snapshot
 from penstock.store.service.calls import Ask, Granted, Result, Write
 from penstock.store.service.clients import Clients
 from penstock.store.service.consumers import Consumers
 from penstock.store.service.expiry import Expiry
+from penstock.store.service.pump import Pump
 from penstock.store.service.puts import Puts
 from penstock.store.service.ranks import Ranks
 from penstock.store.service.report import describe, stats
@@ -76,18 +79,21 @@ class Store:
         self._node = node
         self._server: Server | None = None
         self._clients = Clients(self.ledger)
-        self._puts = Puts(self.ledger, self._blocks, self._intake, clock, self._schedule, self._changed)
-        self._consumers = {
-            stage.name: Consumers(stage.name, self.ledger, self._clients, self._schedule) for stage in spec.stages
-        }
-        self._ranks = {stage.name: Ranks(stage.name, self.ledger, self._schedule) for stage in spec.stages}
+        self._pump = pump = Pump(self._blocks)
+        self._puts = Puts(self.ledger, self._blocks, self._intake, clock, pump.wake_puts, pump.carry_out)
+        self._consumers: dict[str, Consumers] = {}
+        self._ranks: dict[str, Ranks] = {}
+        for index, stage in enumerate(spec.stages):
+            schedule = partial(pump.wake_stage, index)
+            self._consumers[stage.name] = Consumers(stage.name, self.ledger, self._clients, schedule)
+            self._ranks[stage.name] = Ranks(stage.name, self.ledger, schedule)
         self._waiting: list[Consumers | Ranks] = [*self._consumers.values(), *self._ranks.values()]
-        self._expiry = Expiry(self.ledger, clock, self._changed)
+        self._expiry = Expiry(self.ledger, clock, pump.carry_out)
+        pump.connect([*self._consumers.values()], [*self._ranks.values()], self._puts.wake, self._settled)
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
-        self._pump_due = False
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop that the last event came from: all come from one."""
+        """The event loop that it lives in: all calls come from one."""
         self._cut: tuple[snapshot.Cut, dict[Any, Any]] | None = None
 
     async def spec(self) -> StoreSpec:
@@ -110,7 +116,7 @@ class Store:
             consumers.gone(client)
         if self._segments is not None:
             self._segments.left(client)
-        self._changed()
+        self._pump.wake_all_stages()  # those that are left share without it
 
     async def many(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Result]:
         """Several calls that do not wait, in one message; each stands for itself."""
@@ -170,7 +176,6 @@ class Store:
         self.ledger.residents.stage(stage)
         self._consumers[stage].withdraw(client, ticket)
         self._release_all(self._clients.given(client, (ticket,)))
-        self._changed()
 
     async def lease_shared(
         self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
@@ -183,9 +188,8 @@ class Store:
         def take() -> Granted | None:
             if self._closed is not None and not self.ledger.has_formed(stage, number):
                 return None
-            made = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
-            if self.ledger.residents.freed:  # stale groups were evicted
-                self._changed()
+            made, effects = self.ledger.lease_shared(stage, number, num_ranks, max_units, owner, self._clock())
+            self._pump.carry_out(effects)
             if made is None:
                 return None
             return self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
@@ -208,21 +212,19 @@ class Store:
         block = self._intake.block(one.parcel, len(one.row_ids))
         self._blocks.pin(block)
         try:
-            kept = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
+            kept, effects = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
             self._blocks.add_rows(one.row_ids, kept, block, one.names)
+            self._pump.carry_out(effects)
         finally:
             self._blocks.unpin(block)
-            self._changed()
 
     async def drop(self, lease_id: int, stage: str, row_ids: list[int], reason: str, detail: str) -> None:
-        self.ledger.drop(lease_id, stage, row_ids, reason)
+        self._pump.carry_out(self.ledger.drop(lease_id, stage, row_ids, reason))
         rows = f"row {row_ids[0]}" if len(row_ids) == 1 else f"{len(row_ids)} rows from {min(row_ids, default=0)}"
         self._last_drops.append(f"{stage}, {rows}: {reason}" + (f": {detail}" if detail else ""))
-        self._changed()
 
     async def release(self, lease_id: int) -> None:
-        self.ledger.release(lease_id)
-        self._changed()
+        self._pump.carry_out(self.ledger.release(lease_id))
 
     async def renew(self, lease_ids: list[int], client: str = "", tickets: Sequence[int] = ()) -> list[int]:
         """Their time starts anew; those that are over are returned. `tickets`: wishes of the client that it has no
@@ -245,17 +247,16 @@ class Store:
             for consumers in self._consumers.values():
                 consumers.gone(client)
                 consumers.withdraw(client)
-        lost = self.ledger.abandon(owner)
-        self._changed()
+        lost, effects = self.ledger.abandon(owner)
+        self._pump.carry_out(effects)
+        self._pump.wake_all_stages()  # those that are left share without it
         return lost
 
     async def complete_shared(self, lease_id: int, rank: int) -> None:
-        self.ledger.complete_shared(lease_id, rank)
-        self._changed()
+        self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
 
     async def published(self, version: int) -> None:
-        self.ledger.published(version)
-        self._changed()
+        self._pump.carry_out(self.ledger.published(version))
 
     async def last_batch(self, names: list[str] | None) -> Granted:
         """The batch trained last. `names`: None for all columns that its rows have. Raises `UnknownColumn`."""
@@ -334,32 +335,13 @@ class Store:
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
     ) -> Granted:
         names = self._reads[stage] if names is None else names
-        self._schedule()
+        self._pump.carry_out(Effects())  # its deadline may be the next
         return Granted(lease_id, stage, names, self._blocks.gather(rows, names), version)
 
     def _release_all(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:
-            self.ledger.release(lease_id)
+            self._pump.carry_out(self.ledger.release(lease_id))
 
-    def _changed(self) -> None:
-        """After every event: let go of data that is over, and look who may go on."""
-        freed = self.ledger.residents.freed
-        for group, mask in freed:
-            self._blocks.free(group, mask)
-        freed.clear()
-        self._schedule()
-
-    def _schedule(self) -> None:
-        if not self._pump_due:
-            self._pump_due = True
-            self.loop = asyncio.get_running_loop()
-            self.loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        """Let those try that there may be something for."""
-        self._pump_due = False
-        for waiting in self._waiting:
-            waiting.wake()
-        self._puts.wake()
+    def _settled(self) -> None:
         if self._closed is None:
             self._expiry.arm()

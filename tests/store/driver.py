@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.store.ledger.group import Facts
+from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.leases import HeldLease
-from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StageSpec, StoreSpec
+from tests.store.checked_ledger import CheckedLedger
 
 STAGES = (
     StageSpec("rollout", "group", ("prompt_ids",), ROLLOUT_COLUMNS),
@@ -69,10 +69,10 @@ def facts_of(columns: Iterable[str], num_rows: int, version: int = 0, tokens: in
 
 
 class Driver:
-    """Plays the workers of a ledger; checks its invariants after each event."""
+    """Plays the workers of a ledger; checks its effects and its invariants after each event."""
 
     def __init__(self, spec: StoreSpec) -> None:
-        self.ledger = Ledger(spec)
+        self.ledger = CheckedLedger(spec)
         self.writes = {stage.name: stage.writes for stage in spec.stages}
 
     def admit(self, count: int = 1, now: float = 0.0) -> list[int | None]:

@@ -16,7 +16,7 @@ from penstock.store.errors import (
     UnknownStage,
     WrongLength,
 )
-from penstock.store.ledger.group import Facts
+from penstock.store.ledger.facts import Facts
 from tests.store.driver import Driver, facts_for, facts_of, make_spec
 
 
@@ -179,6 +179,15 @@ def test_a_group_shrunk_by_drops_counts_as_a_group_of_the_batch(driver: Driver) 
     assert driver.train(0) == [0, 2, 3]
 
 
+def test_the_end_of_a_straggler_lets_the_batch_behind_it_form(driver: Driver) -> None:
+    driver.admit(3)
+    straggler = driver.lease("rollout")
+    driver.compute_all()
+    assert driver.train(0) is None
+    driver.ledger.drop(straggler.id, "rollout", [0, 1], "engine_failed")  # and those that wait for a batch are woken
+    assert driver.train(0) == [2, 3, 4, 5]
+
+
 def test_the_batch_is_the_first_groups_in_order_however_they_finish(driver: Driver) -> None:
     driver.admit(4)
     leases = [driver.lease("rollout") for _ in range(4)]
@@ -326,9 +335,9 @@ def test_trained_rows_stay_until_the_next_batch_is_trained() -> None:
     driver.admit(4)
     driver.compute_all()
     driver.train(0)
-    driver.ledger.residents.freed.clear()
+    assert driver.ledger.freed == []
     driver.train(1)
-    assert driver.ledger.residents.freed == [(0, 0b11), (1, 0b11)]
+    assert driver.ledger.freed == [(0, 0b11), (1, 0b11)]
     assert driver.ledger.rounds.last_batch == [4, 5, 6, 7]
 
 

@@ -20,7 +20,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from penstock.store.errors import LeaseExpired, StoreError
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.rounds import Round
-from penstock.store.ledger.state import living_groups, restore_ledger, scalars, values_of
+from penstock.store.ledger.state import living_groups, restore, scalars, values_of
+from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, make_spec
 
 STEPS = 20
@@ -246,7 +247,8 @@ class Histories(RuleBasedStateMachine):
         """From a snapshot taken now. Leases of before come back as late writers."""
         values = json.loads(json.dumps(scalars(self.ledger)))
         groups = [values_of(group, self.spec.group_size) for group in living_groups(self.ledger)]
-        self.ledger = self.driver.ledger = restore_ledger(self.spec, values, groups)
+        self.ledger = self.driver.ledger = CheckedLedger(self.spec)
+        restore(self.ledger, values, groups)
         self.rounds.clear()
 
     @precondition(lambda self: self.served < self.round)

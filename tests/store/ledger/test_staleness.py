@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from penstock.store.errors import LeaseExpired
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.state import living_groups, restore_ledger, scalars, values_of
+from penstock.store.ledger.state import living_groups, restore, scalars, values_of
+from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, make_spec
 
 UPDATES = 25
@@ -164,7 +165,8 @@ class Cluster:
         """The store's process dies and goes on from a snapshot; whoever had a lease comes too late."""
         values = json.loads(json.dumps(scalars(self.ledger)))
         groups = [values_of(group, self.spec.group_size) for group in living_groups(self.ledger)]
-        self.driver.ledger = restore_ledger(self.spec, values, groups)
+        self.driver.ledger = CheckedLedger(self.spec)
+        restore(self.driver.ledger, values, groups)
 
 
 @settings(max_examples=3000 if os.environ.get("PENSTOCK_SOAK") else 25, deadline=None)

@@ -179,17 +179,17 @@ def test_a_store_that_waits_does_nothing() -> None:
         waiting.append(asyncio.ensure_future(client.lease_shared("train", 0, 0, 1)))
         waiting.append(asyncio.ensure_future(client.put_groups([group(number) for number in range(6)])))
         queues = (store._consumers["reward"], store._ranks["train"], store._puts)
-        while not (waiting[0].done() and all(map(len, queues))) or store._pump_due:
+        while not (waiting[0].done() and all(map(len, queues))) or store._pump._is_scheduled:
             await asyncio.sleep(0)
         pumps = 0
-        pump = store._pump
+        wake = store._pump._wake
 
         def counted() -> None:
             nonlocal pumps
             pumps += 1
-            pump()
+            wake()
 
-        store._pump = counted  # type: ignore[method-assign]
+        store._pump._wake = counted  # type: ignore[method-assign]
         await asyncio.sleep(0.1)
         assert pumps == 0
         await client.close()

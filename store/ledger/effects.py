@@ -1,0 +1,22 @@
+"""What an event of the ledger asks of whoever drives it: values to free, callers to wake. Plain data.
+
+Every event that can free or wake returns one of these; `service/pump.py` carries it out. Naming too many callers costs a
+look at them, naming too few would leave somebody waiting for ever; tests hold every event to what became
+possible.
+"""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Effects:
+    """Of one event."""
+
+    freed: list[tuple[int, int]] = field(default_factory=list)
+    """(group, mask of its rows): nobody will ask for their values again."""
+    stages: int = 0
+    """Bit s: more of stage s is free, or somebody holds less of it: those that wait for leases may get one."""
+    rounds: int = 0
+    """Bit s: a round of stage s was formed, ended or taken back: ranks that wait for one must look again."""
+    credits: bool = False
+    """A group that had to wait may be admitted."""

@@ -1,0 +1,95 @@
+"""What the ledger must know of the values that are written: bytes, tokens, oldest versions. Checked, then kept.
+
+The client works them out beside the values (`data/schema.py`), which the ledger never sees. Used by `ledger.py`.
+"""
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.store.errors import TooLarge, WrongLength
+from penstock.store.ledger.group import Group, bits, mask_of, spans_of
+from penstock.store.ledger.residents import Residents
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the ledger must know of the rows of a write: lists of one entry a row, None where no column tells."""
+
+    row_bytes: list[int]
+    oldest_version: list[int] | None = None
+    response_tokens: list[int] | None = None
+    prompt_tokens: list[int] | None = None
+    token_column: str = ""
+    token_lengths: list[int] | None = None
+    """Entries of each row of `token_column`, any of the token columns written."""
+
+
+def check_facts(residents: Residents, rows: Sequence[int], written: list[int], facts: Facts) -> None:
+    if (largest := max(facts.row_bytes, default=0)) > residents.spec.max_bytes:
+        row = rows[facts.row_bytes.index(largest)]
+        raise TooLarge(
+            f"row {row} has {largest} bytes, more than store.max_bytes={residents.spec.max_bytes}. Raise "
+            "store.max_bytes."
+        )
+    decider = residents.readiness.column_index.get("response_ids")
+    if facts.token_lengths is None or decider is None or decider in written:
+        return
+    size = residents.size
+    for row, length in zip(rows, facts.token_lengths, strict=True):
+        group = residents.groups.get(row // size)
+        if group is not None and group.have[decider] >> row % size & 1 and length != group.response_tokens[row % size]:
+            raise WrongLength(
+                f"column {facts.token_column!r}, row {row}: {length} entries, but the response has "
+                f"{group.response_tokens[row % size]} tokens. Every token column has one entry for each response "
+                "token."
+            )
+
+
+def note_facts(
+    residents: Residents, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts
+) -> list[int]:
+    """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
+    index_of = residents.readiness.column_index
+    # Facts are about a column, and are news for a row that does not have it yet.
+    versions = index_of["token_versions"] if facts.oldest_version is not None else None
+    lengths = index_of["response_ids"] if facts.response_tokens is not None else None
+    told = [column for column in (versions, lengths) if column is not None]
+    kept: list[int] = []
+    for group_id, position, indices in spans_of(rows, residents.size):
+        mask = mask_of(indices)
+        new = fresh.get(group_id, 0) & mask
+        if not new:
+            continue
+        group = residents.groups[group_id]
+        there = mask
+        for column in written:
+            there &= group.have[column]
+        keep = new & ~there
+        if keep == mask and not any(group.have[column] & mask for column in told):
+            _note_span(residents, group, indices, position, facts, versions is not None, lengths is not None)
+            kept.extend(range(position, position + len(indices)))
+            continue
+        for index in bits(keep):
+            at = position + index - indices.start
+            news = [column is not None and not group.have[column] >> index & 1 for column in (versions, lengths)]
+            _note_span(residents, group, range(index, index + 1), at, facts, *news)
+            kept.append(at)
+    return kept
+
+
+def _note_span(
+    residents: Residents, group: Group, indices: range, position: int, facts: Facts, versions: bool, lengths: bool
+) -> None:
+    """Facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news."""
+    end = position + len(indices)
+    where = slice(indices.start, indices.stop)
+    row_bytes = facts.row_bytes[position:end]
+    group.row_bytes[where] = map(operator.add, group.row_bytes[where], row_bytes)
+    residents.credits.bytes += sum(row_bytes)
+    if versions and facts.oldest_version is not None:
+        group.oldest[where] = facts.oldest_version[position:end]
+    if lengths and facts.response_tokens is not None:
+        tokens = facts.response_tokens[position:end]
+        group.response_tokens[where] = tokens
+        residents.counters["response_tokens_generated"] += sum(tokens)
