@@ -33,7 +33,7 @@ class Intake:
     def let_go(self, block: Block) -> None:
         """No cell lies in the block any more."""
         if block.ref is not None and self._segments is not None:
-            self._segments.drop(block.ref.segment)
+            self._segments.end(block.ref.segment)
 
     def _adopted(self, placed: Placed, num_rows: int) -> Block:
         assert self._segments is not None

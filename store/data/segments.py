@@ -1,18 +1,18 @@
 """The store's side of large batches: which files there are, who reads them, and when they may be written again.
 
-    written ─ adopt ─▶ the store's ─ drop, last use over ─▶ back to its writer, to be written again
-                            └─ beyond the budget ─▶ moved to disk          └─ or removed
+    written ─ adopt ─▶ the store's ─ end, last use over ─▶ back to its writer, to be written again
+                            └─ beyond the budget ─▶ moved to disk        └─ or removed
 
 A producer writes the file (`arena.py`) and names it in its call; from then on the store decides when it goes, so a
 producer that dies takes nothing along. What exceeds the budget of shared memory is moved to disk, where it is mapped
 all the same: rows that came last are needed last. A client hears of what ended with its next answer, or soon if there
-is none. Used by `service/store.py` and `service/server.py`.
+is none. What becomes of a file is decided in `segment_book.py`; here it is done. Used by `service/store.py` and
+`service/server.py`.
 """
 
 import asyncio
 import os
 import shutil
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -24,30 +24,14 @@ from penstock.store.data.arena import Arena
 from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
+from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
 
-POOLED_SHARE = 8
-"""One part in so many of the budget may lie idle with the writers, beside what is in use."""
 SELF = ""
 """Among the readers: the store itself."""
 COPIED_AT_ONCE = 1 << 20
 """Bytes."""
-
-
-@dataclass
-class Segment:
-    """A file that some rows lie in, or somebody still reads."""
-
-    placed: Placed
-    nbytes: int
-    on_disk: bool
-    is_over: bool = False
-    """Its last cell has gone."""
-    uses: Counter[str] = field(default_factory=Counter)
-    """By client: readings that have not ended."""
-    seen: set[str] = field(default_factory=set)
-    """Clients that have it mapped, perhaps, from whatever batch that lay in it."""
 
 
 @dataclass
@@ -67,18 +51,9 @@ class Segments:
         """Raises `StoreError`."""
         self.directory, self.spill = Path(directory), Path(spill)
         self._make_places()
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        """In shared memory, in use."""
-        self.spilled_bytes = 0
-        """On disk."""
-        self.pooled_bytes = 0
-        """In shared memory, with their writers."""
-        self._segments: dict[str, Segment] = {}
-        self._pooled: dict[str, Segment] = {}
-        """Those that their writers may write again."""
-        self._writers: dict[str, Notice] = {}
-        """Clients that are connected."""
+        self.book = SegmentBook(max_bytes)
+        self._notices: dict[str, Notice] = {}
+        """Of clients that are connected."""
         self._tell: dict[str, Callable[[], None]] = {}
         places = (str(self.directory), str(self.spill))
         self._arena = Arena(places, f"store{os.getpid()}")
@@ -87,7 +62,8 @@ class Segments:
 
     def entered(self, client: str, tell: Callable[[], None]) -> None:
         """It may write and read from now on. `tell`: called when there is a notice for it."""
-        self._writers[client], self._tell[client] = Notice(), tell
+        self.book.entered(client)
+        self._notices[client], self._tell[client] = Notice(), tell
 
     def keep(self, batch: pa.RecordBatch) -> Placed:
         """Write a batch that has come by value. Raises `StoreError` if there is no room."""
@@ -109,71 +85,54 @@ class Segments:
             size = (self.spill / name if on_disk else file).stat().st_size
         except OSError as error:
             raise StoreError(f"segment {name} of {self.directory} cannot be read: {error}.") from None
-        if placed.nbytes > size or name in self._segments:
+        if placed.nbytes > size or self.book.in_use(name):
             raise StoreError(f"segment {name} has {size} bytes, not the {placed.nbytes} of its batch, or is in use.")
-        segment = self._segments[name] = Segment(placed, size, on_disk, seen=self._unpool(name))
-        if on_disk:
-            self.spilled_bytes += size
-            return
-        self.bytes += size
-        if self.bytes > self.max_bytes:
+        if self.book.adopt(name, placed, size, on_disk):
             try:
-                self._move_to_disk(segment)
+                self._move_to_disk(name)
             except StoreError:
-                self.drop(name)
+                self.end(name)
                 raise
 
     def open(self, placed: Placed) -> pa.RecordBatch:
         """The batch, for the store itself. Raises `StoreError` if its rows have ended."""
-        segment = self._segments.get(placed.segment)
-        if segment is None or segment.placed != placed:
+        name = placed.segment
+        if not self.book.in_use(name) or self.book.segments[name].content != placed:
             raise StoreError(f"segment {placed.segment}: its rows have ended.")
         if self._let_go_soon is None:
             self._let_go_soon = Soon(asyncio.get_running_loop(), self._let_go)
-        segment.uses[SELF] += 1
+        self.book.use(SELF, name)
         return self._mappings.read(placed)
 
-    def drop(self, name: str) -> None:
+    def end(self, name: str) -> None:
         """No row lies in it any more."""
-        self._segments[name].is_over = True
-        self._settle(name)
+        self._carry_out(self.book.end(name))
 
     def use(self, client: str, name: str) -> None:
         """The client is told of it, and will read it."""
-        segment = self._segments[name]
-        segment.uses[client] += 1
-        segment.seen.add(client)
+        self.book.use(client, name)
 
     def unuse(self, client: str, names: list[str]) -> None:
         """So many readings have ended."""
         for name in names:
-            segment = self._segments.get(name)
-            if segment is not None:
-                segment.uses[client] -= 1
-                if segment.uses[client] <= 0:
-                    del segment.uses[client]
-                self._settle(name)
+            self._carry_out(self.book.unuse(client, name))
 
     def notice(self, client: str) -> Notice | None:
         """What it has not heard yet."""
-        notice = self._writers.get(client)
+        notice = self._notices.get(client)
         if notice is None or not (notice.recycled or notice.gone):
             return None
-        self._writers[client] = Notice()
+        self._notices[client] = Notice()
         return notice
 
     def left(self, client: str) -> None:
         """A client's process has ended: it reads nothing, and what it wrote and never handed over goes."""
-        self._writers.pop(client, None)
+        self._notices.pop(client, None)
         self._tell.pop(client, None)
-        for name, segment in list(self._segments.items()):
-            segment.seen.discard(client)
-            if segment.uses.pop(client, 0):
-                self._settle(name)
+        self._carry_out(self.book.left(client))
         for place in (self.directory, self.spill):
             for file in place.glob(f"{client}-*"):
-                if file.name not in self._segments:
-                    self._tell_gone(file.name, self._unpool(file.name))
+                if file.name not in self.book.segments:
                     with suppress(OSError):
                         file.unlink()
 
@@ -196,41 +155,20 @@ class Segments:
                 "another's. Make room in shared memory, or set store.spill_dir to a disk that this user may write to."
             ) from None
 
-    def _settle(self, name: str) -> None:
-        """Back to its writer, or away, once nobody needs it."""
-        segment = self._segments[name]
-        if not segment.is_over or segment.uses:
-            return
-        del self._segments[name]
-        if segment.on_disk:
-            self.spilled_bytes -= segment.nbytes
-        else:
-            self.bytes -= segment.nbytes
-        writer = name.rpartition("-")[0]
-        pooled = self.pooled_bytes + segment.nbytes
-        if writer in self._writers and not segment.on_disk and pooled <= self.max_bytes // POOLED_SHARE:
-            self._pooled[name], self.pooled_bytes = segment, pooled
-            self._writers[writer].recycled.append(name)
+    def _carry_out(self, instructions: Instructions) -> None:
+        for name in instructions.recycled:
+            writer = writer_of(name)
+            self._notices[writer].recycled.append(name)
             self._tell[writer]()
-            return
-        self._tell_gone(name, {writer, *segment.seen})
-        with suppress(OSError):
-            self._file(segment).unlink()
-
-    def _unpool(self, name: str) -> set[str]:
-        """It is written again, or gone with its writer; who has it mapped, perhaps."""
-        segment = self._pooled.pop(name, None)
-        if segment is None:
-            return set()
-        self.pooled_bytes -= segment.nbytes
-        return segment.seen
-
-    def _tell_gone(self, name: str, clients: set[str]) -> None:
-        for client in clients & self._writers.keys():
-            self._writers[client].gone.append(name)
-            self._tell[client]()
-        self._mappings.gone([name])
-        self._arena.gone([name])
+        for name, clients in instructions.unmapped:
+            for client in clients:
+                self._notices[client].gone.append(name)
+                self._tell[client]()
+            self._mappings.gone([name])
+            self._arena.gone([name])
+        for name, on_disk in instructions.removed:
+            with suppress(OSError):
+                ((self.spill if on_disk else self.directory) / name).unlink()
 
     def _own_use_ended(self) -> None:
         if self._let_go_soon is not None:
@@ -239,13 +177,9 @@ class Segments:
     def _let_go(self) -> None:
         self.unuse(SELF, self._mappings.over())
 
-    def _file(self, segment: Segment) -> Path:
-        return (self.spill if segment.on_disk else self.directory) / segment.placed.segment
-
-    def _move_to_disk(self, segment: Segment) -> None:
+    def _move_to_disk(self, name: str) -> None:
         """Who has it mapped hears of it: the mapping would hold on to the pages. Raises `StoreError`; then nothing has
         moved."""
-        name = segment.placed.segment
         try:
             _move(self.directory / name, self.spill / name)
         except OSError as error:
@@ -253,10 +187,7 @@ class Segments:
                 f"segment {name} cannot be moved to {self.spill}: {error}. Set store.spill_dir to a larger disk, or "
                 "lower store.max_bytes or raise store.shared_memory_mib, so that nothing needs to be moved."
             ) from None
-        segment.on_disk = True
-        self.bytes -= segment.nbytes
-        self.spilled_bytes += segment.nbytes
-        self._tell_gone(name, {name.rpartition("-")[0], *segment.seen})
+        self._carry_out(self.book.spilled(name))
 
 
 def _move(source: Path, target: Path) -> None:

@@ -1,8 +1,7 @@
 """What an event of the ledger asks of whoever drives it: values to free, callers to wake. Plain data.
 
-Every event that can free or wake returns one of these; `service/pump.py` carries it out. Naming too many callers costs a
-look at them, naming too few would leave somebody waiting for ever; tests hold every event to what became
-possible.
+Every event that can free or wake returns one of these; `service/pump.py` carries it out. Naming too many callers
+costs a look at them, naming too few would leave somebody waiting for ever: tests hold events to what became possible.
 """
 
 from dataclasses import dataclass, field

@@ -294,8 +294,8 @@ class Store:
         numbers["store/waiting_consumers"] = sum(map(len, self._waiting))
         numbers["store/blocks"] = self._blocks.num_blocks
         if self._segments is not None:
-            numbers["store/shared_bytes"] = self._segments.bytes
-            numbers["store/spilled_bytes"] = self._segments.spilled_bytes
+            numbers["store/shared_bytes"] = self._segments.book.bytes
+            numbers["store/spilled_bytes"] = self._segments.book.spilled_bytes
         if self._server is not None:
             numbers["store/refused_connections"] = self._server.refused
         return numbers

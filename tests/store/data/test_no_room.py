@@ -58,7 +58,7 @@ segments.adopt(second)
 assert (files_in(small / "shm"), files_in(large / "disk")) == (["w-0"], ["w-1"])
 check(mappings, first, 1)
 check(mappings, second, 2)
-segments.drop(first.segment)
+segments.end(first.segment)
 arena.recycled(segments.notice("w").recycled)
 assert arena.reserve(20 * MB) is None  # a file that came back, and cannot grow
 slot = arena.reserve(5 * MB)
@@ -79,10 +79,10 @@ segments.adopt(first)
 said = refused(segments.adopt, second)
 assert "No space left on device" in said and "store.spill_dir" in said, said
 assert (files_in(large / "shm"), files_in(small / "disk")) == ([], ["w-0"])
-assert (segments.bytes, segments.spilled_bytes) == (0, 5 * MB)
+assert (segments.book.bytes, segments.book.spilled_bytes) == (0, 5 * MB)
 assert segments.notice("w").gone == ["w-0", "w-1"]
 check(mappings, first, 1)
-segments.drop(first.segment)
+segments.end(first.segment)
 mappings.gone([first.segment])  # as its reader does when it hears of it
 third = arena.place(batch(5, 3))
 segments.adopt(third)  # now there is room

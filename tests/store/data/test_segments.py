@@ -13,7 +13,8 @@ import pyarrow as pa
 import pytest
 
 from penstock.store.data.arena import Arena
-from penstock.store.data.segments import POOLED_SHARE, Segments
+from penstock.store.data.segment_book import POOLED_SHARE
+from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
@@ -65,7 +66,7 @@ def test_a_file_that_cannot_be_moved_goes_back_to_its_writer_or_away(tmp_path: P
     segments = segments_in(tmp_path)
     arena = arena_of(segments)
     segments.adopt(arena.place(batch(95 * KB)))
-    held = segments.bytes
+    held = segments.book.bytes
     (tmp_path / "disk").rename(tmp_path / "elsewhere")
     for size in (BUDGET // POOLED_SHARE + KB, BUDGET // POOLED_SHARE - KB):
         with pytest.raises(StoreError, match="cannot be moved"):
@@ -74,7 +75,7 @@ def test_a_file_that_cannot_be_moved_goes_back_to_its_writer_or_away(tmp_path: P
     assert notice is not None
     assert (notice.gone, notice.recycled) == (["writer-1"], ["writer-2"])
     assert files_in(tmp_path / "shm") == ["writer-0", "writer-2"]
-    assert (segments.bytes, segments.spilled_bytes) == (held, 0)
+    assert (segments.book.bytes, segments.book.spilled_bytes) == (held, 0)
 
 
 def test_a_slot_is_its_writers_until_what_lies_in_it_has_a_place(tmp_path: Path) -> None:
@@ -102,11 +103,11 @@ def test_all_who_have_ever_mapped_a_file_hear_that_it_is_gone(tmp_path: Path) ->
     segments.adopt(first)
     segments.use("reader", first.segment)
     segments.unuse("reader", [first.segment])
-    segments.drop(first.segment)
+    segments.end(first.segment)
     arena.recycled([first.segment])
     second = arena.place(batch(5 * KB), arena.reserve(5 * KB))
     assert second.segment == first.segment
-    segments.max_bytes = 1 * KB
+    segments.book.max_bytes = 1 * KB
     segments.adopt(second)  # is moved to disk
     notice = segments.notice("reader")
     assert notice is not None

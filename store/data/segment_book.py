@@ -1,0 +1,166 @@
+"""The life of every segment as a pure state machine: events in, instructions out. No files, no clock.
+
+    with its writer ─ adopt ─▶ LIVE ─ end ─▶ ENDED ─ last use over ─▶ POOLED ─ adopt ─▶ LIVE …
+                                │                          └─▶ removed    └─ writer leaves ─▶ removed
+                                └─ spilled: on disk from now on, and removed instead of pooled
+
+`segments.py` carries the instructions out. A property test drives it through random histories.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+POOLED_SHARE = 8
+"""One part in so many of the budget may lie idle with the writers, beside what is in use."""
+
+
+class State(Enum):
+    LIVE = "rows lie in it"
+    ENDED = "no row lies in it, and somebody still reads it"
+    POOLED = "with its writer, who may write it again"
+
+
+@dataclass
+class Segment:
+    """A file that the store knows. One that a writer has not handed over yet, or that was removed, is in no state."""
+
+    content: Any
+    """What lies in it, as its writer put it."""
+    nbytes: int
+    on_disk: bool
+    state: State = State.LIVE
+    uses: Counter[str] = field(default_factory=Counter)
+    """By client: readings that have not ended."""
+    seen: set[str] = field(default_factory=set)
+    """Clients that have it mapped, perhaps, from whatever batch that lay in it."""
+
+
+@dataclass
+class Instructions:
+    """What an event asks for."""
+
+    recycled: list[str] = field(default_factory=list)
+    """Their writers may write these again."""
+    unmapped: list[tuple[str, set[str]]] = field(default_factory=list)
+    """A name, and the clients that must forget their mapping of it."""
+    removed: list[tuple[str, bool]] = field(default_factory=list)
+    """A name, and whether it lies on disk: nobody needs the file any more."""
+
+
+def writer_of(name: str) -> str:
+    """Segments are called `<writer>-<number>`."""
+    return name.rpartition("-")[0]
+
+
+class SegmentBook:
+    """All segments by name, and the clients that are connected."""
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: that may be in use in shared memory."""
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        """In shared memory, in use."""
+        self.spilled_bytes = 0
+        """On disk."""
+        self.pooled_bytes = 0
+        """In shared memory, with their writers."""
+        self.segments: dict[str, Segment] = {}
+        self._clients: set[str] = set()
+
+    def entered(self, client: str) -> None:
+        """It may write and read from now on."""
+        self._clients.add(client)
+
+    def in_use(self, name: str) -> bool:
+        """Rows lie in it, or somebody reads it."""
+        return name in self.segments and self.segments[name].state is not State.POOLED
+
+    def adopt(self, name: str, content: Any, nbytes: int, on_disk: bool) -> bool:
+        """Rows lie in it from now on; it is not in use. True if shared memory is over its budget now."""
+        pooled = self._take_out(name)
+        seen = pooled.seen if pooled is not None else set[str]()
+        self.segments[name] = Segment(content, nbytes, on_disk, seen=seen)
+        self._count(on_disk, nbytes)
+        return self.bytes > self.max_bytes and not on_disk
+
+    def spilled(self, name: str) -> Instructions:
+        """It was moved to disk."""
+        segment = self.segments[name]
+        self._count(False, -segment.nbytes)
+        segment.on_disk = True
+        self._count(True, segment.nbytes)
+        return Instructions(unmapped=[(name, self._who_maps(name, segment))])
+
+    def use(self, client: str, name: str) -> None:
+        """A reading begins."""
+        segment = self.segments[name]
+        segment.uses[client] += 1
+        segment.seen.add(client)
+
+    def unuse(self, client: str, name: str) -> Instructions:
+        """A reading has ended. Harmless for one that is not known."""
+        segment = self.segments.get(name)
+        if segment is None or not segment.uses[client]:
+            return Instructions()
+        segment.uses[client] -= 1
+        return self._settle(name, segment)
+
+    def end(self, name: str) -> Instructions:
+        """No row lies in it any more."""
+        segment = self.segments[name]
+        segment.state = State.ENDED
+        return self._settle(name, segment)
+
+    def left(self, client: str) -> Instructions:
+        """A client's process has ended: it reads nothing, and writes nothing again."""
+        self._clients.discard(client)
+        instructions = Instructions()
+        for name, segment in list(self.segments.items()):
+            segment.seen.discard(client)
+            del segment.uses[client]
+            if segment.state is State.POOLED and writer_of(name) == client:
+                self._remove(name, segment, instructions)
+            else:
+                self._settle(name, segment, instructions)
+        return instructions
+
+    def _settle(self, name: str, segment: Segment, instructions: Instructions | None = None) -> Instructions:
+        """Back to its writer, or away, once nobody needs it."""
+        instructions = instructions or Instructions()
+        if segment.state is not State.ENDED or +segment.uses:
+            return instructions
+        fits = self.pooled_bytes + segment.nbytes <= self.max_bytes // POOLED_SHARE
+        if writer_of(name) in self._clients and not segment.on_disk and fits:
+            self._count(False, -segment.nbytes)
+            self.pooled_bytes += segment.nbytes
+            segment.state = State.POOLED
+            instructions.recycled.append(name)
+        else:
+            self._remove(name, segment, instructions)
+        return instructions
+
+    def _remove(self, name: str, segment: Segment, instructions: Instructions) -> None:
+        self._take_out(name)
+        instructions.unmapped.append((name, self._who_maps(name, segment)))
+        instructions.removed.append((name, segment.on_disk))
+
+    def _take_out(self, name: str) -> Segment | None:
+        segment = self.segments.pop(name, None)
+        if segment is None:
+            return None
+        if segment.state is State.POOLED:
+            self.pooled_bytes -= segment.nbytes
+        else:
+            self._count(segment.on_disk, -segment.nbytes)
+        return segment
+
+    def _who_maps(self, name: str, segment: Segment) -> set[str]:
+        return ({writer_of(name)} | segment.seen) & self._clients
+
+    def _count(self, on_disk: bool, nbytes: int) -> None:
+        if on_disk:
+            self.spilled_bytes += nbytes
+        else:
+            self.bytes += nbytes

@@ -1,0 +1,171 @@
+"""The life of segments: by hand, and through random histories of writers and readers that come, read, lag and die."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from penstock.store.data.segment_book import POOLED_SHARE, Instructions, SegmentBook, State, writer_of
+
+BUDGET = 800
+
+
+def test_a_segment_comes_back_to_its_writer_after_its_last_row_and_its_last_reader() -> None:
+    book = SegmentBook(BUDGET)
+    book.entered("w")
+    book.entered("r")
+    assert not book.adopt("w-0", "batch", 50, False)
+    book.use("r", "w-0")
+    assert book.end("w-0") == Instructions()
+    assert book.segments["w-0"].state is State.ENDED
+    assert book.unuse("r", "w-0") == Instructions(recycled=["w-0"])
+    assert (book.bytes, book.pooled_bytes) == (0, 50)
+    book.adopt("w-0", "another", 50, False)
+    assert (book.bytes, book.pooled_bytes) == (50, 0)
+    assert book.end("w-0").recycled == ["w-0"]
+    assert book.left("w") == Instructions(unmapped=[("w-0", {"r"})], removed=[("w-0", False)])
+
+
+@pytest.mark.parametrize("why", ["on disk", "too many pooled", "writer gone"])
+def test_a_segment_is_removed_where_it_cannot_be_pooled(why: str) -> None:
+    book = SegmentBook(BUDGET)
+    book.entered("r")
+    if why != "writer gone":
+        book.entered("w")
+    book.adopt("w-0", "batch", BUDGET // POOLED_SHARE + (why == "too many pooled"), False)
+    book.use("r", "w-0")
+    if why == "on disk":
+        assert book.spilled("w-0").unmapped == [("w-0", {"w", "r"})]
+        assert (book.bytes, book.spilled_bytes) == (0, BUDGET // POOLED_SHARE)
+    book.unuse("r", "w-0")
+    told = {"r"} if why == "writer gone" else {"r", "w"}
+    assert book.end("w-0") == Instructions(unmapped=[("w-0", told)], removed=[("w-0", why == "on disk")])
+    assert (book.bytes, book.spilled_bytes, book.pooled_bytes, book.segments) == (0, 0, 0, {})
+
+
+class Histories(RuleBasedStateMachine):
+    """Clients write and read at random; a model knows who reads what, and where each file is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = SegmentBook(BUDGET)
+        self.clients: set[str] = set()
+        self.made = 0
+        self.live: set[str] = set()
+        self.readers: dict[str, list[str]] = {}
+        """Of each file that is in use."""
+        self.with_writer: set[str] = set()
+        self.mapped: dict[str, set[str]] = {}
+        """By file: clients that have heard of it, and not yet that it is gone."""
+
+    def heard(self, instructions: Instructions) -> None:
+        """Carry out, and see that it is right."""
+        for name in instructions.recycled:
+            assert name not in self.live
+            assert not self.readers[name], "it would be written over while somebody reads it"
+            assert writer_of(name) in self.clients
+            del self.readers[name]
+            self.with_writer.add(name)
+        for name, clients in instructions.unmapped:
+            assert clients <= self.clients, "nobody is there to hear it"
+            assert self.mapped.get(name, set()) <= clients, "a mapping would hold on to the pages"
+            self.mapped[name] = set()
+        for name, _ in instructions.removed:
+            assert name not in self.live
+            assert not self.readers.pop(name, [])
+            self.with_writer.discard(name)
+            assert name not in self.book.segments
+
+    @rule(client=st.sampled_from("abc"))
+    def enter(self, client: str) -> None:
+        self.clients.add(client)
+        self.book.entered(client)
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data(), nbytes=st.integers(1, 300), on_disk=st.booleans(), again=st.booleans())
+    def write(self, data: st.DataObject, nbytes: int, on_disk: bool, again: bool) -> None:
+        """Into a file that came back, or a new one."""
+        back = sorted(self.with_writer)
+        if again and back:
+            name = data.draw(st.sampled_from(back))
+            self.with_writer.discard(name)
+            on_disk = False
+        else:
+            name = f"{data.draw(st.sampled_from(sorted(self.clients)))}-{self.made}"
+            self.made += 1
+        over = self.book.adopt(name, object(), nbytes, on_disk)
+        self.live.add(name)
+        self.readers[name] = []
+        self.mapped.setdefault(name, set()).add(writer_of(name))
+        if over:
+            self.heard(self.book.spilled(name))
+            assert self.book.segments[name].on_disk
+        assert self.book.bytes <= BUDGET
+
+    @precondition(lambda self: self.live and self.clients)
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        client = data.draw(st.sampled_from(sorted(self.clients)))
+        self.book.use(client, name)
+        self.readers[name].append(client)
+        self.mapped[name].add(client)
+
+    @precondition(lambda self: any(self.readers.values()))
+    @rule(data=st.data())
+    def finish_reading(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(name for name, readers in self.readers.items() if readers)))
+        client = data.draw(st.sampled_from(sorted(self.readers[name])))
+        self.readers[name].remove(client)
+        self.heard(self.book.unuse(client, name))
+
+    @rule(client=st.sampled_from("abc"))
+    def finish_what_is_not_known(self, client: str) -> None:
+        assert self.book.unuse(client, "nobody-7") == Instructions()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.live)))
+        self.live.discard(name)
+        self.heard(self.book.end(name))
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        self.end_process(data.draw(st.sampled_from(sorted(self.clients))))
+
+    def end_process(self, client: str) -> None:
+        self.clients.discard(client)
+        for readers in self.readers.values():
+            readers[:] = [reader for reader in readers if reader != client]
+        for mapped in self.mapped.values():
+            mapped.discard(client)
+        self.heard(self.book.left(client))
+
+    @invariant()
+    def it_counts_what_is_there(self) -> None:
+        segments = self.book.segments
+        assert set(segments) == set(self.readers) | self.with_writer
+        for name, segment in segments.items():
+            pooled, live = name in self.with_writer, name in self.live
+            assert segment.state is (State.POOLED if pooled else State.LIVE if live else State.ENDED)
+        used = [segment for segment in segments.values() if segment.state is not State.POOLED]
+        assert self.book.bytes == sum(one.nbytes for one in used if not one.on_disk)
+        assert self.book.spilled_bytes == sum(one.nbytes for one in used if one.on_disk)
+        pooled_bytes = sum(one.nbytes for one in segments.values() if one.state is State.POOLED)
+        assert self.book.pooled_bytes == pooled_bytes <= BUDGET // POOLED_SHARE
+
+    def teardown(self) -> None:
+        """Once all rows have ended and all processes have, nothing is left."""
+        for name in sorted(self.live):
+            self.live.discard(name)
+            self.heard(self.book.end(name))
+        for client in sorted(self.clients):
+            self.end_process(client)
+        assert not self.book.segments
+        assert (self.book.bytes, self.book.spilled_bytes, self.book.pooled_bytes) == (0, 0, 0)
+
+
+TestHistories = Histories.TestCase
+TestHistories.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)
