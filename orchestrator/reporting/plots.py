@@ -1,4 +1,4 @@
-"""Which curves a run has, and the PNGs of them. `report.py` draws the same charts into the page with `svg.py`.
+"""Which curves a run has, and the PNGs of them. `report.py` draws the same charts into the page (`drawing.py`).
 
 `charts` decides from the metrics alone what there is to show; a run of three steps, or one that was interrupted, has
 fewer.

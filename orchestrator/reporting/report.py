@@ -1,25 +1,25 @@
 """The page about a run, made from its directory alone: `report.html` in one file, and the plots as PNGs beside it.
 
-Called at the end of a run and by `penstock report RUN`. Whatever a run lacks (steps, samples, numbers) is left out of
-its page.
+Called at the end of a run and by `penstock report RUN`. What the page says is gathered here; how it looks is in
+`templates/`. Whatever a run lacks (steps, samples, numbers) is left out of its page.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from html import escape
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from penstock.orchestrator.configuration.differences import differences_of
-from penstock.orchestrator.reporting import svg
+from penstock.orchestrator.reporting.drawing import Drawing
 from penstock.orchestrator.reporting.plots import Chart, charts, write_pngs
-from penstock.orchestrator.reporting.samples import SampleRow, read_samples
-from penstock.orchestrator.reporting.summary import Card, cards
+from penstock.orchestrator.reporting.samples import read_samples
+from penstock.orchestrator.reporting.summary import cards
 from penstock.orchestrator.run_directory import ENDS, STARTS, RunDirectory
 
-STYLE_FILE = Path(__file__).parent / "report.css"
+TEMPLATES = Path(__file__).parent / "templates"
 MAX_EVENTS = 60
 
 
@@ -38,25 +38,42 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
 def page(directory: RunDirectory, found: Sequence[Chart]) -> str:
     """The whole HTML document."""
     config, events = directory.read_config(), directory.read_events()
-    name = str(config.get("name") or directory.path.name)
-    sections = [
-        _header(name, config, events),
-        '<section class="cards">' + "".join(map(_card, cards(directory))) + "</section>",
-        '<section class="charts">' + "".join(map(_figure, found)) + "</section>" if found else _nothing_yet(),
-        _samples(directory),
-        _events(events),
-        _config(config),
-    ]
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(name)} · Penstock</title>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        f"<style>{STYLE_FILE.read_text(encoding='utf-8')}</style></head><body><main>{''.join(sections)}</main></body></html>\n"
+    samples_step, samples = read_samples(directory)
+    shown = events if len(events) <= MAX_EVENTS else [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]
+    template = _environment().get_template("report.html.j2")
+    return template.render(
+        name=str(config.get("name") or directory.path.name),
+        description=config.get("description") or "",
+        state=_state(events),
+        facts=_facts(config, events),
+        cards=cards(directory),
+        drawings=[Drawing.of(chart) for chart in found],
+        samples_step=samples_step,
+        samples=samples,
+        events=[_event(event) for event in shown],
+        num_hidden_events=len(events) - len(shown),
+        config_changed=_yaml(differences_of(config)),
+        config_whole=_yaml(config),
     )
 
 
-def _header(name: str, config: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> str:
-    facts = {
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = lambda value: "" if value is None else f"{value:.3g}"
+    environment.filters["px"] = lambda value: f"{value:.1f}"
+    environment.filters["path"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return environment
+
+
+def _facts(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """For below the title; None: unknown."""
+    return {
         "recipe": Path(str(config["recipe"])).name if config.get("recipe") else None,
         "algorithm": (config.get("algorithm") or {}).get("name"),
         "engine": (config.get("rollout") or {}).get("engine"),
@@ -64,84 +81,23 @@ def _header(name: str, config: Mapping[str, Any], events: Sequence[Mapping[str, 
         "seed": config.get("seed"),
         "started": str(events[0].get("time", ""))[:19].replace("T", " ") + " UTC" if events else None,
     }
-    items = "".join(f"<li><b>{key}</b> {escape(str(value))}</li>" for key, value in facts.items() if value is not None)
-    lead = escape(str(config.get("description") or ""))
-    return (
-        "<header><p class=brand>Penstock run</p>"
-        f"<h1>{escape(name)} {_state(events)}</h1><p class=lead>{lead}</p>"
-        f"<ul class=facts>{items}</ul></header>"
-    )
 
 
 def _state(events: Sequence[Mapping[str, Any]]) -> str:
     """How the run ended, by its last turn: one that failed and was resumed has not failed."""
     turns = [str(event.get("kind")) for event in events if event.get("kind") in (*STARTS, *ENDS)]
-    text = {"failed": "failed", "interrupted": "interrupted", "end": "finished"}.get(turns[-1] if turns else "")
-    return f'<span class="state {text}">{text}</span>' if text else '<span class="state running">not finished</span>'
-
-
-def _card(card: Card) -> str:
-    tone = {True: " good", False: " bad", None: ""}[card.good]
-    detail = f"<small>{escape(card.detail)}</small>" if card.detail else ""
-    return (
-        f'<div class="card{tone}"><span>{escape(card.label)}</span><strong>{escape(card.value)}</strong>{detail}</div>'
+    return {"failed": "failed", "interrupted": "interrupted", "end": "finished"}.get(
+        turns[-1] if turns else "", "not finished"
     )
 
 
-def _figure(chart: Chart) -> str:
-    unit = f" <em>{escape(chart.unit)}</em>" if chart.unit else ""
-    caption = f"<b>{escape(chart.title)}</b>{unit}<div class=legend>{svg.legend(chart)}</div>"
-    return f"<figure><figcaption>{caption}</figcaption>{svg.draw(chart)}</figure>"
-
-
-def _nothing_yet() -> str:
-    return "<p class=empty>No step was finished, so there is nothing to plot.</p>"
-
-
-def _samples(directory: RunDirectory) -> str:
-    step, rows = read_samples(directory)
-    if not rows:
-        return ""
-    head = "".join(f"<th>{name}</th>" for name in ("prompt", "response", "answer", "reward", "advantage", "versions"))
-    return (
-        f"<section><h2>Samples trained at step {step}</h2>{_table('samples', map(_sample_row, rows), head)}</section>"
-    )
-
-
-def _table(kind: str, rows: Iterable[str], head: str = "") -> str:
-    thead = f"<thead><tr>{head}</tr></thead>" if head else ""
-    return f"<div class=scroll><table class={kind}>{thead}<tbody>{''.join(rows)}</tbody></table></div>"
-
-
-def _cell(text: str, kind: str = "") -> str:
-    return f'<td class="{kind}">{escape(text)}</td>' if kind else f"<td>{escape(text)}</td>"
-
-
-def _sample_row(row: SampleRow) -> str:
-    def number(value: float | None) -> str:
-        return "" if value is None else f"{value:.3g}"
-
-    tone = "" if row.reward is None else " good" if row.reward > 0 else " bad"
-    texts = "".join(_cell(text, "text") for text in (row.prompt, row.response, row.answer))
-    numbers = _cell(number(row.reward), f"num{tone}") + _cell(number(row.advantage), "num") + _cell(row.versions, "num")
-    return f"<tr{' class=first' if row.first_of_group else ''}>{texts}{numbers}</tr>"
-
-
-def _events(events: Sequence[Mapping[str, Any]]) -> str:
-    if not events:
-        return ""
-    half = MAX_EVENTS // 2
-    shown = events if len(events) <= MAX_EVENTS else [*events[:half], *events[-half:]]
-    num_hidden = len(events) - len(shown)
-    hidden = f"<p class=empty>{num_hidden} events in between are in events.jsonl.</p>" if num_hidden else ""
-    return f"<section><h2>Events</h2>{_table('events', map(_event_row, shown))}{hidden}</section>"
-
-
-def _event_row(event: Mapping[str, Any]) -> str:
+def _event(event: Mapping[str, Any]) -> dict[str, str]:
     told = {key: value for key, value in event.items() if key not in ("time", "kind") and value is not None}
-    details = ", ".join(f"{key}={_short(value)}" for key, value in told.items())
-    kind = f"<td><b>{escape(str(event.get('kind', '')))}</b></td>"
-    return f"<tr>{_cell(str(event.get('time', ''))[11:19], 'num')}{kind}{_cell(details)}</tr>"
+    return {
+        "time": str(event.get("time", ""))[11:19],
+        "kind": str(event.get("kind", "")),
+        "details": ", ".join(f"{key}={_short(value)}" for key, value in told.items()),
+    }
 
 
 def _short(value: Any) -> str:
@@ -151,10 +107,5 @@ def _short(value: Any) -> str:
     return text if len(text) <= 400 else text[:399] + "…"
 
 
-def _config(config: Mapping[str, Any]) -> str:
-    changed = yaml.safe_dump(differences_of(config), sort_keys=False, allow_unicode=True, width=100)
-    whole = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True, width=100)
-    return (
-        f"<section><h2>Configuration</h2><p class=empty>What differs from the defaults.</p><pre>{escape(changed)}</pre>"
-        f"<details><summary>Every key</summary><pre>{escape(whole)}</pre></details></section>"
-    )
+def _yaml(value: Mapping[str, Any]) -> str:
+    return str(yaml.safe_dump(dict(value), sort_keys=False, allow_unicode=True, width=100))

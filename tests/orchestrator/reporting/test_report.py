@@ -10,10 +10,10 @@ from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.reporting.closing import next_steps, print_summary
+from penstock.orchestrator.reporting.drawing import Scale, nice_step
 from penstock.orchestrator.reporting.plots import charts, points_of, smoothed
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.summary import cards
-from penstock.orchestrator.reporting.svg import Scale, nice_step
 from penstock.orchestrator.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 
