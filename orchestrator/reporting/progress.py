@@ -1,18 +1,20 @@
 """What the user sees while a run lasts: a live display in a terminal, one line a step elsewhere.
 
 The controller calls `phase` when it begins something that takes time, `step` once a step, `note` for what is worth a
-line.
+line. Bar, spinner, clocks and the estimate are rich's; the curves are ours, since rich has none.
 """
 
 import math
 import threading
-import time
 from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
+from rich.constrain import Constrain
 from rich.live import Live
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TextColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 from rich.text import Text
 
@@ -20,6 +22,7 @@ from penstock.conf.run import RunConfig
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NUM_NOTES = 6
+WIDTH = 100
 
 
 class Progress:
@@ -38,16 +41,23 @@ class Progress:
         self.title = title
         self.max_steps = config.trainer.max_steps
         self.max_staleness = config.max_staleness
-        self.current_step = 0
         self.metrics: dict[str, Any] = {}
         self.history: dict[str, list[float]] = {"reward/mean": [], "accuracy/heldout": [], "actor/loss": []}
         self.notes: list[str] = []
-        self.phase_text = "starting"
-        self.phase_start = self.start = time.monotonic()
-        self.first_step_at: float | None = None
+        self.current_step = 0
         self._lock = threading.RLock()
         self._console = console or Console()
         self._closed = False
+        self._steps = Bars(
+            BarColumn(None, style="grey37", complete_style="cyan", finished_style="green"),
+            TextColumn("step {task.completed}/{task.total}"),
+            Clock(),
+            speed_estimate_period=math.inf,  # the pace of all steps: one may take minutes
+            expand=True,
+        )
+        self._all_steps = self._steps.add_task("", total=self.max_steps)
+        self._phases = Bars(SpinnerColumn(style="cyan"), TextColumn("{task.description}", markup=False), Clock())
+        self._phase = self._phases.add_task("starting", total=None)
         live = config.tracking.progress and self._console.is_terminal
         self._live = self._start_live() if live else None
 
@@ -58,36 +68,32 @@ class Progress:
 
     def phase(self, text: str) -> None:
         """What goes on from now on; shown with its elapsed time."""
-        with self._lock:
-            changed, self.phase_text, self.phase_start = text != self.phase_text, text, time.monotonic()
-        if self._live is None and changed and self.current_step == 0:
-            self._console.print(
-                f"{elapsed(time.monotonic() - self.start)}  {text}", highlight=False, markup=False, soft_wrap=True
-            )
+        changed = text != self._phases.tasks[0].description
+        self._phases.reset(self._phase, description=text)
+        if changed and self.current_step == 0:
+            self._print(f"{elapsed(self._steps.tasks[0].elapsed)}  {text}")
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done; `metrics` as in metrics.jsonl. Step 0 is an evaluation before training."""
         with self._lock:
-            if step > 0 and self.first_step_at is None:
-                self.first_step_at = time.monotonic() - float(metrics.get("timing_s/step") or 0.0)
             self.current_step = max(step, self.current_step)
+            self._steps.update(self._all_steps, completed=self.current_step)
             self.metrics.update(metrics)
             for name, values in self.history.items():
-                if isinstance(metrics.get(name), int | float) and math.isfinite(metrics[name]):
+                if _is_number(metrics.get(name)):
                     values.append(float(metrics[name]))
-        if self._live is None:
-            self._console.print(
-                plain_line(step, self.max_steps, metrics), highlight=False, markup=False, soft_wrap=True
-            )
+        self._print(plain_line(step, self.max_steps, metrics))
 
     def note(self, text: str) -> None:
         """A line that stays."""
         with self._lock:
             self.notes.append(text)
+        self._print(f"{elapsed(self._steps.tasks[0].elapsed)}  {text}")
+
+    def _print(self, line: str) -> None:
+        """For a log file: rich's own display would write its last state only."""
         if self._live is None:
-            self._console.print(
-                f"{elapsed(time.monotonic() - self.start)}  {text}", highlight=False, markup=False, soft_wrap=True
-            )
+            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Leave the last state on the screen. May be called twice."""
@@ -97,42 +103,27 @@ class Progress:
                 self._live.refresh()
                 self._live.stop()
 
-    @property
-    def eta_s(self) -> float | None:
-        """Seconds to the last step at the pace so far; None before the first."""
-        if self.first_step_at is None or not self.current_step:
-            return None
-        pace = (time.monotonic() - self.first_step_at) / self.current_step
-        return max(0.0, pace * (self.max_steps - self.current_step))
-
     def render(self) -> RenderableType:
         """The whole display. Called by the refresh thread."""
         with self._lock:
-            width = min(100, self._console.width)
-            parts: list[RenderableType] = [self._header(width)]
+            width = min(WIDTH, self._console.width)
+            parts: list[RenderableType] = [Text(self.title, style="bold"), Constrain(self._steps, width)]
             if self.metrics:
                 parts.append(_metrics_table(self.metrics, self.history, self.max_staleness, width))
             parts += [
                 Text(f"  · {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self.notes[-NUM_NOTES:]
             ]
             if not self._closed:
-                waited = elapsed(time.monotonic() - self.phase_start)
-                spinner = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() * 8) % 10]
-                parts.append(Text.assemble((f"{spinner} ", "cyan"), self.phase_text, (f"  {waited}", "dim")))
+                parts.append(self._phases)
             return Group(*parts)
 
-    def _header(self, width: int) -> RenderableType:
-        share = self.current_step / self.max_steps
-        bar_width = max(10, width - 50)
-        filled = round(share * bar_width)
-        eta = f"ETA {elapsed(self.eta_s)}" if self.eta_s is not None and self.current_step < self.max_steps else ""
-        bar = Text.assemble(
-            ("━" * filled, "green" if share >= 1 else "cyan"),
-            ("━" * (bar_width - filled), "grey37"),
-            f"  step {self.current_step}/{self.max_steps}",
-            (f"  {elapsed(time.monotonic() - self.start)}  {eta}", "dim"),
-        )
-        return Group(Text(self.title, style="bold"), bar)
+
+class Clock(ProgressColumn):
+    """How long a task has taken, and how long it will take where that can be told."""
+
+    def render(self, task: Task) -> Text:
+        more = "" if task.finished or task.time_remaining is None else f"  ETA {elapsed(task.time_remaining)}"
+        return Text(elapsed(task.elapsed) + more, style="dim", no_wrap=True)
 
 
 def sparkline(values: list[float], width: int = 32, low: float | None = None, high: float | None = None) -> str:
