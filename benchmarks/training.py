@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -80,8 +81,7 @@ def measure(
 
 def require_memory(case: dict[str, int]) -> None:
     needed = COPIES * 4 * case["rows"] * case["response_tokens"] * case["vocabulary"]
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    available = int(line.split()[1]) * 1024
+    available = psutil.virtual_memory().available
     if available < needed:
         raise SystemExit(
             f"Whole logits want {needed / 2**30:.0f} GiB and {available / 2**30:.0f} are available. Free memory, or "

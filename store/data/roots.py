@@ -54,8 +54,8 @@ def _identity(pid: int) -> tuple[str, str, str, str]:
 
 
 def _start_ticks(pid: str) -> str | None:
-    """Clock ticks from boot to the process's start (proc(5), stat field 22): unlike a date, no clock change moves
-    it. None if it has ended, also if its parent has not heard of it yet."""
+    """Clock ticks from boot to the process's start (proc(5), stat field 22). None if it has ended, also if its parent
+    has not heard of it yet. Read here because psutil's `create_time` is a date, which a clock change moves."""
     try:
         state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

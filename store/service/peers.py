@@ -1,4 +1,8 @@
-"""The ends of a store's socket: where it lies, and whose they are. Used by `server.py` and `client/links.py`."""
+"""The ends of a store's socket: where it lies, and whose they are. Used by `server.py` and `client/links.py`.
+
+The peer's user is asked of the kernel: the standard library has no call for it, and its own connections
+(`multiprocessing.connection`) want a secret that somebody would have to hand over.
+"""
 
 import contextlib
 import os
