@@ -5,7 +5,7 @@ Talks over one socket, so that whatever the reward prints goes to the log and ne
     pool ─▶ ("load", RewardSpec, sys.path, timeout_s)      child ─▶ ready or refused
     pool ─▶ ("score", responses, task JSON strings)        child ─▶ score or error of each sample, done
 
-The pool's messages are pickles, the child's are what `messages.py` says.
+The pool's messages are pickles, which tell their own end, the child's are what `messages.py` says.
 
 `order` tells the pool whom to blame when the process ends or hangs. "sequential": results come in the order of the
 samples, so it is the first one without a result. "together": the samples share one call, so it may be any.
@@ -22,10 +22,10 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, BinaryIO
 
 from penstock.conf.errors import PenstockError
-from penstock.workers.reward.messages import LENGTH, packed, packed_refusal, packed_result
+from penstock.workers.reward.messages import packed, packed_refusal, packed_result
 from penstock.workers.reward.outcome import Result, RewardError, as_score
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.signatures import Scorer, Task
@@ -33,27 +33,7 @@ from penstock.workers.reward.signatures import Scorer, Task
 PR_SET_PDEATHSIG = 1
 
 Report = Callable[[int, Result], None]
-
-
-class Channel:
-    """The pool at the other end of a socket."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.connection = connection
-
-    def send(self, message: bytes) -> None:
-        self.connection.sendall(message)
-
-    def receive(self) -> Any:
-        """The next message; raises `EOFError` when the pool is gone."""
-        (length,) = LENGTH.unpack(self._read(LENGTH.size))
-        return pickle.loads(self._read(length))
-
-    def _read(self, count: int) -> bytes:
-        data = self.connection.recv(count, socket.MSG_WAITALL)
-        if len(data) < count:
-            raise EOFError
-        return data
+Send = Callable[[bytes], None]
 
 
 class Runner:
@@ -155,31 +135,32 @@ def die_with_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def serve(channel: Channel) -> None:
-    _, spec, path, timeout_s = channel.receive()
+def serve(pool: BinaryIO, send: Send) -> None:
+    """Until the pool is gone (`EOFError`)."""
+    _, spec, path, timeout_s = pickle.load(pool)
     sys.path[:] = path
-    runner = _loaded(spec, timeout_s, channel)
+    runner = _loaded(spec, timeout_s, send)
     while runner is not None:
-        _, responses, tasks = channel.receive()
+        _, responses, tasks = pickle.load(pool)
         runner.score(
             responses,
             [json.loads(task) for task in tasks],
-            lambda index, result: channel.send(packed_result(index, result)),
+            lambda index, result: send(packed_result(index, result)),
         )
-        channel.send(packed("done"))
+        send(packed("done"))
 
 
-def _loaded(spec: RewardSpec, timeout_s: float, channel: Channel) -> Runner | None:
+def _loaded(spec: RewardSpec, timeout_s: float, send: Send) -> Runner | None:
     try:
         runner = Runner(spec.resolve(), timeout_s)
         spec.warm()
     except PenstockError as error:
-        channel.send(packed_refusal(str(error)))
+        send(packed_refusal(str(error)))
         return None
     except (Exception, SystemExit) as error:  # noqa: BLE001 - the import of the user's module may raise anything
-        channel.send(packed_refusal(f"reward.function: loading it failed: {RewardError.of(error).text}"))
+        send(packed_refusal(f"reward.function: loading it failed: {RewardError.of(error).text}"))
         return None
-    channel.send(packed("ready", runner.order))
+    send(packed("ready", runner.order))
     return runner
 
 
@@ -190,7 +171,7 @@ def main() -> None:
     # A reward's own subprocesses must not hold the pool's socket open.
     connection.set_inheritable(False)
     with suppress(EOFError, ConnectionError):  # the pool is closed
-        serve(Channel(connection))
+        serve(connection.makefile("rb"), connection.sendall)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""What a reward process may say to its pool: short JSON, checked before it is believed.
+"""What a reward process may say to its pool: short lines of JSON, checked before they are believed.
 
-The process runs a user's code on a model's text, so nothing that it says is unpickled, and no message is read that is
+The process runs a user's code on a model's text, so nothing that it says is unpickled, and no line is read that is
 longer than `MAX_BYTES`. Written by `child.py`, read by `process.py`. (The pool's own messages are pickled: what comes
 from there is trusted, and a function must travel.)
 
@@ -10,16 +10,13 @@ from there is trusted, and a function must travel.)
 
 import json
 import math
-import struct
 from collections.abc import Container
 from typing import Any
 
 from penstock.workers.reward.outcome import KINDS, Result, RewardError, bounded
 
-LENGTH = struct.Struct("<Q")
-"""Before each message, in either direction."""
 MAX_BYTES = 64 * 1024
-"""Of a message: several times what the longest text takes."""
+"""Of a line: several times what the longest text takes."""
 MAX_REFUSAL = 4_000
 """Characters that say why a function cannot be loaded."""
 ORDERS = ("sequential", "together")
@@ -30,8 +27,7 @@ class BadMessageError(ValueError):
 
 
 def packed(*message: Any) -> bytes:
-    payload = json.dumps(message).encode()
-    return LENGTH.pack(len(payload)) + payload
+    return json.dumps(message).encode() + b"\n"
 
 
 def packed_result(index: int, result: Result) -> bytes:
@@ -44,42 +40,34 @@ def packed_refusal(text: str) -> bytes:
     return packed("refused", bounded(text, MAX_REFUSAL))
 
 
-def length_of(header: bytes) -> int:
-    """Raises `BadMessageError`."""
-    (length,) = LENGTH.unpack(header)
-    if length > MAX_BYTES:
-        raise BadMessageError(f"announced a message of {length:,} bytes; at most {MAX_BYTES:,} are taken")
-    return int(length)
-
-
-def answer_of(payload: bytes) -> tuple[str, str]:
+def answer_of(line: bytes) -> tuple[str, str]:
     """("ready", order) or ("refused", text). Raises `BadMessageError`."""
-    match _parsed(payload):
+    match _parsed(line):
         case ["ready", str(order)] if order in ORDERS:
             return "ready", order
         case ["refused", str(text)]:
             return "refused", bounded(text, MAX_REFUSAL)
-    raise _no_message(payload)
+    raise _no_message(line)
 
 
-def result_of(payload: bytes, due: Container[int]) -> tuple[int, Result] | None:
+def result_of(line: bytes, due: Container[int]) -> tuple[int, Result] | None:
     """Position and result of a sample that is still due; None: the batch has ended. Raises `BadMessageError`."""
-    match _parsed(payload):
+    match _parsed(line):
         case ["score", int(index), float(score)] if index in due and math.isfinite(score):
             return index, score
         case ["error", int(index), str(kind), str(text)] if index in due and kind in KINDS:
             return index, RewardError(kind, text)
         case ["done"]:
             return None
-    raise _no_message(payload)
+    raise _no_message(line)
 
 
-def _parsed(payload: bytes) -> Any:
+def _parsed(line: bytes) -> Any:
     try:
-        return json.loads(payload)
+        return json.loads(line)
     except (ValueError, RecursionError):
-        raise _no_message(payload) from None
+        raise _no_message(line) from None
 
 
-def _no_message(payload: bytes) -> BadMessageError:
-    return BadMessageError(f"sent {payload!r:.80}, which is none of its messages or not due")
+def _no_message(line: bytes) -> BadMessageError:
+    return BadMessageError(f"sent {line!r:.80}, which is none of its messages or not due")

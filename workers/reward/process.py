@@ -1,6 +1,8 @@
 """One child process of the reward pool, seen from the pool: start it, give it a batch, hear each result, kill it.
 
-Used by `pool.py` only; the other end is `child.py`.
+Used by `pool.py` only; the other end is `child.py`. asyncio's streams find the ends of lines and bound their length.
+Libraries do not fit: `pebble` unpickles what a child says, and a `multiprocessing.connection` that has begun to read a
+message waits for its end, with the whole event loop or a thread for each process.
 """
 
 import asyncio
@@ -16,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, WorkerDied
-from penstock.workers.reward.messages import LENGTH, BadMessageError, answer_of, length_of, result_of
+from penstock.workers.reward.messages import MAX_BYTES, BadMessageError, answer_of, result_of
 from penstock.workers.reward.outcome import Result
 from penstock.workers.reward.registry import RewardSpec
 
@@ -60,7 +62,7 @@ class RewardProcess:
             child = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], start_new_session=True
             )
-        process = cls(child, *await asyncio.open_connection(sock=ours), timeout_s)
+        process = cls(child, *await asyncio.open_connection(sock=ours, limit=MAX_BYTES), timeout_s)
         try:
             process._send(("load", spec, sys.path, timeout_s))
             kind, text = await asyncio.wait_for(process._received(answer_of), start_timeout_s)
@@ -115,8 +117,7 @@ class RewardProcess:
         self.writer.transport.abort()  # what was not taken is not for anybody any more
 
     def _send(self, message: Any) -> None:
-        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-        self.writer.write(LENGTH.pack(len(payload)) + payload)
+        self.writer.write(pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL))
 
     async def _sent(self) -> None:
         """Returns when the process has taken nearly all that was sent."""
@@ -126,17 +127,19 @@ class RewardProcess:
             raise WorkerDied(f"the reward process ended while it took its batch: {await self._ending()}") from None
 
     async def _received(self, meaning: Callable[[bytes], T]) -> T:
-        """What the next message says."""
+        """What the next line says."""
         try:
-            length = length_of(await self.reader.readexactly(LENGTH.size))
-            return meaning(await self.reader.readexactly(length))
+            return meaning(await self.reader.readuntil())
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerDied(f"the reward process ended: {await self._ending()}") from None
+        except asyncio.LimitOverrunError:
+            said = f"sent a line of more than {MAX_BYTES:,} bytes"
         except BadMessageError as error:
-            raise WorkerDied(
-                f"the reward process {error}: the reward function, or what it imports, writes to a connection that is "
-                "not its own."
-            ) from None
+            said = str(error)
+        raise WorkerDied(
+            f"the reward process {said}: the reward function, or what it imports, writes to a connection that is not "
+            "its own."
+        )
 
     async def _ending(self) -> str:
         """How the process ended. Its socket closes a moment before the process can be waited for."""
