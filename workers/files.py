@@ -1,16 +1,19 @@
-"""Files that may lie elsewhere: fsspec URLs (s3://bucket/run) beside plain paths. For checkpoints.
+"""Files that may lie elsewhere: fsspec URLs (s3://bucket/run) or plain paths. For checkpoints.
 
-Imports fsspec when a URL is met, so that plain paths need nothing.
+fsspec does both, but for renaming a local file into its place: its own transactions write in another directory first,
+from where a file may have to be copied.
 """
 
 import contextlib
 import hashlib
-import shutil
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import xxhash
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 
 from penstock.conf.errors import CheckpointError
 
@@ -47,24 +50,23 @@ def upload_directory(directory: Path, url: str) -> None:
 
 def read_text(place: str) -> str:
     """A whole file. Raises `FileNotFoundError`."""
-    if not is_url(place):
-        return Path(place).read_text()
-    system, root = _open(place)
-    return bytes(system.cat_file(root)).decode()
+    system, path = _open(place)
+    return bytes(system.cat_file(path)).decode()
 
 
 def write_text(place: str, text: str) -> None:
     """A whole file in one step: readers see the old one or the new one. Raises `CheckpointError`."""
+    system, path = _open(place)
+    directory, _, name = path.rpartition("/")
     try:
         if is_url(place):
-            system, root = _open(place)
-            system.makedirs(root.rpartition("/")[0], exist_ok=True)
-            system.pipe_file(root, text.encode())
-            return
-        target = Path(place)
-        part = target.with_name(f".{target.name}.part")
-        part.write_text(text)
-        part.replace(target)
+            system.makedirs(directory, exist_ok=True)
+        if isinstance(system, LocalFileSystem):
+            part = Path(directory, f".{name}.part")
+            part.write_text(text)
+            part.replace(path)
+        else:
+            system.pipe_file(path, text.encode())
     except OSError as error:
         raise CheckpointError(f"{place}: cannot be written: {error}") from None
 
@@ -86,45 +88,46 @@ def download(url: str, directory: Path) -> None:
 
 def list_names(place: str) -> list[str]:
     """Names of what lies directly in a directory or URL; nothing if it is not there."""
-    if not is_url(place):
-        path = Path(place)
-        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else []
-    system, root = _open(place)
+    system, path = _open(place)
     try:
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(root, detail=False))
-    except FileNotFoundError:
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
+    except (FileNotFoundError, NotADirectoryError):
         return []
 
 
 def exists(place: str) -> bool:
-    if not is_url(place):
-        return Path(place).exists()
-    system, root = _open(place)
-    return bool(system.exists(root))
+    """Raises `CheckpointError` if that cannot be told. (fsspec's own `exists` says no then, and what does not exist is
+    swept.)"""
+    system, path = _open(place)
+    try:
+        system.info(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be read: {error}") from None
+    return True
 
 
 def remove(place: str) -> None:
-    """A file, or a directory with all that is in it; nothing happens if it is not there."""
-    if not is_url(place):
-        if Path(place).is_dir():
-            shutil.rmtree(place, ignore_errors=True)
-        else:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-                Path(place).unlink()
-        return
-    system, root = _open(place)
-    if system.exists(root):
-        system.rm(root, recursive=True)
+    """A file, or a directory as far as what is in it can be removed; nothing happens if it is not there."""
+    system, path = _open(place)
+    if system.isdir(path):
+        with contextlib.suppress(OSError):
+            system.rm(path, recursive=True)
+    else:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            system.rm_file(path)
 
 
-def _open(url: str) -> tuple[Any, str]:
-    from fsspec.core import url_to_fs
-
+def _open(place: str) -> tuple[Any, str]:
+    """A file system, and the place in its own words."""
+    if not is_url(place):  # whatever its name has: `~` and `::` mean something in URLs
+        return LocalFileSystem(), os.path.abspath(place)
     try:
-        system, root = url_to_fs(url, use_listings_cache=False)
+        system, root = url_to_fs(place, use_listings_cache=False)
     except (ValueError, ImportError) as error:
         raise CheckpointError(
-            f"{url}: no file system for it ({error}). checkpoint.directory takes a path or an fsspec URL; some kinds "
+            f"{place}: no file system for it ({error}). checkpoint.directory takes a path or an fsspec URL; some kinds "
             "want a package, such as s3fs for s3://."
         ) from None
     return system, str(root).rstrip("/")

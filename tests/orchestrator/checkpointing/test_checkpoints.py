@@ -50,6 +50,22 @@ def test_one_without_its_marker_does_not_exist(checkpoints, tmp_path):
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["global_step_1"]
 
 
+def test_one_whose_marker_cannot_be_looked_at_is_not_swept(checkpoints, tmp_path):
+    write(checkpoints, 1)
+    marker = tmp_path / "checkpoints" / "global_step_1" / "COMPLETE"
+    marker.unlink()
+    marker.symlink_to(marker)
+    with pytest.raises(CheckpointError, match=r"COMPLETE: cannot be read: .*symbolic links"):
+        checkpoints.sweep()
+    assert (marker.parent / "manifest.json").exists()
+
+
+def test_a_file_is_no_checkpoint(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="file is no checkpoint"):
+        open_checkpoint(f"{tmp_path}/file")
+
+
 def test_the_newest_stay_and_those_that_the_number_divides(tmp_path):
     checkpoints = Checkpoints(str(tmp_path), CheckpointConfig(keep_last=2, keep_every_steps=4))
     for step in (2, 4, 6, 8, 10):
