@@ -3,7 +3,8 @@
     number of buffers, bytes of the pickle │ bytes of each buffer │ pickle │ buffer │ buffer …
 
 Both ends are processes of one run and one user, on one machine. Used by `server.py`, `client/links.py` and
-`client/pulse.py`.
+`client/pulse.py`. Ours, since asyncio's streams copy twice what they receive, `multiprocessing.connection` blocks the
+event loop while a message comes, and an actor call costs several times as much.
 """
 
 import asyncio
