@@ -32,7 +32,7 @@ from penstock.store.client.links import link_to
 from penstock.store.client.outbox import Outbox
 from penstock.store.client.stream import LeaseStream
 from penstock.store.data.arena import Slot
-from penstock.store.data.blocks import assemble
+from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, StoreUnreachable, UnknownColumn

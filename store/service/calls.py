@@ -9,8 +9,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from penstock.store.data.blocks import Payload, by_value
 from penstock.store.data.layout import Parcel, Placed
+from penstock.store.data.payload import Payload, by_value
 from penstock.store.errors import StoreError
 from penstock.store.ledger.facts import Facts
 

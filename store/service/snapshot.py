@@ -22,8 +22,9 @@ from typing import Any
 import pyarrow as pa
 import xxhash
 
-from penstock.store.data.blocks import Block, Blocks, assemble
+from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.group_table import groups_table
+from penstock.store.data.payload import assemble, gather
 from penstock.store.errors import CorruptSnapshot, StoreError
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.ledger import Ledger
@@ -175,7 +176,7 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     """The columns of the rows, a few hundred at a time; at least one batch, so that the file has its schema."""
     for start in range(0, max(1, len(rows)), ROWS_PER_BATCH):
-        payload = state.blocks.gather(rows[start : start + ROWS_PER_BATCH], names)
+        payload = gather(state.blocks, rows[start : start + ROWS_PER_BATCH], names)
         fetched = [fetch(ref) for ref in payload.refs] if fetch is not None else []
         table = assemble(payload, names, fetched).table().combine_chunks()
         ids = pa.array(payload.group_ids if id_name == "group_id" else payload.row_ids)

@@ -20,6 +20,7 @@ from typing import Any
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Parcel
+from penstock.store.data.payload import gather
 from penstock.store.data.segments import Segments
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
 from penstock.store.ledger.effects import Effects
@@ -336,7 +337,7 @@ class Store:
     ) -> Granted:
         names = self._reads[stage] if names is None else names
         self._pump.carry_out(Effects())  # its deadline may be the next
-        return Granted(lease_id, stage, names, self._blocks.gather(rows, names), version)
+        return Granted(lease_id, stage, names, gather(self._blocks, rows, names), version)
 
     def _release_all(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:

@@ -1,0 +1,160 @@
+"""What a lease sends: where the values of its rows lie, so that they are put together by who reads them.
+
+    Blocks ─ gather ─▶ Payload ─ call ─▶ assemble ─▶ Rows
+
+Small batches travel in the payload, cut down to the rows wanted; of large ones only the reference does, and their
+consumer reads them from shared memory: they pass through no lease. `service/store.py` gathers, `client/client.py`
+assembles.
+
+Legend: K places, N rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute  # what `take` imports on its first call, a tenth of a second too late
+
+from penstock.store.data.blocks import Block, Blocks, Place
+from penstock.store.data.rows import Rows
+from penstock.store.ledger.group import spans_of
+
+Span = tuple[int, int, range]
+"""Of rows that are gathered: group, position of the first, and which samples."""
+Columns = tuple[list[str], np.ndarray]
+"""Columns that lie side by side, and `[K, 4]` int64: source, start, stride and count of places one after the other."""
+
+
+@dataclass
+class Payload:
+    """Rows of a lease: their sources and, by column, the places that one row after the other lies at."""
+
+    row_ids: np.ndarray
+    group_ids: np.ndarray
+    sources: list[Any] = field(default_factory=list)
+    """Record batches, or references to them."""
+    columns: list[Columns] = field(default_factory=list)
+
+    @property
+    def refs(self) -> list[Any]:
+        """The sources that are elsewhere."""
+        return [source for source in self.sources if not isinstance(source, pa.RecordBatch)]
+
+    def batches(self, fetched: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
+        """The sources, each of `refs` by what was fetched for it."""
+        found = iter(fetched)
+        return [source if isinstance(source, pa.RecordBatch) else next(found) for source in self.sources]
+
+
+def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payload:
+    """The columns `names` of the rows. Raises `UnknownColumn` if a row lacks one."""
+    ids = np.asarray(row_ids, dtype=np.int64)
+    payload = Payload(ids, ids // blocks.group_size)
+    spans = spans_of(row_ids, blocks.group_size)
+    side_by_side: dict[tuple[Place | tuple[Place, ...], ...], list[str]] = {}
+    for name in names:
+        found = tuple(blocks.found(group, indices, name) for group, _, indices in spans)
+        side_by_side.setdefault(found, []).append(name)
+    numbers: dict[Block, int] = {}
+    for found, together in side_by_side.items():
+        places = _joined(spans, found)
+        inline = [one for one in places if one[0].block.batch is not None]
+        here, taken = len(payload.sources), 0
+        if inline or not places:
+            payload.sources.append(_inline(blocks, inline, together))
+        if len(inline) == len(places):
+            payload.columns.append((together, _table([(here, 0, 1, len(ids))])))
+            continue
+        table = []
+        for place, count in places:
+            if place.block.batch is not None:
+                table.append((here, taken, 1, count))
+                taken += count
+                continue
+            if place.block not in numbers:
+                numbers[place.block] = len(payload.sources)
+                payload.sources.append(place.block.ref)
+            table.append((numbers[place.block], place.start, place.stride, count))
+        payload.columns.append((together, _table(table)))
+    return payload
+
+
+def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.RecordBatch]) -> Rows:
+    """Rows of a payload; `fetched`: the batches behind its `refs`. Rows that lie together are read without a copy."""
+    batches = payload.batches(fetched)
+    columns: dict[str, pa.Array] = {}
+    for together, places in payload.columns:
+        columns.update(zip(together, _rows(batches, together, places).columns, strict=True))
+    return Rows(payload.row_ids, payload.group_ids, pa.table([columns[name] for name in names], names=list(names)))
+
+
+def by_value(payload: Payload, fetched: Sequence[pa.RecordBatch]) -> Payload:
+    """The same rows without references: of each batch behind one, those rows and columns that are wanted."""
+    batches = payload.batches(fetched)
+    values = Payload(payload.row_ids, payload.group_ids)
+    for number, (together, places) in enumerate(payload.columns):
+        values.sources.append(_rows(batches, together, places, compact=True))
+        values.columns.append((together, _table([(number, 0, 1, len(payload.row_ids))])))
+    return values
+
+
+def _joined(spans: Sequence[Span], found: Sequence[Place | tuple[Place, ...]]) -> list[tuple[Place, int]]:
+    """Places one after the other, each with its number of rows, and as few as can be."""
+    joined: list[tuple[Place, int]] = []
+    block, start, stride, count = None, 0, 1, 0
+
+    def add(next_block: Block, next_start: int, next_stride: int, more: int) -> None:
+        nonlocal block, start, stride, count
+        if next_block is block and stride and next_stride and next_start == start + count:
+            count += more
+            return
+        if block is not None:
+            joined.append((Place(block, start, stride), count))
+        block, start, stride, count = next_block, next_start, next_stride, more
+
+    for (_, _, indices), cells in zip(spans, found, strict=True):
+        if isinstance(cells, Place):
+            more = len(indices)
+            add(cells.block, cells.start + indices.start * cells.stride, cells.stride if more > 1 else 1, more)
+        else:
+            for cell in cells:
+                add(*cell, 1)
+    if block is not None:
+        joined.append((Place(block, start, stride), count))
+    return joined
+
+
+def _inline(blocks: Blocks, places: list[tuple[Place, int]], names: list[str]) -> pa.RecordBatch:
+    """The values of places that are here, one after the other: no more of their batches than that."""
+    if not places:
+        return blocks.empty(names)
+    numbers = {block: number for number, block in enumerate({place.block: None for place, _ in places})}
+    table = _table([(numbers[place.block], place.start, place.stride, count) for place, count in places])
+    return _rows([block.batch for block in numbers], names, table, compact=True)
+
+
+def _table(places: list[tuple[int, int, int, int]]) -> np.ndarray:
+    return np.asarray(places, dtype=np.int64)
+
+
+def _rows(
+    batches: Sequence[pa.RecordBatch], names: list[str], places: np.ndarray, *, compact: bool = False
+) -> pa.RecordBatch:
+    """The values at the places, in their order: a view where they lie side by side, or else a copy. `compact`: no view
+    of a part of a batch, since pickle would send all of it."""
+    parts: list[pa.RecordBatch] = []
+    for source, there in groupby(places.tolist(), key=lambda place: place[0]):
+        batch = batches[source]
+        if batch.schema.names != names:
+            batch = batch.select(names)
+        spots = [(start, stride, count) for _, start, stride, count in there]
+        is_part = len(places) == 1 and spots[0][2] < batch.num_rows
+        if all(stride for _, stride, _ in spots) and not (compact and is_part):
+            parts.extend(batch.slice(start, count) for start, _, count in spots)
+        else:  # one call for all: it costs as much as many values
+            rows = [start + stride * i for start, stride, count in spots for i in range(count)]
+            parts.append(batch.take(pa.array(rows)))
+    return parts[0] if len(parts) == 1 else pa.concat_batches(parts)
