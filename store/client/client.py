@@ -140,7 +140,7 @@ class StoreClient:
         try:
             await self._outbox.call("write", write)
         except LeaseExpired:
-            self._heartbeat.let_go(lease.id)
+            self._heartbeat.unhold(lease.id)
             raise
         if set(self._stages[lease.stage].writes) <= columns.keys():
             self._heartbeat.finished(lease.id, write.row_ids)
@@ -153,7 +153,7 @@ class StoreClient:
 
     async def release(self, lease: Lease) -> None:
         """Give the unfinished rows back. Of a train lease: its update was lost, and its groups form a batch again."""
-        self._heartbeat.let_go(lease.id)
+        self._heartbeat.unhold(lease.id)
         await self._outbox.call("release", lease.id)
 
     async def renew(self, lease: Lease) -> None:

@@ -91,7 +91,7 @@ class Heartbeat:
                 if not due:
                     del self._open[lease_id]
 
-    def let_go(self, *lease_ids: int) -> None:
+    def unhold(self, *lease_ids: int) -> None:
         with self._lock:
             for lease_id in lease_ids:
                 self._open.pop(lease_id, None)
@@ -137,7 +137,7 @@ class Heartbeat:
                     return
                 held, tickets = list(self._open), list(self._tickets)
             try:
-                self.let_go(*pulse.renew(held, tickets, interval_s))
+                self.unhold(*pulse.renew(held, tickets, interval_s))
                 heard = time.monotonic()
             except OSError as failure:  # a timeout, or a connection that broke: the next beat tries again
                 if time.monotonic() - heard > self._timeout_s:

@@ -210,9 +210,9 @@ class OverSocket:
     def __init__(self, endpoint: Endpoint, client: str) -> None:
         self._endpoint, self._client = endpoint, client
         self._wire = Wire(self._hear, self._gone)
-        self._say_over_soon = Soon(asyncio.get_running_loop(), self._say_over)
+        self._say_ended_soon = Soon(asyncio.get_running_loop(), self._say_ended)
         self._arena = Arena(endpoint.segments, client)
-        self._mappings = Mappings(endpoint.segments, self._say_over_soon)
+        self._mappings = Mappings(endpoint.segments, self._say_ended_soon)
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
 
@@ -232,15 +232,15 @@ class OverSocket:
     async def call(self, method: str, *args: Any) -> Any:
         number = next(self._numbers)
         answer = self._answers[number] = asyncio.get_running_loop().create_future()
-        over = self._mappings.over()
+        ended = self._mappings.ended()
         try:
-            self._wire.send((number, method, args, over))
-            over = []
+            self._wire.send((number, method, args, ended))
+            ended = []
             return await answer
         except ConnectionError:
             raise self._lost() from None
         finally:
-            self._mappings.skip(over)  # arguments that pickle refuses: what has ended is told with the next call
+            self._mappings.skip(ended)  # arguments that pickle refuses: what has ended is told with the next call
             self._answers.pop(number, None)
 
     async def reserve(self, nbytes: int) -> Slot | None:
@@ -272,18 +272,18 @@ class OverSocket:
     def pulse(self) -> Pulse:
         return pulse.OverSocket(self._endpoint.path, self._client)
 
-    def _say_over(self) -> None:
+    def _say_ended(self) -> None:
         """No call has taken along which readings have ended: the store would hold on to their files."""
-        over = self._mappings.over()
-        if over and self._wire.is_open:
-            self._wire.send((None, "", (), over))
+        ended = self._mappings.ended()
+        if ended and self._wire.is_open:
+            self._wire.send((None, "", (), ended))
 
     def _hear(self, message: tuple[int | None, Any, BaseException | None, Notice | None]) -> None:
         number, value, error, notice = message
         if notice is not None:
             self._arena.recycled(notice.recycled)
-            self._arena.gone(notice.gone)
-            self._mappings.gone(notice.gone)
+            self._arena.forget(notice.removed)
+            self._mappings.forget(notice.removed)
         if number is None:
             return
         answer = self._answers.get(number)

@@ -126,7 +126,7 @@ class Arena:
             if (slot := self._out.pop(name, None)) is not None:
                 slot.give_back()
 
-    def gone(self, names: Iterable[str]) -> None:
+    def forget(self, names: Iterable[str]) -> None:
         """The store has removed or moved these. Their mappings go with the last array that lies in them."""
         for name in names:
             self._out.pop(name, None)

@@ -44,10 +44,10 @@ class Blocks:
     """All cells of the resident groups."""
 
     def __init__(
-        self, columns: Sequence[Column], group_size: int, let_go: Callable[[Block], None] = lambda block: None
+        self, columns: Sequence[Column], group_size: int, freed: Callable[[Block], None] = lambda block: None
     ) -> None:
-        """`let_go`: called with each block whose last cell has gone."""
-        self._let_go = let_go
+        """`freed`: called with each block whose last cell has gone."""
+        self._freed = freed
         self._types = {column.name: arrow_type(column) for column in columns}
         self.group_size = group_size
         self._cells: dict[int, dict[str, Cells]] = {}
@@ -127,7 +127,7 @@ class Blocks:
         other.
         """
         copied = Blocks.__new__(Blocks)
-        copied._types, copied.group_size, copied._let_go = self._types, self.group_size, self._let_go
+        copied._types, copied.group_size, copied._freed = self._types, self.group_size, self._freed
         copied._living, copied.bytes = set(self._living), self.bytes
         copied._cells = {
             group: {name: cells if isinstance(cells, Place) else list(cells) for name, cells in columns.items()}
@@ -175,7 +175,7 @@ class Blocks:
         if not block.num_cells:
             self._living.discard(block)
             self.bytes -= block.nbytes
-            self._let_go(block)
+            self._freed(block)
 
     def _uncount_all(self, cells: Sequence[Place | None]) -> None:
         for cell in cells:

@@ -30,7 +30,7 @@ class Intake:
             return Block(parcel, None, parcel.nbytes)
         return self._adopted(self._segments.keep(parcel), num_rows)
 
-    def let_go(self, block: Block) -> None:
+    def free(self, block: Block) -> None:
         """No cell lies in the block any more."""
         if block.ref is not None and self._segments is not None:
             self._segments.end(block.ref.segment)
@@ -43,7 +43,7 @@ class Intake:
             types = ((name, ARROW_TYPES[kind]) for name, kind, _ in placed.columns)
             self._check(types, placed.num_rows, num_rows)
         except StoreError:
-            self.let_go(block)
+            self.free(block)
             raise
         return block
 

@@ -2,7 +2,7 @@
 to them any more.
 
 A file is written anew after its last reader, so the store counts who was told of it (`segments.py`); each `Use` ends
-when the last array of what was read is collected, wherever that is, and `ended` is called then. Used by
+when the last array of what was read is collected, wherever that is, and `tell` is called then. Used by
 `client/links.py` and `segments.py`.
 """
 
@@ -19,31 +19,31 @@ from penstock.store.errors import StoreError
 
 
 class Use:
-    """What every buffer of one reading holds on to; its end is noted in `over`."""
+    """What every buffer of one reading holds on to; its end is noted in `ended`, and told."""
 
-    __slots__ = ("_ended", "_name", "_over", "memory")
+    __slots__ = ("_ended", "_name", "_tell", "memory")
 
-    def __init__(self, name: str, over: "deque[str]", ended: Callable[[], None]) -> None:
-        self._name, self._over, self._ended = name, over, ended
+    def __init__(self, name: str, ended: "deque[str]", tell: Callable[[], None]) -> None:
+        self._name, self._ended, self._tell = name, ended, tell
         self.memory: np.ndarray | None = None
 
-    def __del__(self) -> None:  # may run in any thread, and while any other line runs: `ended` must bear that
-        self._over.append(self._name)
-        self._ended()
+    def __del__(self) -> None:  # may run in any thread, and while any other line runs: `tell` must bear that
+        self._ended.append(self._name)
+        self._tell()
 
 
 class Mappings:
-    """Files by name. `places`: directories to look for them in. `ended`: called when there is something for `over` to
-    tell, by whatever thread ends it."""
+    """Files by name. `places`: directories to look for them in. `tell`: called when there is something for `ended` to
+    return, by whatever thread ends it."""
 
-    def __init__(self, places: Sequence[str], ended: Callable[[], None]) -> None:
-        self._places, self._ended = places, ended
+    def __init__(self, places: Sequence[str], tell: Callable[[], None]) -> None:
+        self._places, self._tell = places, tell
         self._files: dict[str, np.ndarray] = {}
-        self._over: deque[str] = deque()
+        self._ended: deque[str] = deque()
 
     def read(self, placed: Placed) -> pa.RecordBatch:
         """The batch: views of the file. Ends one use. Raises `StoreError` if it is in none of the places."""
-        use = Use(placed.segment, self._over, self._ended)  # first: it ends whatever fails from here on
+        use = Use(placed.segment, self._ended, self._tell)  # first: it ends whatever fails from here on
         memory = self._files.get(placed.segment)
         if memory is None or len(memory) < placed.nbytes:
             memory = self._files[placed.segment] = self._map(placed.segment)
@@ -54,17 +54,17 @@ class Mappings:
     def skip(self, names: Iterable[str]) -> None:
         """A use of each ends that was never read."""
         for name in names:
-            self._over.append(name)
-            self._ended()
+            self._ended.append(name)
+            self._tell()
 
-    def over(self) -> list[str]:
+    def ended(self) -> list[str]:
         """Names of the uses that have ended since the last call, one for each."""
-        over = []
-        while self._over:
-            over.append(self._over.popleft())
-        return over
+        names = []
+        while self._ended:
+            names.append(self._ended.popleft())
+        return names
 
-    def gone(self, names: Iterable[str]) -> None:
+    def forget(self, names: Iterable[str]) -> None:
         """The files were removed: their pages go with the last array that lies in them."""
         for name in names:
             self._files.pop(name, None)

@@ -39,7 +39,7 @@ class Notice:
     """What a client hears with the next answer: files that it may write again, and files to forget."""
 
     recycled: list[str] = field(default_factory=list)
-    gone: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
 
 
 class Segments:
@@ -58,7 +58,7 @@ class Segments:
         places = (str(self.directory), str(self.spill))
         self._arena = Arena(places, f"store{os.getpid()}")
         self._mappings = Mappings(places, self._own_use_ended)
-        self._let_go_soon: Soon | None = None
+        self._unuse_soon: Soon | None = None
 
     def entered(self, client: str, tell: Callable[[], None]) -> None:
         """It may write and read from now on. `tell`: called when there is a notice for it."""
@@ -99,8 +99,8 @@ class Segments:
         name = placed.segment
         if not self.book.in_use(name) or self.book.segments[name].content != placed:
             raise StoreError(f"segment {placed.segment}: its rows have ended.")
-        if self._let_go_soon is None:
-            self._let_go_soon = Soon(asyncio.get_running_loop(), self._let_go)
+        if self._unuse_soon is None:
+            self._unuse_soon = Soon(asyncio.get_running_loop(), self._unuse_own)
         self.book.use(SELF, name)
         return self._mappings.read(placed)
 
@@ -120,7 +120,7 @@ class Segments:
     def notice(self, client: str) -> Notice | None:
         """What it has not heard yet."""
         notice = self._notices.get(client)
-        if notice is None or not (notice.recycled or notice.gone):
+        if notice is None or not (notice.recycled or notice.removed):
             return None
         self._notices[client] = Notice()
         return notice
@@ -162,20 +162,20 @@ class Segments:
             self._tell[writer]()
         for name, clients in instructions.unmapped:
             for client in clients:
-                self._notices[client].gone.append(name)
+                self._notices[client].removed.append(name)
                 self._tell[client]()
-            self._mappings.gone([name])
-            self._arena.gone([name])
+            self._mappings.forget([name])
+            self._arena.forget([name])
         for name, on_disk in instructions.removed:
             with suppress(OSError):
                 ((self.spill if on_disk else self.directory) / name).unlink()
 
     def _own_use_ended(self) -> None:
-        if self._let_go_soon is not None:
-            self._let_go_soon()
+        if self._unuse_soon is not None:
+            self._unuse_soon()
 
-    def _let_go(self) -> None:
-        self.unuse(SELF, self._mappings.over())
+    def _unuse_own(self) -> None:
+        self.unuse(SELF, self._mappings.ended())
 
     def _move_to_disk(self, name: str) -> None:
         """Who has it mapped hears of it: the mapping would hold on to the pages. Raises `StoreError`; then nothing has

@@ -166,7 +166,7 @@ class Ledger:
             self.rounds.take_back(made, effects)
             self.counters["batches_released"] += 1
             return effects
-        self._give_back(lease, "released", effects)
+        self._release(lease, "released", effects)
         return effects
 
     def abandon(self, owner: str) -> tuple[int, Effects]:
@@ -178,7 +178,7 @@ class Ledger:
         ]
         effects = Effects()
         for lease in lost:
-            self._give_back(lease, "abandoned", effects)
+            self._release(lease, "abandoned", effects)
         return len(lost), effects
 
     def expire(self, now: float) -> tuple[list[int], Effects]:
@@ -187,7 +187,7 @@ class Ledger:
         effects = Effects()
         late = self.residents.leases.overdue(now)
         for lease in late:
-            self._give_back(lease, "expired", effects)
+            self._release(lease, "expired", effects)
         return [lease.id for lease in late], effects
 
     def next_deadline(self) -> float | None:
@@ -309,11 +309,11 @@ class Ledger:
         if finished:
             group.done[stage.index] |= finished
             self.counters[f"completed/{stage.name}"] += finished.bit_count()
-            self.residents.let_go(lease, group, finished, effects)
+            self.residents.unhold(lease, group, finished, effects)
         for reader in stage.readers:
             effects.stages |= self.residents.readiness.refresh(group, reader)
 
-    def _give_back(self, lease: HeldLease, reason: str, effects: Effects) -> None:
+    def _release(self, lease: HeldLease, reason: str, effects: Effects) -> None:
         self.rounds.void(lease.id, effects)
         stage = self.residents.readiness.stages[lease.stage].name
-        self.counters[f"{reason}/{stage}"] += self.residents.give_back(lease, effects)
+        self.counters[f"{reason}/{stage}"] += self.residents.release(lease, effects)

@@ -94,7 +94,7 @@ class Residents:
         group.holders.add(lease.id)
         self.readiness.refresh(group, stage)
 
-    def let_go(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
+    def unhold(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
         """Take open rows from a lease, which ends with its last one. The caller refreshes readiness."""
         effects.stages |= 1 << lease.stage  # its owner holds less, and may be due more
         rest = lease.open.get(group.id, 0) & ~mask
@@ -108,14 +108,14 @@ class Residents:
         if not lease.open:
             self.leases.end(lease)
 
-    def give_back(self, lease: HeldLease, effects: Effects) -> int:
+    def release(self, lease: HeldLease, effects: Effects) -> int:
         """All open rows of a lease become free again; how many they were."""
         stage = self.readiness.stages[lease.stage]
         num_rows = 0
         for group_id, mask in list(lease.open.items()):
             group = self.groups[group_id]
             num_rows += mask.bit_count()
-            self.let_go(lease, group, mask, effects)
+            self.unhold(lease, group, mask, effects)
             effects.stages |= self.readiness.refresh(group, stage)
         self.leases.end(lease)
         return num_rows
@@ -158,6 +158,6 @@ class Residents:
         for lease_id in list(group.holders or ()):
             lease = self.leases.held[lease_id]
             if held := lease.open.get(group.id, 0) & mask:
-                self.let_go(lease, group, held, effects)
+                self.unhold(lease, group, held, effects)
         group.live &= ~mask
         effects.stages |= self.readiness.refresh_all(group)

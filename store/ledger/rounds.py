@@ -32,7 +32,7 @@ class Round:
     """Updates formed before this one: the policy version that the batch is trained on. 0 outside of training."""
     completed: set[int] = field(default_factory=set)
     """Ranks that have trained their share."""
-    over: bool = False
+    ended: bool = False
     """All ranks have completed."""
     void: bool = False
     """The lease expired or was given back."""
@@ -72,7 +72,7 @@ class Rounds:
                     f"round {number} of stage {stage.name!r} is over; the newest is {newest}. Ask for {newest + 1}."
                 )
             return None
-        if known.void or (known.over and stage.unit == "batch"):
+        if known.void or (known.ended and stage.unit == "batch"):
             how = "expired or was released" if known.void else "is trained already"
             raise LeaseExpired(f"round {number} of stage {stage.name!r} {how}. Ask for round {number + 1}.")
         if len(known.parts) != num_ranks:
@@ -135,7 +135,7 @@ class Rounds:
             raise StoreError(
                 f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {stage.name!r}."
             )
-        if made.over:
+        if made.ended:
             self._residents.counters["ignored/second_ack"] += 1
             return
         made.completed.add(rank)
@@ -163,7 +163,7 @@ class Rounds:
             residents.groups[group_id].trained_in = None
             residents.waiting.add(group_id)
             residents.head = min(residents.head, group_id)
-        residents.give_back(lease, effects)
+        residents.release(lease, effects)
         self.formed -= 1
         made.void = True
         effects.rounds |= 1 << lease.stage
@@ -255,7 +255,7 @@ class Rounds:
             residents.end_trained(group, effects)
         residents.credits.trained(made.version + 1, len(groups))
         residents.counters["batches_trained"] += 1
-        made.over = True
+        made.ended = True
         effects.rounds |= 1 << residents.stage(made.stage).index
         effects.credits = True
 
@@ -263,6 +263,6 @@ class Rounds:
         rounds = self._rounds[stage]
         for number in sorted(rounds)[:-KEPT_ROUNDS]:
             made = rounds[number]
-            if made.over or made.void or made.lease_id not in self._residents.leases.held:
+            if made.ended or made.void or made.lease_id not in self._residents.leases.held:
                 del rounds[number]
                 del self.by_lease[made.lease_id]

@@ -16,7 +16,7 @@ from penstock.store.ledger.ledger import Ledger
 
 def scalars(ledger: Ledger) -> dict[str, Any]:
     residents, rounds = ledger.residents, ledger.rounds
-    under_way = sum(not (made.over or made.void) for made in rounds.batches())
+    under_way = sum(not (made.ended or made.void) for made in rounds.batches())
     return {
         "next_group": residents.next_group,
         "next_lease": residents.leases.next_id,

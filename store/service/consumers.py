@@ -60,9 +60,9 @@ class Consumers:
         """Its wish of that ticket, or all, are no more: their calls return None."""
         self._queue.withdraw(client, ticket)
 
-    def gone(self, client: str) -> None:
+    def left(self, client: str) -> None:
         """It is expected no more."""
-        self._sharing.gone(client)
+        self._sharing.left(client)
 
     def wake(self) -> None:
         """Whoever is next tries, if something is free."""

@@ -97,9 +97,9 @@ class Visitor:
             self._client = str(message)
             self._segments.entered(self._client, Soon(asyncio.get_running_loop(), self._tell))
             return
-        number, method, arguments, over = message
-        if over:
-            self._segments.unuse(self._client, over)
+        number, method, arguments, ended = message
+        if ended:
+            self._segments.unuse(self._client, ended)
         if number is None:  # it says no more than that
             return
         answering = self._answer(self._client, number, method, arguments)

@@ -73,7 +73,7 @@ class Sharing:
     def took(self, client: str, num_units: int) -> None:
         self._taken[client] += num_units
 
-    def gone(self, client: str) -> None:
+    def left(self, client: str) -> None:
         if self._regulars.pop(client, None) is not None and self._num_peers > 0:
             self._num_peers -= 1  # it has come, and need not be waited for
         self._taken.pop(client, None)

@@ -71,7 +71,7 @@ class Store:
         self._clock = clock
         self._segments = segments
         self._intake = Intake(spec, segments)
-        self._blocks = Blocks(spec.columns, spec.group_size, self._intake.let_go)
+        self._blocks = Blocks(spec.columns, spec.group_size, self._intake.free)
         loaded = None if restore is None else snapshot.load(restore, spec)
         self.ledger = Ledger(spec) if loaded is None else loaded.ledger
         if loaded is not None:
@@ -114,7 +114,7 @@ class Store:
         """A client's process has ended: what it held goes back."""
         self._release_all(self._clients.left(client))
         for consumers in self._consumers.values():
-            consumers.gone(client)
+            consumers.left(client)
         if self._segments is not None:
             self._segments.left(client)
         self._pump.wake_all_stages()  # those that are left share without it
@@ -246,7 +246,7 @@ class Store:
         had. A new owner of that name speaks through a new client."""
         for client in self._clients.abandoned(owner):
             for consumers in self._consumers.values():
-                consumers.gone(client)
+                consumers.left(client)
                 consumers.withdraw(client)
         lost, effects = self.ledger.abandon(owner)
         self._pump.carry_out(effects)

@@ -82,7 +82,7 @@ class WaitQueue:
             self._pass_on()
         try:
             while await waiting.turn and not self._closed:
-                self._let_go(waiting)
+                self._end_turn(waiting)
                 waiting.turn = asyncio.get_running_loop().create_future()
                 result = attempt()
                 if result is not None:
@@ -91,7 +91,7 @@ class WaitQueue:
                     self._pass_on()
             return None
         finally:
-            self._let_go(waiting)
+            self._end_turn(waiting)
             self._queue.pop(waiting, None)
             if not self._closed:
                 self._pass_on()
@@ -122,7 +122,7 @@ class WaitQueue:
         self._closed = True
         self.wake_all()
 
-    def _let_go(self, waiting: Waiting) -> None:
+    def _end_turn(self, waiting: Waiting) -> None:
         if self._woken is waiting:
             self._woken = None
 

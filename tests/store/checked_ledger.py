@@ -21,7 +21,7 @@ class View:
         self.open = {lease.id: (lease.stage, dict(lease.open)) for lease in residents.leases.held.values()}
         self.may_form = [rounds.may_form(stage) for stage in stages]
         self.rounds = [
-            {(number, made.over, made.void) for number, made in rounds._rounds.get(stage.name, {}).items()}
+            {(number, made.ended, made.void) for number, made in rounds._rounds.get(stage.name, {}).items()}
             for stage in stages
         ]
         self.formed = rounds.formed

@@ -103,7 +103,7 @@ def test_what_was_let_go_is_renewed_no_more_and_without_anything_it_ends_until_s
         heartbeat.hold(1, [0])
         heartbeat.hold(2, [1])
         assert pulse.next([])[0] == [1, 2]
-        heartbeat.let_go(1)
+        heartbeat.unhold(1)
         pulse.next([])  # perhaps on its way before
         assert pulse.next([]) == ([2], [])
         heartbeat.finished(2, [1])

@@ -80,10 +80,10 @@ said = refused(segments.adopt, second)
 assert "No space left on device" in said and "store.spill_dir" in said, said
 assert (files_in(large / "shm"), files_in(small / "disk")) == ([], ["w-0"])
 assert (segments.book.bytes, segments.book.spilled_bytes) == (0, 5 * MB)
-assert segments.notice("w").gone == ["w-0", "w-1"]
+assert segments.notice("w").removed == ["w-0", "w-1"]
 check(mappings, first, 1)
 segments.end(first.segment)
-mappings.gone([first.segment])  # as its reader does when it hears of it
+mappings.forget([first.segment])  # as its reader does when it hears of it
 third = arena.place(batch(5, 3))
 segments.adopt(third)  # now there is room
 assert (files_in(large / "shm"), files_in(small / "disk")) == ([], ["w-2"])

@@ -73,7 +73,7 @@ def test_a_file_that_cannot_be_moved_goes_back_to_its_writer_or_away(tmp_path: P
             segments.adopt(arena.place(batch(size)))
     notice = segments.notice("writer")
     assert notice is not None
-    assert (notice.gone, notice.recycled) == (["writer-1"], ["writer-2"])
+    assert (notice.removed, notice.recycled) == (["writer-1"], ["writer-2"])
     assert files_in(tmp_path / "shm") == ["writer-0", "writer-2"]
     assert (segments.book.bytes, segments.book.spilled_bytes) == (held, 0)
 
@@ -111,7 +111,7 @@ def test_all_who_have_ever_mapped_a_file_hear_that_it_is_gone(tmp_path: Path) ->
     segments.adopt(second)  # is moved to disk
     notice = segments.notice("reader")
     assert notice is not None
-    assert notice.gone == [first.segment]
+    assert notice.removed == [first.segment]
 
 
 DIES = """

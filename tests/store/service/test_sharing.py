@@ -58,7 +58,7 @@ def test_units_are_kept_for_those_that_are_expected_until_patience_is_over() -> 
     assert sharing.share(6, ask("a"), [], none_held) == 6
     sharing.asked(ask("b", num_peers=3))
     assert sharing.share(6, ask("a"), [], none_held) == 3
-    sharing.gone("b")
+    sharing.left("b")
     assert sharing.share(6, ask("a"), [], none_held) == 6
 
 
@@ -66,5 +66,5 @@ def test_one_that_came_and_is_gone_is_expected_no_more() -> None:
     sharing = Sharing()
     for client in ("a", "b"):
         sharing.asked(ask(client, num_peers=2))
-    sharing.gone("b")
+    sharing.left("b")
     assert sharing.share(6, ask("a"), [], none_held) == 6

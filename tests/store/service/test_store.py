@@ -45,7 +45,7 @@ def response(num_rows: int, version: int = 0) -> dict[str, Any]:
 
 def stop_heart(client: StoreClient, lease: Lease) -> None:
     """As if the process that holds the lease had died."""
-    client._heartbeat.let_go(lease.id)
+    client._heartbeat.unhold(lease.id)
 
 
 async def work(client: StoreClient, stage: str, values: Callable[[Lease], dict[str, Any]]) -> None:
