@@ -28,6 +28,18 @@ def group(number: int = 0) -> dict[str, Any]:
     return {"prompt_ids": [1, 2, 10 + number], "task": f'{{"number": {number}}}'}
 
 
+def response(num_rows: int, version: int = 0) -> dict[str, Any]:
+    """What a rollout writes: 2, 3, … tokens."""
+    lengths = range(2, 2 + num_rows)
+    return {
+        "response_ids": [list(range(length)) for length in lengths],
+        "response_text": ["x" * length for length in lengths],
+        "finish_reason": ["stop"] * num_rows,
+        "behavior_logprobs": [np.full(length, -0.5, dtype=np.float32) for length in lengths],
+        "token_versions": [[version] * length for length in lengths],
+    }
+
+
 def values_of(stage: str, lease: Lease, version: int = 0, more_tokens: int = 0) -> dict[str, Any]:
     """What a stage writes: a pure function of the rows, so that two runs can be compared. `more_tokens`: in every third
     response."""
