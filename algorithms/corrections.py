@@ -49,11 +49,6 @@ def truncated_importance_weight(trainer_logprobs: Tensor, behavior_logprobs: Ten
     return log_ratio(trainer_logprobs, behavior_logprobs).detach().exp().clamp(max=cap)
 
 
-def correction_metrics(weight_BT: Tensor, cap: float, mean: Mean) -> dict[str, Tensor]:
-    """`correction_weight_mean`, and the share of tokens whose weight the cap cut."""
-    return {name: mean(value) for name, value in _capped(weight_BT, cap)[1].items()}
-
-
 @correction("none")
 def none(old: Tensor, behavior: Tensor, mask: Tensor) -> Weighted:
     """Weight 1, no metrics. The loss then takes its ratio against the engine's log-probabilities."""

@@ -4,8 +4,6 @@ from dataclasses import dataclass, field
 
 from penstock.conf.checks import at_least, one_of
 
-TOKENIZERS = ("characters",)
-
 
 @dataclass
 class FreshModelConfig:

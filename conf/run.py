@@ -72,11 +72,6 @@ class RunConfig:
         at_least("max_staleness", self.max_staleness, 0)
         one_of("placement", self.placement, ("disaggregated", "colocated"))
 
-    def sequence_room(self, *, demonstrations: bool) -> int:
-        """Tokens that a prompt may take, a sampled response's share set aside; or a prompt and its demonstration
-        together."""
-        return self.rollout.max_model_len - (0 if demonstrations else self.rollout.sampling.max_tokens)
-
     @property
     def window_staleness(self) -> int:
         """What the order window takes of the staleness bound: `ceil((w - 1) / P)`, in updates."""

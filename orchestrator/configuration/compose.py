@@ -11,7 +11,7 @@ sentence.
 import logging
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,7 +26,6 @@ from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
-from penstock.orchestrator.configuration.differences import differences_of
 from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe
 
@@ -63,11 +62,6 @@ def load_config(overrides: Sequence[str] = ()) -> RunConfig:
 def to_yaml(config: RunConfig) -> str:
     """Every key, resolved: what `config.yaml` of a run holds."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
-
-
-def short_yaml(config: RunConfig) -> str:
-    """Only what differs from the defaults."""
-    return OmegaConf.to_yaml(OmegaConf.create(differences_of(asdict(config))))
 
 
 def recipe_name(config: RunConfig) -> str:

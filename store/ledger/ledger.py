@@ -252,10 +252,6 @@ class Ledger:
         """For tests: recompute everything that is kept by counting. Raises `BrokenInvariant`."""
         audit(self.residents, self.rounds)
 
-    def check_columns(self, stage: str, columns: Iterable[str]) -> None:
-        """Raises `UnknownStage`, `UnknownColumn` unless the stage may write the columns."""
-        self._columns(self.residents.stage(stage), columns)
-
     def _columns(self, stage: Stage, columns: Iterable[str]) -> list[int]:
         index = self.residents.readiness.column_index
         for name in columns:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from penstock.algorithms.aggregation import BatchTotals, aggregate
 from penstock.algorithms.corrections import (
     CORRECTIONS,
-    correction_metrics,
     masked,
     none,
     rejection,
@@ -38,11 +37,12 @@ def test_a_log_ratio_of_100_gives_a_finite_weight():
 
 
 def test_metrics_are_the_mean_weight_and_the_capped_share():
-    # weights 1 and 2 (capped): mean 1.5, one of two capped; what is under padding is ignored
+    # weights 1 and 4, capped to 2: mean 1.5, one of two capped; what is under padding is ignored
     mask = torch.tensor([[True, True, False]])
+    old = torch.tensor([[0.0, math.log(4.0), 9.0]])
+    _, metrics = truncated(old, torch.zeros(1, 3), mask, cap=2.0)
     mean = partial(aggregate, mask_BT=mask, totals=BatchTotals.of(mask), how="token_mean")
-    metrics = correction_metrics(torch.tensor([[1.0, 2.0, 2.0]]), 2.0, mean)
-    assert {name: value.item() for name, value in metrics.items()} == {
+    assert {name: mean(value).item() for name, value in metrics.items()} == {
         "correction_weight_mean": 1.5,
         "correction_capped_fraction": 0.5,
     }
