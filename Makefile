@@ -3,7 +3,7 @@
 .PHONY: help setup demo test soak oracle check format bench-env bench clean
 
 BIN := .venv/bin
-SOURCES := penstock conf algorithms store workers orchestrator recipes tests benchmarks conftest.py setup.py
+SOURCES := penstock conf algorithms store workers orchestrator recipes tests benchmarks
 STRICT := algorithms conf store orchestrator
 
 help: ## this list
@@ -29,22 +29,16 @@ soak: setup ## before a release: a million random events and more in the store, 
 oracle: .venv-oracle/.locked ## the formulas against verl and TRL, in an environment of their own; ARGS="-k gspo" for some
 	.venv-oracle/bin/python -m pytest tests/oracle $(ARGS)
 
-check: setup .typing/penstock ## ruff, mypy, import-linter
+check: setup ## ruff, mypy, import-linter
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/mypy --strict $(STRICT:%=-p penstock.%)
 	$(BIN)/mypy -p penstock.workers -p penstock.recipes
-	cd .typing && ../$(BIN)/lint-imports --config ../pyproject.toml
+	$(BIN)/lint-imports
 
 format: setup ## what `make check` asks of layout, done
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
-
-# The layers lie at the root and import as penstock.LAYER; type checkers look for them by that name.
-.typing/penstock: setup.py
-	@rm -rf .typing && mkdir -p $@
-	@for file in penstock/*; do ln -s ../../$$file $@/; done
-	@for layer in conf algorithms store workers orchestrator recipes; do ln -s ../../$$layer $@/$$layer; done
 
 bench-env: setup .venv-trl/.locked .venv-tq/.locked ## the environments of the peers that benchmarks compare with
 .venv-%/.locked: requirements/%.lock
@@ -63,5 +57,5 @@ bench: bench-env ## every benchmark, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
-	rm -rf .venv .venv-trl .venv-tq .venv-oracle .typing runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-tq .venv-oracle runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

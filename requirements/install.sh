@@ -62,7 +62,7 @@ lock=requirements/$variant.lock
 # Two stamps: the lock changes seldom and costs minutes, the project's own metadata costs a second. The path is part of the
 # second one because an editable install points to where the checkout was.
 lock_stamp=.venv/.locked-$(sha256sum "$lock" | cut -c1-16)
-project_stamp=.venv/.project-$( (cat pyproject.toml setup.py; pwd) | sha256sum | cut -c1-16)
+project_stamp=.venv/.project-$( (cat pyproject.toml; pwd) | sha256sum | cut -c1-16)
 if [ -f "$lock_stamp" ] && [ -f "$project_stamp" ]; then exit 0; fi
 
 start=$SECONDS
