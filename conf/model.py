@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.conf.checks import at_least, one_of
+from penstock.conf.errors import ModelError
 
 
 @dataclass
@@ -43,3 +44,16 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         one_of("model.attention", self.attention, ("sdpa", "eager", "flash_attention_2"))
+
+    def path_of(self, model: str, policy_path: str) -> str:
+        """Where a model that is not trained comes from; the reference is the policy's start unless it is set apart.
+        Raises `ModelError`."""
+        path = self.paths.get(model)
+        if path is None and model == "reference":
+            return self.reference_path or policy_path
+        if path is None:
+            raise ModelError(
+                f"the dataflow asks for the model {model!r}, and model.paths says nothing of it. Set "
+                f"model.paths.{model} to the directory of a HF model."
+            )
+        return path

@@ -31,11 +31,11 @@ from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, answers, translate
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics, update_metrics
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import Sink
 from penstock.orchestrator.reporting.usage import Usage
-from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
 from penstock.workers.trainer.report import StepReport

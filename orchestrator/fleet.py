@@ -13,10 +13,9 @@ import ray
 from ray.exceptions import RayError
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import ModelError
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
+from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.colocation import SharedDevices, plan_sharing
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.ray_calls import get_all
@@ -170,7 +169,7 @@ class Fleet:
         reference = actor.role == "reference"
         path = self.model_path
         if reference:
-            path = model_path(config, str(stage.model), self.model_path)
+            path = config.model.path_of(str(stage.model), self.model_path)
         return TrainerSpec(
             actor.name,
             config.trainer,
@@ -191,19 +190,6 @@ class Fleet:
             config.rollout.update_timeout_s,
             bool(config.checkpoint.every_steps),
         )
-
-
-def model_path(config: RunConfig, model: str, policy_path: str) -> str:
-    """Where a model that is not trained comes from. Raises `ModelError`."""
-    path = config.model.paths.get(model)
-    if path is None and model == "reference":
-        return config.model.reference_path or policy_path
-    if path is None:
-        raise ModelError(
-            f"the dataflow asks for the model {model!r}, and model.paths says nothing of it. Set model.paths.{model} "
-            "to the directory of a HF model."
-        )
-    return path
 
 
 def _remote(cls: type, options: dict[str, Any]) -> Any:

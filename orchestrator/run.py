@@ -18,7 +18,7 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoint
+from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished, open_run
 from penstock.orchestrator.cluster import connect
 from penstock.orchestrator.configuration.compose import load_config
@@ -27,11 +27,11 @@ from penstock.orchestrator.controller import Controller, Outcome
 from penstock.orchestrator.evaluation import Evaluator, HeldOut
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.placement import ActorPlan, plan_actors
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
 from penstock.orchestrator.reporting.status import note_connection
-from penstock.orchestrator.run_directory import RunDirectory
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, claim_root, remove_root, sweep_stale
 from penstock.workers.models.fresh import build_fresh_model
 

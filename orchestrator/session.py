@@ -32,9 +32,9 @@ from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.placement import ActorPlan, plan_actors
 from penstock.orchestrator.ray_calls import get_all
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
 from penstock.orchestrator.run import is_refusal, starting_model, weights_root
-from penstock.orchestrator.run_directory import RunDirectory
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.balance import balance, row_cost

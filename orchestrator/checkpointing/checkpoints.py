@@ -10,12 +10,11 @@ Written by `saving.py` while training goes on, opened by `run.py` and `export.py
 """
 
 import json
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError
+from penstock.orchestrator.checkpoint import FORMAT, Checkpoint
 from penstock.workers.files import (
     SavedFile,
     exists,
@@ -29,46 +28,9 @@ from penstock.workers.files import (
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 
-FORMAT = 2
 PREFIX = "global_step_"
 MARKER = "COMPLETE"
 MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """One that is complete. What its manifest says, and where it is."""
-
-    directory: str
-    step: int
-    """Updates made; also the policy version."""
-    prompts: PromptStart
-    model_path: str
-    """Where configuration and tokenizer, and the weights that were not trained, are."""
-    model_paths: dict[str, str]
-    files: list[SavedFile] = field(default_factory=list)
-    """Of `trainer/`."""
-    config: dict[str, Any] = field(default_factory=dict)
-    """The run's, resolved."""
-    head: str = "policy"
-    """policy, or scores: what kind of model it is."""
-    metrics: dict[str, Any] = field(default_factory=dict)
-    """What was known of the last update: its line of metrics.jsonl, should the run die before it is written."""
-    store_directory: str = ""
-    """Where `store/` was brought to from a URL."""
-
-    @property
-    def trainer(self) -> str:
-        return trainer_directory(self.directory)
-
-    @property
-    def store(self) -> str:
-        return self.store_directory or f"{self.directory}/store"
-
-    def to_json(self) -> str:
-        values = asdict(self)
-        del values["directory"], values["store_directory"]
-        return json.dumps({"format": FORMAT, **values}, indent=1)
 
 
 class Checkpoints:
@@ -126,10 +88,6 @@ class Checkpoints:
     def _all(self) -> list[int]:
         numbers = (name.removeprefix(PREFIX) for name in list_names(self.place) if name.startswith(PREFIX))
         return sorted(int(number) for number in numbers if number.isdigit())
-
-
-def trainer_directory(checkpoint: str) -> str:
-    return f"{checkpoint}/trainer"
 
 
 def open_checkpoint(place: str) -> Checkpoint:

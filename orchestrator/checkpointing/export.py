@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, open_checkpoint
+from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import open_checkpoint
 from penstock.workers.files import is_url
 from penstock.workers.trainer.checkpointing.training_state import TrainingState
 from penstock.workers.trainer.scalar import ScalarTrainer

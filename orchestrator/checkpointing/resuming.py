@@ -16,9 +16,10 @@ from pathlib import Path
 
 from penstock.conf.errors import CheckpointError, ConfigError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints, open_checkpoint
+from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
-from penstock.orchestrator.run_directory import ENDS, STARTS, RunDirectory
+from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
 from penstock.workers.files import download, is_url
 
 

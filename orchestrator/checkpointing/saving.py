@@ -21,13 +21,14 @@ from typing import Any
 
 from penstock.conf.errors import CheckpointError, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints, trainer_directory
+from penstock.orchestrator.checkpoint import Checkpoint, trainer_directory
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.failures import cause_of
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.json_lines import plain
 from penstock.orchestrator.ray_calls import answer, answers
+from penstock.orchestrator.recording.json_lines import plain
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.workers.files import is_url
 from penstock.workers.prompts.source import PromptStart

@@ -23,7 +23,6 @@ from penstock.conf.transports import choose_transport, shares_gpus
 from penstock.orchestrator.cluster import check_resources
 from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
-from penstock.orchestrator.fleet import model_path
 from penstock.orchestrator.placement import ActorPlan, needed, plan_actors
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
@@ -164,7 +163,7 @@ def first_runs(config: RunConfig) -> list[WarmStartConfig]:
 def _other_model(config: RunConfig, name: str) -> str:
     if name in config.other_models and name not in config.model.paths:
         return f"{name} by {config.other_models[name].recipe}"
-    return model_path(config, name, "")
+    return config.model.path_of(name, "")
 
 
 def _first_run(start: WarmStartConfig) -> str:

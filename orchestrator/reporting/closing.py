@@ -7,8 +7,8 @@ from rich.table import Table
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.summary import cards
-from penstock.orchestrator.run_directory import RunDirectory
 
 
 def print_summary(directory: Path, config: RunConfig, console: Console | None = None) -> None:

@@ -13,11 +13,11 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from penstock.orchestrator.configuration.differences import differences_of
+from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
 from penstock.orchestrator.reporting.drawing import Drawing
 from penstock.orchestrator.reporting.plots import Chart, charts, write_pngs
 from penstock.orchestrator.reporting.samples import read_samples
 from penstock.orchestrator.reporting.summary import cards
-from penstock.orchestrator.run_directory import ENDS, STARTS, RunDirectory
 
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_EVENTS = 60

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.recording.run_directory import RunDirectory
 
 MAX_ROWS = 32
 MAX_CHARACTERS = 1500

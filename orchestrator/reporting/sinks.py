@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 from penstock.conf.cluster import TrackingConfig
-from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.recording.run_directory import RunDirectory
 
 
 class Sink(Protocol):

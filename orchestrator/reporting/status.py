@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from penstock.conf.errors import ConfigError, ResourceError
-from penstock.orchestrator.run_directory import ENDS, STARTS, RunDirectory
+from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
 

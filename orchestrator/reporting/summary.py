@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.plots import points_of
 from penstock.orchestrator.reporting.progress import elapsed
-from penstock.orchestrator.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

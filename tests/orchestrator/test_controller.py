@@ -16,9 +16,9 @@ from penstock.orchestrator import controller as controlling
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller, Outcome
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import JsonLines
-from penstock.orchestrator.run_directory import RunDirectory
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport, TrainedRows

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.virtual_time import run_virtually
 

@@ -9,9 +9,8 @@ from penstock.conf.run import WarmStartConfig
 from penstock.orchestrator import run as running
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import first_runs
-from penstock.orchestrator.fleet import model_path
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.run import with_other_models
-from penstock.orchestrator.run_directory import RunDirectory
 
 
 def test_models_of_other_recipes_are_made_from_where_the_run_starts(tmp_path, monkeypatch):
@@ -44,8 +43,8 @@ def test_a_model_that_is_there_is_not_made_again(tmp_path):
 def test_a_model_that_nobody_names_is_an_error_with_its_key():
     config = load_config(["recipe=ppo"])
     with pytest.raises(ModelError, match=r"asks for the model 'reward_model'.*Set model\.paths\.reward_model"):
-        model_path(config, "reward_model", "policy")
-    assert model_path(config, "reference", "policy") == "policy"
+        config.model.path_of("reward_model", "policy")
+    assert config.model.path_of("reference", "policy") == "policy"
 
 
 def test_a_wrong_key_of_a_first_run_is_named():

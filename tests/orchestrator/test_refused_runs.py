@@ -11,7 +11,7 @@ from penstock.conf.errors import PenstockError, ResourceError, WorkerDied
 from penstock.orchestrator import run as running
 from penstock.orchestrator import session as handles
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.recording.run_directory import RunDirectory
 
 
 @pytest.fixture

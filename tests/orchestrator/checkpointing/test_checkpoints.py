@@ -7,7 +7,8 @@ import pytest
 
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, ConfigError, RunInUse
-from penstock.orchestrator.checkpointing.checkpoints import Checkpoint, Checkpoints, open_checkpoint
+from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished, open_run
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.files import saved_file

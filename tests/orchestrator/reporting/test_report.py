@@ -9,12 +9,12 @@ import pytest
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import next_steps, print_summary
 from penstock.orchestrator.reporting.drawing import Scale, nice_step
 from penstock.orchestrator.reporting.plots import charts, points_of, smoothed
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.summary import cards
-from penstock.orchestrator.run_directory import RunDirectory
 from penstock.store.data.rows import Rows
 
 VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "br"}

@@ -10,8 +10,8 @@ from rich.console import Console
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.status import print_status, print_store
-from penstock.orchestrator.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import RunInUse
-from penstock.orchestrator.run_lock import FILE, RunLock
+from penstock.orchestrator.recording.run_lock import FILE, RunLock
 
 HOLDER = """
 import sys
 from pathlib import Path
-from penstock.orchestrator.run_lock import RunLock
+from penstock.orchestrator.recording.run_lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]), "name=sums")
 print("held", flush=True)
 sys.stdin.read()

@@ -14,8 +14,8 @@ from penstock.conf.errors import ConfigError, RunInUse
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster import namespace_of
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.reporting.timeline import Timeline
-from penstock.orchestrator.run_directory import RunDirectory
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.recording.timeline import Timeline
 from penstock.store.data.rows import Rows
 
 
@@ -171,7 +171,7 @@ def test_a_text_with_unicode_line_ends_stays_one_line(tmp_path: Path) -> None:
 def test_a_run_killed_at_any_moment_leaves_whole_lines_but_perhaps_the_last(tmp_path: Path) -> None:
     script = (
         "import sys, itertools\nfrom penstock.orchestrator.configuration.compose import load_config\n"
-        "from penstock.orchestrator.run_directory import RunDirectory\n"
+        "from penstock.orchestrator.recording.run_directory import RunDirectory\n"
         f"d = RunDirectory.create(load_config(['output_dir={tmp_path}', 'name=killed']))\n"
         "for step in itertools.count():\n    d.log_metrics({'step': step, 'text': 'x' * 5000})\n"
         "    if step == 50: print('going', flush=True)\n"

@@ -28,9 +28,9 @@ import yaml
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name, to_yaml
-from penstock.orchestrator.json_lines import append_line, open_for_lines, read_lines
-from penstock.orchestrator.reporting.timeline import Timeline
-from penstock.orchestrator.run_lock import RunLock
+from penstock.orchestrator.recording.json_lines import append_line, open_for_lines, read_lines
+from penstock.orchestrator.recording.run_lock import RunLock
+from penstock.orchestrator.recording.timeline import Timeline
 
 STARTS = ("start", "resume")
 """Events with which a process takes a run up."""
