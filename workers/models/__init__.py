@@ -1,1 +1,1 @@
-"""Models made from nothing: see `fresh.py`."""
+"""What is known of a model without its weights, and models made from nothing."""

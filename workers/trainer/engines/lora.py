@@ -5,7 +5,7 @@
 
 The first make a publication that is a whole model, of which engines need not know that adapters made it; the second,
 with `trainer.lora.publish=adapter`, one of A and B alone. Called by `trainer.py` before the engine is made, by
-`fsdp.py` for publications, by `writing.py` for exports, and by `rollout/engine_vllm_adapter.py` for what to expect.
+`fsdp.py` for publications, and by `writing.py` for exports.
 """
 
 from collections.abc import Iterator
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from penstock.conf.errors import ConfigError
-from penstock.conf.trainer import ALL_LINEAR, LoraConfig
+from penstock.conf.trainer import LoraConfig
+from penstock.workers.models.adapted_layers import target_layers
 from penstock.workers.trainer.models.starting_weights import take_weights
 from penstock.workers.weights.publication.adapter import FILE_NAME, tensor_name
 
@@ -86,34 +86,6 @@ def add_adapters(lm: Any, config: LoraConfig) -> dict[str, Tensor]:
     return values
 
 
-def target_layers(lm: Any, targets: list[str]) -> list[str]:
-    """Full names of the linear layers below the head that `targets` name, by the ends of their names. Raises
-    `ConfigError`."""
-    body = set(lm.base_model.modules())
-    linear = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and module in body]
-    if targets == [ALL_LINEAR] and linear:
-        return linear
-    for target in targets:
-        if not any(_names(target, name) for name in linear):
-            known = sorted({name.rpartition(".")[2] for name in linear})
-            raise ConfigError(
-                f"trainer.lora.target_modules={targets}: no linear layer of {type(lm).__name__} is called {target!r}. "
-                f"There are {', '.join(known) or 'none'}; [{ALL_LINEAR}] takes them all."
-            )
-    return [name for name in linear if any(_names(target, name) for target in targets)]
-
-
-def adapted_layers(model_path: str, config: LoraConfig) -> dict[str, tuple[int, int]]:
-    """`(out, in)` of each layer of a model on disk that gets an adapter, in the model's order. Loads no weights. Raises
-    as `target_layers` does."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    with torch.device("meta"):
-        lm = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    layers = {name: lm.get_submodule(name) for name in target_layers(lm, config.target_modules)}
-    return {name: (layer.out_features, layer.in_features) for name, layer in layers.items()}
-
-
 def adapters(lm: Any) -> Iterator[Adapter]:
     """In the model's order; none where `add_adapters` was not called."""
     for name, module in lm.named_modules():
@@ -147,10 +119,6 @@ def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / FILE_NAME, metadata={"format": "pt"})
         lm.peft_config[ADAPTER].save_pretrained(str(directory))
-
-
-def _names(target: str, layer: str) -> bool:
-    return layer == target or layer.endswith(f".{target}")
 
 
 def _local(tensor: Tensor) -> Tensor:
