@@ -9,7 +9,6 @@ sentence.
 """
 
 import logging
-import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -21,11 +20,11 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from penstock.conf.algorithms import base, policy_gradient, ppo, preference
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.presets import MODEL_PRESETS
 from penstock.conf.run import RunConfig, validate
+from penstock.orchestrator.configuration.known_algorithms import known_algorithms
 from penstock.orchestrator.configuration.overrides import CHOICES, Override, apply, check_keys, parse, wrong_type
 from penstock.orchestrator.configuration.recipes import Recipe, find_recipe
 
@@ -94,19 +93,6 @@ def _load_imports(recipe: Recipe, assignments: list[Override]) -> list[Path]:
     return files
 
 
-def _known_algorithms() -> dict[str, type[AlgorithmConfig]]:
-    """Config classes by algorithm name. Penstock's own are known by their dataclass: the registry would import torch,
-    and a wrong key should not take seconds to be told. A file of one's own has imported the registry by now."""
-    known = {
-        cls.name: cls
-        for module in (base, policy_gradient, ppo, preference)
-        for cls in vars(module).values()
-        if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls is not AlgorithmConfig
-    }
-    registry = sys.modules.get("penstock.algorithms.registry")
-    return known | {name: entry.config_class for name, entry in (registry.ALGORITHMS if registry else {}).items()}
-
-
 def _find_algorithm(choice: str | None, recipe: Recipe, files: list[Path]) -> tuple[str, type[AlgorithmConfig]]:
     """Name and config class of the chosen algorithm. `file.py:name` loads the file, and `files` then holds it."""
     section = recipe.values.get("algorithm")
@@ -115,7 +101,7 @@ def _find_algorithm(choice: str | None, recipe: Recipe, files: list[Path]) -> tu
     if ".py:" in name:
         base = Path.cwd() if choice else recipe.directory
         name = _load_algorithm(name, base, files)
-    known = _known_algorithms()
+    known = known_algorithms()
     if name not in known:
         raise ConfigError(
             f"algorithm={name}: unknown{suggest(name, known)} One's own: algorithm=my_file.py:my_algorithm."

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, cast
 
-from penstock.conf.algorithms import base
-from penstock.conf.algorithms.base import AlgorithmConfig
+from omegaconf import OmegaConf
+
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.known_algorithms import known_algorithms
 
 
 def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -20,10 +21,12 @@ def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _algorithm_defaults(name: str) -> dict[str, Any]:
-    for cls in vars(base).values():
-        if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls.name == name:
-            return asdict(cls())
-    return {}
+    """None of an algorithm that is not known here: one of the user's own, in a report of a run of another process."""
+    config_class = known_algorithms().get(name)
+    if config_class is None:
+        return {}
+    values = OmegaConf.to_container(OmegaConf.structured(config_class))  # makes no object, which may want a key set
+    return cast(dict[str, Any], values)
 
 
 def _changed(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,21 @@
+"""The configuration classes of all algorithms, by name. `compose.py` fills one from words and recipes, `differences.py`
+compares with its defaults."""
+
+import sys
+
+from penstock.conf.algorithms import base, policy_gradient, ppo, preference
+from penstock.conf.algorithms.base import AlgorithmConfig
+
+
+def known_algorithms() -> dict[str, type[AlgorithmConfig]]:
+    """Those of `algorithms/catalogue.py`. Penstock's own are known by their dataclass: the catalogue would import
+    torch, and neither a wrong key nor a report should take seconds. A file of one's own has imported the registry by
+    now."""
+    known = {
+        cls.name: cls
+        for module in (base, policy_gradient, ppo, preference)
+        for cls in vars(module).values()
+        if isinstance(cls, type) and issubclass(cls, AlgorithmConfig) and cls is not AlgorithmConfig
+    }
+    registry = sys.modules.get("penstock.algorithms.registry")
+    return known | {name: entry.config_class for name, entry in (registry.ALGORITHMS if registry else {}).items()}
