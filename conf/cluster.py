@@ -19,7 +19,7 @@ class ClusterConfig:
     worker_logs: bool = False
     """Show what actors print in this terminal. They are in Ray's session directory either way."""
     cpus_per_worker: float = 1.0
-    """Logical CPUs that each rollout, trainer and reference actor reserves."""
+    """Logical CPUs that each rollout, trainer and scorer actor reserves."""
     shutdown_timeout_s: float = 20.0
     """Grace for actors to end on their own before they are killed."""
 

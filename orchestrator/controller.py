@@ -1,6 +1,6 @@
 """The controller: one readable loop over a fleet and a store.
 
-    Prompts ──▶ Store ◀──▶ Rollout-i, Reward-i, Compute-…, Trainer-reference-r      pull by leases, all the time
+    Prompts ──▶ Store ◀──▶ Rollout-i, Reward-i, Compute-…, Scorer-reference-r      pull by leases, all the time
                   ▲
                   └──▶ Trainer-policy-r      one `step` call a round: leases the batch, updates, acknowledges
                             │ publish v+1 (shared memory)
@@ -99,7 +99,7 @@ class Controller:
         """All steps. Raises the failure that explains the others."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                self._start_serving(tasks, "prompts", "compute", "reference", "reward")
+                self._start_serving(tasks, "prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))
                 self._closing = True
                 await self.store.close("the run is complete")

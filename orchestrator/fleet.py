@@ -70,7 +70,7 @@ class Fleet:
         """Load models and start engines, all at the same time. Raises what the first failing actor raised."""
         timeout_s = self.config.rollout.start_timeout_s
         calls = []
-        for role in ("trainer", "reference"):
+        for role in ("trainer", "scorer"):
             ranks = self.role(role)
             for stage in dict.fromkeys(actor.stage for actor in self.plan if actor.role == role):
                 members = [(name, handle) for name, handle in ranks if self._plan_of(name).stage == stage]
@@ -81,7 +81,7 @@ class Fleet:
         calls += [
             (name, handle.start.remote())
             for name, handle in self.actors.items()
-            if self._plan_of(name).role not in ("trainer", "reference")
+            if self._plan_of(name).role not in ("trainer", "scorer")
         ]
         get_all(calls, phase="start", timeout_s=timeout_s)
         if self.resumed is not None:
@@ -166,9 +166,9 @@ class Fleet:
 
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self.config, self.flow.stage(str(actor.stage))
-        reference = actor.role == "reference"
+        is_scorer = actor.role == "scorer"
         path = self.model_path
-        if reference:
+        if is_scorer:
             path = config.model.path_of(str(stage.model), self.model_path)
         return TrainerSpec(
             actor.name,
@@ -178,12 +178,12 @@ class Fleet:
             config.trainer.num_ranks,
             threads_per_worker(actor.role, config, os.cpu_count() or 1),
             stage.name,
-            None if reference else stage.function,
+            None if is_scorer else stage.function,
             config.rollout.sampling.temperature if self.flow.of_kind("rollout") else 1.0,
             config.model.attention,
             config.rollout.dtype,
-            stage.writes[0].name if reference else "",
-            () if reference else tuple(self.flow.in_trainer),
+            stage.writes[0].name if is_scorer else "",
+            () if is_scorer else tuple(self.flow.in_trainer),
             self.flow.columns,
             "scores" if stage.is_scored else "policy",
             config.checkpoint.timeout_s,

@@ -17,7 +17,7 @@ class ActorPlan:
     """One actor. `name` is what Ray's dashboard shows."""
 
     name: str
-    role: str  # store, prompts, rollout, reward, reference, compute, trainer
+    role: str  # store, prompts, rollout, reward, scorer, compute, trainer
     num_cpus: float = 0.0
     num_gpus: float = 0.0
     stage: str | None = None
@@ -38,8 +38,8 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     actors.extend(ActorPlan(f"Reward-{index}", "reward", stage=name) for index, name in enumerate(judges))
     for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores")):
         for rank in range(trainer.num_ranks):
-            name = f"Trainer-{stage.name}-{rank}"
-            actors.append(ActorPlan(name, "reference", cpus, trainer.num_gpus_per_rank, stage.name, rank))
+            name = f"Scorer-{stage.name}-{rank}"
+            actors.append(ActorPlan(name, "scorer", cpus, trainer.num_gpus_per_rank, stage.name, rank))
     computed = [stage for stage in flow.stages if stage.kind in ("compute", "filter") and not stage.is_in_trainer]
     actors.extend(ActorPlan(f"Compute-{stage.name}", "compute", stage=stage.name) for stage in computed)
     model = flow.of_kind("train")[0].model
@@ -70,7 +70,7 @@ def check_fits(actors: list[ActorPlan], num_cpus: float, num_gpus: float) -> Non
 
 
 def threads_per_worker(role: str, config: RunConfig, num_cores: int) -> int:
-    """CPU threads of an engine (`rollout`) or of a rank (`trainer`, `reference`).
+    """CPU threads of an engine (`rollout`) or of a rank (`trainer`, `scorer`).
 
     With `max_staleness=0` generation and training take turns, so each side divides every core among its own kind;
     otherwise they run at the same time and all share them evenly.

@@ -233,14 +233,14 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
             fleet.create()
             fleet.start()
             sinks = make_sinks(config.tracking, directory)
-            references = fleet.role("reference")
+            scorers = fleet.role("scorer")
             yield Session(
                 config,
                 directory.path,
                 Policy(fleet, config, root),
                 Prompts(open_source(config, model_path)),
                 Reward(fleet, config),
-                Group(references, config) if references else None,
+                Group(scorers, config) if scorers else None,
                 sinks,
                 time.monotonic(),
             )

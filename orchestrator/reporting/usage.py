@@ -9,14 +9,15 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answers
 
-ROLES = ("rollout", "reward", "reference", "compute")
-"""Those that compute. The prompts' counters are asked for as well, for what they leave out."""
+PHASES = {"rollout": "rollout", "reward": "reward", "scorer": "reference", "compute": "compute"}
+"""What the seconds of each role that computes count for. The prompts' counters are asked for as well, for what they
+leave out."""
 
 
 @dataclass
 class StepUsage:
     seconds: dict[str, float] = field(default_factory=dict)
-    """By role, averaged over its workers."""
+    """By phase, averaged over its workers."""
     generated_length_mean: float | None = None
     """Tokens a response, over all responses finished since the last step."""
     dropped: dict[str, float] = field(default_factory=dict)
@@ -30,7 +31,7 @@ class Usage:
 
     def __init__(self, fleet: Fleet, flow: Dataflow) -> None:
         # Engines and rewards may be there for evaluation alone.
-        roles = [role for role in ROLES if role not in ("rollout", "reward") or flow.of_kind(role)]
+        roles = [role for role in PHASES if role not in ("rollout", "reward") or flow.of_kind(role)]
         self._workers = [(role, name, handle) for role in roles for name, handle in fleet.role(role)]
         self._prompts = fleet.role("prompts")
         self._last: dict[str, dict[str, float]] = defaultdict(dict)
@@ -52,10 +53,10 @@ class Usage:
                 if isinstance(value, int | float)
             }
             self._last[name] = now
-            seconds[role].append(gained.get("busy_s", 0.0))
+            seconds[PHASES[role]].append(gained.get("busy_s", 0.0))
             tokens += gained.get("tokens", 0.0)
             samples += gained.get("samples", 0.0)
-        means = {role: sum(values) / len(values) for role, values in seconds.items()}
+        means = {phase: sum(values) / len(values) for phase, values in seconds.items()}
         groups = {
             name: now["groups"]
             for (role, name, _), now in zip(self._workers, counters, strict=False)

@@ -12,7 +12,7 @@ PLAN = [
     ActorPlan("Store", "store"),
     ActorPlan("Rollout-0", "rollout", 0.5, 0.5, "rollout", 0),
     ActorPlan("Rollout-1", "rollout", 0.5, 0.5, "rollout", 1),
-    ActorPlan("Trainer-reference-0", "reference", 0.5, 0.5, "reference", 0),
+    ActorPlan("Scorer-reference-0", "scorer", 0.5, 0.5, "reference", 0),
     ActorPlan("Trainer-policy-0", "trainer", 0.5, 0.5, "train", 0),
     ActorPlan("Trainer-policy-1", "trainer", 0.5, 0.5, "train", 1),
     ActorPlan("Trainer-policy-2", "trainer", 0.5, 0.5, "train", 2),
@@ -25,7 +25,7 @@ def colocated(**more):
     return config
 
 
-def test_rank_i_shares_with_engine_i_and_references_with_nobody():
+def test_rank_i_shares_with_engine_i_and_scorers_with_nobody():
     shared = [[actor.name for actor in actors] for actors in plan_sharing(PLAN, colocated())]
     assert shared == [["Rollout-0", "Trainer-policy-0"], ["Rollout-1", "Trainer-policy-1"], ["Trainer-policy-2"]]
 

@@ -30,7 +30,7 @@ def test_those_that_take_turns_divide_the_cores_among_their_own_kind_only(
     config = config_of(max_staleness, num_engines, num_ranks)
     assert threads_per_worker("rollout", config, 8) == of_engine
     assert threads_per_worker("trainer", config, 8) == of_rank
-    assert threads_per_worker("reference", config, 8) == of_rank
+    assert threads_per_worker("scorer", config, 8) == of_rank
 
 
 def test_a_number_that_was_asked_for_is_given() -> None:

@@ -23,7 +23,7 @@ from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.worker import ReferenceWorker, TrainerWorker
+from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 from penstock.workers.weights.trainer_side import TrainerSide, make_transport
 from penstock.workers.weights.transport import Engines, Transport, Update
 
@@ -35,7 +35,7 @@ class TrainerRank:
         self._spec = spec
         self._store = SyncStoreClient(store) if store is not None else None
         self._trainer: PolicyTrainer | None = None
-        self._worker: TrainerWorker | ReferenceWorker | None = None
+        self._worker: TrainerWorker | ScorerWorker | None = None
         self._state: TrainingState | None = None
         self._transport: Transport | None = None
 
@@ -73,7 +73,7 @@ class TrainerRank:
             )
         else:
             compute = trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs
-            self._worker = ReferenceWorker(
+            self._worker = ScorerWorker(
                 compute,
                 self._store,
                 spec.stage,
@@ -111,11 +111,11 @@ class TrainerRank:
 
     def run(self) -> None:
         """Serve a log-probability stage until the store closes. Collective."""
-        assert isinstance(self._worker, ReferenceWorker)
+        assert isinstance(self._worker, ScorerWorker)
         self._worker.run()
 
     def stats(self) -> dict[str, float]:
-        return self._worker.stats() if isinstance(self._worker, ReferenceWorker) else {}
+        return self._worker.stats() if isinstance(self._worker, ScorerWorker) else {}
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """The imperative API: one update on these rows of this rank. Collective."""

@@ -19,12 +19,12 @@ class TrainerSpec:
     num_threads: int
     stage: str
     loss: Loss | None
-    """None: no optimizer, log-probabilities only."""
+    """None: a scorer, without optimizer."""
     temperature: float = 1.0
     attention: str = "sdpa"
     engine_dtype: str = "float32"
     column: str = "reference_logprobs"
-    """What a log-probability stage writes."""
+    """What a scorer writes."""
     in_trainer: tuple[Stage, ...] = ()
     """Stages that run on the batch before the update."""
     columns: dict[str, Column] = field(default_factory=dict)

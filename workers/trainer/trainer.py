@@ -62,7 +62,7 @@ class PolicyTrainer:
         publication = trainer.publish("/dev/shm/run", version=1)
         trainer.close()
 
-    `trainable=False`: a reference; it has no optimizer and `update` is an error.
+    `trainable=False`: a scorer's; it has no optimizer and `update` is an error.
     """
 
     def __init__(

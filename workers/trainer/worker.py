@@ -1,7 +1,7 @@
-"""What a trainer rank does with the store: one update a call, or log-probabilities until the store closes.
+"""What a rank does with the store: a trainer one update a call, a scorer whatever rows are ready until it closes.
 
     TrainerWorker.step(k):  lease_shared("train", k) ─▶ trainer.update ─▶ complete_shared ─▶ StepReport
-    ReferenceWorker.run():  lease_shared(stage, 0, 1, 2, …) ─▶ trainer.logprobs ─▶ write
+    ScorerWorker.run():     lease_shared(stage, 0, 1, 2, …) ─▶ trainer.logprobs ─▶ write
 
 All ranks make the same calls with the same round numbers; the store gives each its share of the rows. Ranks that split
 the work on the same rows ask for the same share, and one of them answers for it. Run by `actor.py`.
@@ -86,8 +86,9 @@ class TrainerWorker:
         )
 
 
-class ReferenceWorker:
-    """Writes what a model that is not trained says, log-probabilities or scores, for whatever rows are ready."""
+class ScorerWorker:
+    """Writes what a model that is not trained says of responses, log-probabilities or one number each: a reference, a
+    teacher, a reward model."""
 
     def __init__(
         self,

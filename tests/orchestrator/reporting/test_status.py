@@ -32,7 +32,7 @@ def test_a_store_is_shown_by_stage_lease_and_waiter() -> None:
     async def main() -> str:
         store = Store(make_spec())
         client = StoreClient(store)
-        waiting = asyncio.ensure_future(StoreClient(store).lease("reference", 1, "Trainer-reference-0"))
+        waiting = asyncio.ensure_future(StoreClient(store).lease("reference", 1, "Scorer-reference-0"))
         await client.put_groups([group(number) for number in range(4)])
         for _ in range(2):
             lease = await client.lease("rollout", 1, "Rollout-0")
@@ -49,7 +49,7 @@ def test_a_store_is_shown_by_stage_lease_and_waiter() -> None:
     text = asyncio.run(main())
     rollout = next(line for line in text.splitlines() if line.startswith("rollout"))
     assert rollout.split()[1:5] == ["0", "2", "4", "0"]  # waiting, free, leased, done
-    assert "Trainer-reference-0" in next(line for line in text.splitlines() if line.startswith("reference"))
+    assert "Scorer-reference-0" in next(line for line in text.splitlines() if line.startswith("reference"))
     assert text.count("Rollout-0") == 2
     assert "dropped rows: empty_response 2" in text
     assert "rollout, 2 rows from 4: empty_response: 0 tokens of [16]" in text

@@ -21,7 +21,7 @@ from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.models.policy_model import load_causal_lm
 from penstock.workers.trainer.process_group import ProcessGroup
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.worker import ReferenceWorker, TrainerWorker
+from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 Make = Callable[..., PolicyTrainer]
 MINUTE = datetime.timedelta(minutes=1)
@@ -145,7 +145,7 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
     assert store.completed == 1
     assert [len(report.rows.response_tokens_N) for report in reports if report] == [4, 0]
     workers = [
-        ReferenceWorker(trainer.logprobs, store, "reference", "reference_logprobs", 0, 1, speaks_for_rows=speaks)
+        ScorerWorker(trainer.logprobs, store, "reference", "reference_logprobs", 0, 1, speaks_for_rows=speaks)
         for speaks in (True, False)
     ]
     for worker in workers:

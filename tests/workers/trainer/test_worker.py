@@ -19,7 +19,7 @@ from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer
-from penstock.workers.trainer.worker import ReferenceWorker, TrainerWorker
+from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 Make = Callable[..., PolicyTrainer]
 
@@ -70,7 +70,7 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
         store = make_store()
         client = StoreClient(store)
         await fill(client)
-        helper = ReferenceWorker(reference.logprobs, SyncStoreClient(store), "reference", "reference_logprobs", 0, 1)
+        helper = ScorerWorker(reference.logprobs, SyncStoreClient(store), "reference", "reference_logprobs", 0, 1)
         trainer = TrainerWorker(policy, SyncStoreClient(store), 0, 1, flow().stage("train").function)
         serving = asyncio.create_task(asyncio.to_thread(helper.run))
         report = await asyncio.to_thread(trainer.step, 0)
