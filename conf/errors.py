@@ -80,6 +80,10 @@ class NotPlainData(PenstockError, ValueError):
     """A value that cannot be kept as plain data, or a text that holds none."""
 
 
+class NotStarted(PenstockError):
+    """A call that came before the one that makes what it needs. The message names both."""
+
+
 class DeadlineExceeded(PenstockError):
     """A phase did not end in time. The message names the phase and who did not answer."""
 

@@ -13,6 +13,7 @@ import ray
 from ray.exceptions import RayError
 
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.stage import Stage
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpoint import Checkpoint
@@ -25,8 +26,8 @@ from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
-from penstock.workers.trainer.actor import Trainer
-from penstock.workers.trainer.spec import TrainerSpec
+from penstock.workers.trainer.actor import Scorer, Trainer
+from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 
 MANY_CALLS = 10_000
 """Concurrency of async actors: calls wait inside, they do not compute."""
@@ -143,6 +144,8 @@ class Fleet:
             return _remote(Compute, options).remote(actor.name, stage, self.flow.columns, store)
         # A rank computes in one thread; a second one answers `stats`, or waits for a checkpoint, meanwhile.
         options["max_concurrency"] = 2
+        if actor.role == "scorer":
+            return _remote(Scorer, options).remote(self._scorer_spec(actor), store)
         return _remote(Trainer, options).remote(self._trainer_spec(actor), store)
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
@@ -166,30 +169,38 @@ class Fleet:
 
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self.config, self.flow.stage(str(actor.stage))
-        is_scorer = actor.role == "scorer"
-        path = self.model_path
-        if is_scorer:
-            path = config.model.path_of(str(stage.model), self.model_path)
+        assert stage.function is not None  # `Dataflow.check` has seen to it
         return TrainerSpec(
-            actor.name,
-            config.trainer,
-            path,
-            actor.rank,
-            config.trainer.num_ranks,
-            threads_per_worker(actor.role, config, os.cpu_count() or 1),
-            stage.name,
-            None if is_scorer else stage.function,
-            config.rollout.sampling.temperature if self.flow.of_kind("rollout") else 1.0,
-            config.model.attention,
-            config.rollout.dtype,
-            stage.writes[0].name if is_scorer else "",
-            () if is_scorer else tuple(self.flow.in_trainer),
-            self.flow.columns,
-            "scores" if stage.is_scored else "policy",
-            config.checkpoint.timeout_s,
-            config.rollout.update_timeout_s,
-            bool(config.checkpoint.every_steps),
+            model_path=self.model_path,
+            loss=stage.function,
+            in_trainer=tuple(self.flow.in_trainer),
+            columns=self.flow.columns,
+            is_saved=bool(config.checkpoint.every_steps),
+            checkpoint_timeout_s=config.checkpoint.timeout_s,
+            update_timeout_s=config.rollout.update_timeout_s,
+            **self._of_rank(actor, stage),
         )
+
+    def _scorer_spec(self, actor: ActorPlan) -> ScorerSpec:
+        stage = self.flow.stage(str(actor.stage))
+        path = self.config.model.path_of(str(stage.model), self.model_path)
+        return ScorerSpec(model_path=path, column=stage.writes[0].name, **self._of_rank(actor, stage))
+
+    def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:
+        """What trainers and scorers are told alike."""
+        config = self.config
+        return {
+            "name": actor.name,
+            "config": config.trainer,
+            "rank": actor.rank,
+            "num_ranks": config.trainer.num_ranks,
+            "num_threads": threads_per_worker(actor.role, config, os.cpu_count() or 1),
+            "stage": stage.name,
+            "head": "scores" if stage.is_scored else "policy",
+            "temperature": config.rollout.sampling.temperature if self.flow.of_kind("rollout") else 1.0,
+            "attention": config.model.attention,
+            "engine_dtype": config.rollout.dtype,
+        }
 
 
 def _remote(cls: type, options: dict[str, Any]) -> Any:

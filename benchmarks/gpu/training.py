@@ -25,8 +25,7 @@ from benchmarks.harness import parse_arguments, write_json
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.actor import Trainer
-from penstock.workers.trainer.spec import TrainerSpec
+from penstock.workers.trainer.trainer import PolicyTrainer
 
 NUM_ROUNDS = 5
 NUM_ROWS = 128
@@ -75,14 +74,10 @@ def measure(
     options = TrainerConfig(
         activation_checkpointing=setting.checkpointing, optimizer=OptimizerConfig(lr=1e-7), **config
     )
-    spec = TrainerSpec(
-        "Trainer-0", options, str(model_path), 0, 1, 0, "train", ppo_clip_loss, attention=setting.attention
-    )
-    trainer = Trainer(spec, None)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    trainer.start(address)
+    trainer = PolicyTrainer(options, str(model_path), attention=setting.attention, address=address)
     num_tokens = int(rows.lengths("prompt_ids").sum() + rows.lengths("response_ids").sum())
     rounds = []
     try:

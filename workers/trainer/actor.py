@@ -1,36 +1,186 @@
-"""`Trainer-<model>-<rank>`: the Ray shell around one rank. Started by `orchestrator/fleet.py`.
+"""`Trainer-<model>-<rank>` and `Scorer-<stage>-<rank>`: the Ray shells around the parts of one rank, made by
+`assembly.py`. Started by `orchestrator/fleet.py`.
 
-Light to import: whoever starts a run has this class, and torch and transformers wait until the actor is made.
+    Trainer   is driven:  step ─▶ worker   begin_saving ─▶ state   publish ─▶ trainer   prepare, send ─▶ transport
+    Scorer    serves:     run ─▶ worker, until the store closes
+
+All ranks of a model get the same calls in the same order; torch.distributed does the rest between them. What is called
+collective returns only when every rank has been called.
+
+Light to import: whoever starts a run has these classes, and torch and transformers wait until an actor is made.
 """
 
-from collections.abc import Callable
-from typing import Any
+import socket
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from penstock.workers.trainer.spec import TrainerSpec
+import numpy as np
+import ray
 
-CALLS = (
-    "address", "start", "step", "run", "stats", "update", "logprobs", "begin_saving", "finish_saving", "load",
-    "publish", "connect", "prepare", "send", "take_device", "leave_device", "export", "close",
-)  # fmt: skip
-"""Methods of `rank.TrainerRank`, each handed on."""
+from penstock.conf.errors import NotStarted
+from penstock.conf.weights import WeightsConfig
+from penstock.store.data.rows import Rows
+from penstock.workers.files import SavedFile
+from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.trainer.report import StepReport
+from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.weights.transport import Engines, Transport, Update
+
+if TYPE_CHECKING:
+    from penstock.workers.trainer.assembly import ScorerParts, TrainerParts
+
+T = TypeVar("T")
 
 
 class Trainer:
-    """Lifecycle: `address` on rank 0, `start` on all with it, then `step`/`publish` or `run`, then `close`."""
+    """Lifecycle: `address` on rank 0, `start` on all with it, then `step`, `publish` and the rest, then `close`."""
 
     def __init__(self, spec: TrainerSpec, store: Any | None) -> None:
-        from penstock.workers.trainer.rank import TrainerRank
+        from penstock.workers.trainer import assembly
 
-        self._rank = TrainerRank(spec, store)
+        self._assembly = assembly
+        self._spec, self._store = spec, store
+        self._started: TrainerParts | None = None
+        self._connected: Transport | None = None
+
+    def address(self) -> str:
+        """`host:port` where this rank, the first, can listen for the others."""
+        return _free_address()
+
+    def start(self, address: str) -> None:
+        """Load the models and join the other ranks. Collective. Raises `ModelError`, `ConfigError`."""
+        self._started = self._assembly.assemble_trainer(self._spec, address, self._store)
+
+    def step(self, round: int) -> StepReport | None:
+        """Update number `round` on the store's next batch. None: the store has closed. Collective."""
+        return self._needed(self._parts.worker, "a store").step(round)
+
+    def update(self, rows: Rows, loss: Loss) -> UpdateReport:
+        """The imperative API: one update on these rows of this rank. Collective."""
+        return self._parts.trainer.update(rows, loss)
+
+    def logprobs(self, rows: Rows) -> list[np.ndarray]:
+        """The imperative API: `[T_i]` float32 for each row of this rank. Collective."""
+        return self._parts.trainer.logprobs(rows)
+
+    def begin_saving(self, directory: str) -> bool:
+        """Take the state of now; it is copied and written while training goes on. False: an earlier one is still being
+        written. Collective. Raises `DataflowError` for a state that no checkpoint can keep."""
+        return self._parts.state.begin(directory)
+
+    def finish_saving(self) -> list[SavedFile]:
+        """Wait for what `begin_saving` started; may run beside `step`. Raises `CheckpointError`,
+        `DeadlineExceeded`."""
+        return self._parts.state.finish()
+
+    def load(self, directory: str, files: list[SavedFile]) -> None:
+        """Go on from a checkpoint. Collective. Raises `CheckpointError`."""
+        self._parts.state.load(directory, files)
+
+    def publish(self, directory: str, version: int) -> Publication:
+        """Write a version of the weights into shared memory, below `directory`. Collective. Raises `WeightError`."""
+        return self._parts.trainer.publish(directory, version)
+
+    def connect(self, name: str, engines: Engines, address: str, directory: str, config: WeightsConfig) -> None:
+        """Meet the engines, where weights are streamed to them. `address`: where they can meet; `directory`: root of
+        publications. Collective. Raises `DeadlineExceeded`, `WeightError`, `ResourceError`."""
+        from penstock.workers.weights.trainer_side import TrainerSide, make_transport
+
+        side = TrainerSide.of(self._parts.trainer)
+        self._connected = make_transport(
+            name, side, directory=directory, bucket_mib=config.bucket_mib, timeout_s=self._spec.update_timeout_s
+        )
+        self._connected.connect(engines, address)
+
+    def prepare(self, version: int) -> Update:
+        """What the engines are to be told of a version that `send` brings. Collective."""
+        return self._transport.prepare(version)
+
+    def send(self, version: int) -> None:
+        """Stream a version, while the engines' `update` receives it. Collective. Raises `WeightError`,
+        `DeadlineExceeded`, or what an engine raised."""
+        self._transport.send(version)
+
+    def take_device(self) -> None:
+        """Bring everything back to the device that it shares with an engine. Collective."""
+        self._parts.trainer.take_device()
+
+    def leave_device(self) -> None:
+        """Make room on the device that it shares with an engine. Collective."""
+        self._parts.trainer.leave_device()
+
+    def export(self, directory: str) -> None:
+        """Write a HF model directory. Collective."""
+        self._parts.trainer.export(directory)
+
+    def close(self) -> None:
+        """Let go of engines and ranks, as far as there are any."""
+        if self._connected is not None:
+            self._connected.close()
+        if self._started is not None:
+            self._started.trainer.close()
+
+    @property
+    def _parts(self) -> "TrainerParts":
+        return self._needed(self._started, "`start` first")
+
+    @property
+    def _transport(self) -> Transport:
+        return self._needed(self._connected, "`connect` first")
+
+    def _needed(self, part: T | None, what: str) -> T:
+        return _needed(part, self._spec.name, what)
 
 
-def _handed_on(name: str) -> Callable[..., Any]:
-    def call(self: Trainer, *arguments: Any) -> Any:
-        return getattr(self._rank, name)(*arguments)
+class Scorer:
+    """Lifecycle: `address` on rank 0, `start` on all with it, then `run`, or `logprobs` in a session, then `close`."""
 
-    call.__name__ = name
-    return call
+    def __init__(self, spec: ScorerSpec, store: Any | None) -> None:
+        from penstock.workers.trainer import assembly
+
+        self._assembly = assembly
+        self._spec, self._store = spec, store
+        self._started: ScorerParts | None = None
+
+    def address(self) -> str:
+        """`host:port` where this rank, the first, can listen for the others."""
+        return _free_address()
+
+    def start(self, address: str) -> None:
+        """Load the model and join the other ranks. Collective. Raises `ModelError`, `ConfigError`."""
+        self._started = self._assembly.assemble_scorer(self._spec, address, self._store)
+
+    def run(self) -> None:
+        """Serve the stage until the store closes. Collective."""
+        _needed(self._parts.worker, self._spec.name, "a store").run()
+
+    def stats(self) -> dict[str, float]:
+        """Rows served and seconds spent computing, since the start. May be called beside `run`."""
+        return _needed(self._parts.worker, self._spec.name, "a store").stats()
+
+    def logprobs(self, rows: Rows) -> list[np.ndarray]:
+        """The imperative API: `[T_i]` float32 for each row of this rank. Collective."""
+        return self._parts.trainer.logprobs(rows)
+
+    def close(self) -> None:
+        """Leave the other ranks, if it has joined them."""
+        if self._started is not None:
+            self._started.trainer.close()
+
+    @property
+    def _parts(self) -> "ScorerParts":
+        return _needed(self._started, self._spec.name, "`start` first")
 
 
-for _name in CALLS:
-    setattr(Trainer, _name, _handed_on(_name))
+def _free_address() -> str:
+    """Of this machine: a port that nobody listens on."""
+    host = ray.util.get_node_ip_address()
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"
+
+
+def _needed(part: T | None, actor: str, what: str) -> T:
+    """Raises `NotStarted` where it is not there."""
+    if part is None:
+        raise NotStarted(f"{actor}: this call needs {what}.")
+    return part

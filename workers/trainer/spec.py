@@ -1,5 +1,5 @@
-"""What a trainer's rank is made from. Plain data, so that it crosses Ray; light to import, since whoever starts a run
-imports it."""
+"""What a rank is made from. Plain data, so that it crosses Ray; light to import, since whoever starts a run imports
+it."""
 
 from dataclasses import dataclass, field
 
@@ -9,34 +9,46 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.workers.protocols import Loss
 
 
-@dataclass(frozen=True)
-class TrainerSpec:
+@dataclass(frozen=True, kw_only=True)
+class RankSpec:
+    """Of every rank, whether it trains or scores."""
+
     name: str
+    """Of the actor."""
     config: TrainerConfig
     model_path: str
-    rank: int
-    num_ranks: int
-    num_threads: int
+    rank: int = 0
+    num_ranks: int = 1
+    num_threads: int = 0
+    """Of torch; 0 leaves it."""
     stage: str
-    loss: Loss | None
-    """None: a scorer, without optimizer."""
+    head: str = "policy"
+    """policy, or scores: a reward model."""
     temperature: float = 1.0
+    """Of the sampling distribution."""
     attention: str = "sdpa"
     engine_dtype: str = "float32"
-    column: str = "reference_logprobs"
-    """What a scorer writes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSpec(RankSpec):
+    """Of a rank that trains."""
+
+    loss: Loss
     in_trainer: tuple[Stage, ...] = ()
     """Stages that run on the batch before the update."""
     columns: dict[str, Column] = field(default_factory=dict)
     """Of the dataflow, for these."""
-    head: str = "policy"
-    """policy, or scores: a reward model, trained or served."""
+    is_saved: bool = False
+    """Checkpoints of it are taken."""
     checkpoint_timeout_s: float = 1800.0
     update_timeout_s: float = 120.0
     """Of each phase of a weight update."""
-    is_saved: bool = False
-    """Checkpoints of it are taken."""
 
-    @property
-    def trains(self) -> bool:
-        return self.loss is not None
+
+@dataclass(frozen=True, kw_only=True)
+class ScorerSpec(RankSpec):
+    """Of a rank that only computes: a reference, a teacher, a reward model."""
+
+    column: str
+    """What it writes."""

@@ -1,0 +1,89 @@
+"""One rank's parts without Ray, and the shells that are light to import."""
+
+import asyncio
+import subprocess
+import sys
+
+import pytest
+
+from penstock.algorithms.losses import ppo_clip_loss
+from penstock.conf.errors import NotStarted
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.client.client import StoreClient
+from penstock.workers.trainer.actor import Scorer, Trainer
+from penstock.workers.trainer.assembly import assemble_scorer, assemble_trainer
+from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from tests.workers.trainer.test_worker import fill, flow, make_store
+
+
+def trainer_spec(model_path: str, **options: object) -> TrainerSpec:
+    options = {"config": TrainerConfig(), "stage": "train", "loss": ppo_clip_loss} | options
+    return TrainerSpec(name="Trainer-policy-0", model_path=model_path, **options)
+
+
+def scorer_spec(model_path: str, **options: object) -> ScorerSpec:
+    options = {"stage": "reference", "column": "reference_logprobs"} | options
+    return ScorerSpec(name="Scorer-reference-0", config=TrainerConfig(), model_path=model_path, **options)
+
+
+def test_the_actors_wait_for_torch_and_transformers_until_they_are_made() -> None:
+    code = (
+        "import sys, penstock.workers.trainer.actor\n"
+        "print([name for name in ('torch', 'transformers', 'vllm', 'peft') if name in sys.modules])"
+    )
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "[]"
+
+
+def test_assembled_parts_take_a_batch_through_the_store(model_path: str) -> None:
+    async def run() -> tuple[object, dict[str, float]]:
+        store = make_store()
+        client = StoreClient(store)
+        await fill(client)
+        scorer = assemble_scorer(scorer_spec(model_path), None, store)
+        trainer = assemble_trainer(trainer_spec(model_path, loss=flow().stage("train").function), None, store)
+        assert scorer.worker is not None
+        assert trainer.worker is not None
+        serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run))
+        report = await asyncio.to_thread(trainer.worker.step, 0)
+        await client.close("done")
+        await serving
+        stats = scorer.worker.stats()
+        trainer.trainer.close()
+        scorer.trainer.close()
+        return report, stats
+
+    report, stats = asyncio.run(run())
+    assert report is not None
+    assert stats["rows"] == 4
+
+
+def test_a_reward_model_is_assembled_where_the_stage_asks_for_scores(model_path: str) -> None:
+    parts = assemble_scorer(scorer_spec(model_path, head="scores", column="reward"), None)
+    try:
+        assert isinstance(parts.trainer, ScalarTrainer)
+        assert not parts.trainer.trainable
+        assert parts.worker is None
+    finally:
+        parts.trainer.close()
+
+
+def test_a_call_before_the_one_that_it_needs_is_named(model_path: str) -> None:
+    trainer, scorer = Trainer(trainer_spec(model_path), None), Scorer(scorer_spec(model_path), None)
+    with pytest.raises(NotStarted, match="Trainer-policy-0: this call needs `start` first"):
+        trainer.publish("", 1)
+    with pytest.raises(NotStarted, match="Trainer-policy-0: this call needs `connect` first"):
+        trainer.send(1)
+    with pytest.raises(NotStarted, match="Scorer-reference-0: this call needs `start` first"):
+        scorer.run()
+
+
+def test_a_trainer_without_a_store_takes_no_step_of_it(model_path: str) -> None:
+    trainer = Trainer(trainer_spec(model_path), None)
+    trainer.start(trainer.address())
+    try:
+        with pytest.raises(NotStarted, match="needs a store"):
+            trainer.step(0)
+    finally:
+        trainer.close()

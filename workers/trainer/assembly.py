@@ -1,0 +1,107 @@
+"""The parts of one rank, put together from its specification. Called by the shells in `actor.py`; programs without Ray
+use the parts as they are.
+
+    assemble_trainer(spec, address, store) ─▶ TrainerParts: trainer, state for checkpoints, loop over the store
+    assemble_scorer(spec, address, store)  ─▶ ScorerParts: model, loop over the store
+
+All ranks are assembled at the same time, with one address: they meet there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.store.client.sync import SyncStoreClient
+from penstock.workers.trainer.checkpointing.training_state import TrainingState
+from penstock.workers.trainer.preparation import Preparation
+from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
+
+
+@dataclass(frozen=True)
+class TrainerParts:
+    """Of a rank that trains."""
+
+    trainer: PolicyTrainer
+    state: TrainingState
+    """Of the trainer and of its critic, if it has one."""
+    worker: TrainerWorker | None
+    """None without a store."""
+
+
+@dataclass(frozen=True)
+class ScorerParts:
+    """Of a rank that only computes."""
+
+    trainer: PolicyTrainer
+    worker: ScorerWorker | None
+    """None without a store."""
+
+
+def assemble_trainer(spec: TrainerSpec, address: str | None, store: Any | None = None) -> TrainerParts:
+    """`address`: where the ranks meet (host:port on rank 0's node); one rank alone needs none. `store`: its handle, or
+    a `Store` of this process. Collective. Raises `ModelError`, `ConfigError`."""
+    trainer = _trainer_class(spec)(spec.config, spec.model_path, **_options(spec, address))
+    critic = _critic(spec, address)
+    group = trainer.group
+    preparation = Preparation(spec.in_trainer, spec.columns, group.gather, critic, is_saved=spec.is_saved)
+    trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
+    state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
+    if store is None:
+        return TrainerParts(trainer, state, None)
+    worker = TrainerWorker(
+        trainer,
+        SyncStoreClient(store),
+        group.data_rank,
+        group.num_data_ranks,
+        spec.loss,
+        preparation=preparation,
+        speaks_for_rows=group.speaks_for_rows,
+    )
+    return TrainerParts(trainer, state, worker)
+
+
+def assemble_scorer(spec: ScorerSpec, address: str | None, store: Any | None = None) -> ScorerParts:
+    """As `assemble_trainer`."""
+    trainer = _trainer_class(spec)(spec.config, spec.model_path, trainable=False, **_options(spec, address))
+    if store is None:
+        return ScorerParts(trainer, None)
+    group = trainer.group
+    worker = ScorerWorker(
+        trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs,
+        SyncStoreClient(store),
+        spec.stage,
+        spec.column,
+        group.data_rank,
+        group.num_data_ranks,
+        speaks_for_rows=group.speaks_for_rows,
+    )
+    return ScorerParts(trainer, worker)
+
+
+def _critic(spec: TrainerSpec, address: str | None) -> ScalarTrainer | None:
+    """Where a stage asks for one."""
+    if not any(stage.kind in ("values", "critic") for stage in spec.in_trainer):
+        return None
+    optimizer = spec.config.critic_optimizer
+    return ScalarTrainer(
+        spec.config, spec.model_path, metrics_prefix="critic", optimizer=optimizer, **_options(spec, address)
+    )
+
+
+def _trainer_class(spec: RankSpec) -> type[PolicyTrainer]:
+    return ScalarTrainer if spec.head == "scores" else PolicyTrainer
+
+
+def _options(spec: RankSpec, address: str | None) -> dict[str, Any]:
+    """Of every trainer of the rank."""
+    return {
+        "temperature": spec.temperature,
+        "rank": spec.rank,
+        "num_ranks": spec.num_ranks,
+        "address": address,
+        "num_threads": spec.num_threads,
+        "attention": spec.attention,
+        "engine_dtype": spec.engine_dtype,
+    }
