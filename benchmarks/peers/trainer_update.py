@@ -26,9 +26,9 @@ from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer import batching
 from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.update import batching
 
 PROMPT_TOKENS = 16
 FIXED_ROWS = 8

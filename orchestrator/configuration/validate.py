@@ -27,7 +27,7 @@ from penstock.orchestrator.placement import ActorPlan, needed, plan_actors
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.trainer.carried import states_to_text
+from penstock.workers.trainer.checkpointing.carried import states_to_text
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from penstock.workers.protocols import Sampling
 from penstock.workers.reward.functions import digits
 from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.rollout.worker import sample_seed
-from penstock.workers.trainer.batching import plan
+from penstock.workers.trainer.update.batching import plan
 
 
 def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:

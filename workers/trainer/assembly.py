@@ -44,8 +44,8 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, store: Any | None =
     a `Store` of this process. Collective. Raises `ModelError`, `ConfigError`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, **_options(spec, address))
     critic = _critic(spec, address)
-    group = trainer.group
-    preparation = Preparation(spec.in_trainer, spec.columns, group.gather, critic, is_saved=spec.is_saved)
+    ranks = trainer.ranks
+    preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, is_saved=spec.is_saved)
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
     if store is None:
@@ -53,11 +53,11 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, store: Any | None =
     worker = TrainerWorker(
         trainer,
         SyncStoreClient(store),
-        group.data_rank,
-        group.num_data_ranks,
+        ranks.data_rank,
+        ranks.num_data_ranks,
         spec.loss,
         preparation=preparation,
-        speaks_for_rows=group.speaks_for_rows,
+        speaks_for_rows=ranks.speaks_for_rows,
     )
     return TrainerParts(trainer, state, worker)
 
@@ -67,15 +67,15 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, store: Any | None = N
     trainer = _trainer_class(spec)(spec.config, spec.model_path, trainable=False, **_options(spec, address))
     if store is None:
         return ScorerParts(trainer, None)
-    group = trainer.group
+    ranks = trainer.ranks
     worker = ScorerWorker(
         trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs,
         SyncStoreClient(store),
         spec.stage,
         spec.column,
-        group.data_rank,
-        group.num_data_ranks,
-        speaks_for_rows=group.speaks_for_rows,
+        ranks.data_rank,
+        ranks.num_data_ranks,
+        speaks_for_rows=ranks.speaks_for_rows,
     )
     return ScorerParts(trainer, worker)
 

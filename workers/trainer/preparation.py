@@ -20,8 +20,8 @@ from penstock.algorithms.graph.stage import Stage
 from penstock.store.data.rows import Rows
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.protocols import Loss, UpdateReport
-from penstock.workers.trainer.carried import states_from_text, states_to_text
-from penstock.workers.trainer.tally import with_explained_variance
+from penstock.workers.trainer.checkpointing.carried import states_from_text, states_to_text
+from penstock.workers.trainer.update.tally import with_explained_variance
 
 CRITIC = "critic"
 """Prefix of the critic's metrics."""
@@ -40,7 +40,7 @@ class Critic(Protocol):
 class Preparation:
     """The stages of a dataflow that run in its trainers.
 
-    rows, metrics = Preparation(flow.in_trainer, flow.columns, group.gather).apply(rows, version)
+    rows, metrics = Preparation(flow.in_trainer, flow.columns, ranks.gather).apply(rows, version)
     """
 
     def __init__(

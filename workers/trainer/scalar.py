@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.batching import MicroBatch
-from penstock.workers.trainer.loss_inputs import LossInputs
 from penstock.workers.trainer.models.policy_model import max_length
 from penstock.workers.trainer.models.scalar_model import ScalarModel, open_scalar_lm
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.tally import Tally
-from penstock.workers.trainer.trainer import PolicyTrainer, Step
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.update.batching import MicroBatch
+from penstock.workers.trainer.update.loss_inputs import LossInputs
+from penstock.workers.trainer.update.minibatches import Minibatch
+from penstock.workers.trainer.update.tally import Tally
 
 
 class ScalarTrainer(PolicyTrainer):
@@ -60,7 +61,7 @@ class ScalarTrainer(PolicyTrainer):
 
     def _contribution(
         self,
-        step: Step,
+        minibatch: Minibatch,
         batch: MicroBatch,
         inputs: LossInputs,
         old: list[np.ndarray] | None,
@@ -73,7 +74,7 @@ class ScalarTrainer(PolicyTrainer):
         if batch.is_dummy:
             return numbers.sum() * 0.0
         available: dict[str, Any] = {"scores": numbers} if whole else {"values": batch.scatter(numbers)}
-        loss, metrics = inputs.call(batch, step.totals, available)
+        loss, metrics = inputs.call(batch, minibatch.totals, available)
         for name, value in metrics.items():
             tally.add(f"{self.metrics_prefix}/{name}", value)
         return loss

@@ -15,7 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -23,34 +23,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from penstock.algorithms.aggregation import BatchTotals
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer import batching, deadlines, writing
-from penstock.workers.trainer.batching import MicroBatch
-from penstock.workers.trainer.engines.engine import Piece, TrainEngine
-from penstock.workers.trainer.engines.fsdp import FsdpEngine
+from penstock.workers.trainer import deadlines, writing
+from penstock.workers.trainer.engines.engine import Piece
+from penstock.workers.trainer.engines.factory import make_engine
 from penstock.workers.trainer.engines.layers import compile_layers, use_liger
 from penstock.workers.trainer.engines.lora import add_adapters
-from penstock.workers.trainer.loss_inputs import LossInputs
 from penstock.workers.trainer.models.policy_model import PolicyModel, max_length, open_causal_lm
-from penstock.workers.trainer.models.scalar_model import ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.process_group import ProcessGroup
-from penstock.workers.trainer.schedule import learning_rate
-from penstock.workers.trainer.tally import Tally, add_mismatch
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.update import batching
+from penstock.workers.trainer.update.batching import MicroBatch
+from penstock.workers.trainer.update.loss_inputs import LossInputs
+from penstock.workers.trainer.update.minibatches import Cutter, Minibatch
+from penstock.workers.trainer.update.schedule import learning_rate
+from penstock.workers.trainer.update.tally import Tally, add_mismatch
 from penstock.workers.weights.publication.layout import Layout
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one optimizer step trains on: this rank's micro-batches (as many as on any rank) and the totals over all
-    ranks.
-    """
-
-    batches: list[MicroBatch]
-    totals: BatchTotals
 
 
 class PolicyTrainer:
@@ -93,9 +83,9 @@ class PolicyTrainer:
         self.metrics_prefix = metrics_prefix
         self.model_path = model_path
         self.engine_dtype = engine_dtype
-        self.step = 0
-        """Updates so far; the schedule's clock."""
-        self.group = ProcessGroup.join(
+        self.num_updates = 0
+        """Made so far, also before this one's start; the schedule's clock."""
+        self.ranks = Ranks.join(
             rank,
             num_ranks,
             address,
@@ -115,9 +105,10 @@ class PolicyTrainer:
         if config.compile:
             compile_layers(self.model)
         self.trainable = trainable
-        self.before_step: Callable[[], None] | None = None
+        self.before_optimizer_step: Callable[[], None] | None = None
         """Called before weights change: a checkpoint may still be copying them."""
-        self.engine = make_engine(self.model, weights, self.group, self.config)
+        self.engine = make_engine(self.model, weights, self.ranks, self.config)
+        self._cutter = Cutter(self.ranks, self.config, self.max_length)
 
     def _open(
         self, path: str, dtype: str, attention: str, checkpoint_layers: bool
@@ -126,10 +117,6 @@ class PolicyTrainer:
         lm, weights = open_causal_lm(path, dtype=dtype, attention=attention, checkpoint_layers=checkpoint_layers)
         chunk_mib = self.config.logprob_chunk_mib
         return PolicyModel(lm, temperature=self._temperature, chunk_mib=chunk_mib), weights, max_length(lm)
-
-    def set_step(self, step: int) -> None:
-        """Updates made before this one's start, when resuming: where the learning-rate schedule goes on."""
-        self.step = step
 
     @torch.no_grad()
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
@@ -156,42 +143,40 @@ class PolicyTrainer:
 
     def _all_batches(self, rows: Rows) -> list[MicroBatch]:
         """The rows in micro-batches, as many as on any rank. Collective."""
-        batches = self._microbatches(rows, np.arange(len(rows)), ())
         with self._phase("agreement on micro-batches"):
-            count = max(self.group.gather(len(batches)))
-        return batching.pad_plan(batches, count, self.group.device)
+            return self._cutter.microbatches(rows)
 
     def _phase(self, name: str) -> AbstractContextManager[None]:
-        return deadlines.phase(name, self.group, lambda: self.engine.where)
+        return deadlines.phase(name, self.ranks, lambda: self.engine.where)
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """One policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
 
         `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as
         `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when
-        rows have `behavior_logprobs`. A step whose gradient norm is not finite is left out, counted, and leaves
-        weights and optimizer as they were. Raises `DataError`, `DataflowError`.
+        rows have `behavior_logprobs`. An optimizer step whose gradient norm is not finite is left out and counted:
+        weights and optimizer stay as they were. Raises `DataError`, `DataflowError`.
         """
         if not self.trainable:
             raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
         started = time.perf_counter()
         seconds: dict[str, float] = defaultdict(float)
         inputs = LossInputs.of(loss, rows.names)
-        with self._phase(f"update {self.step + 1}, agreement on micro-batches"):
-            steps = self._plan_steps(rows, inputs)
-        old = self.logprobs(rows) if inputs.takes_old_logprobs and len(steps) > 1 else None
-        rate = learning_rate(self.config.optimizer, self.step, self.config.max_steps)
+        with self._phase(f"update {self.num_updates + 1}, agreement on micro-batches"):
+            minibatches = self._cutter.minibatches(rows, inputs)
+        old = self.logprobs(rows) if inputs.takes_old_logprobs and len(minibatches) > 1 else None
+        rate = learning_rate(self.config.optimizer, self.num_updates, self.config.max_steps)
         seconds["plan"] = time.perf_counter() - started
 
-        tally = Tally(len(steps))
+        tally = Tally(len(minibatches))
         norms, skipped = [], 0
-        for number, step in enumerate(steps):
-            self._accumulate(step, inputs, old, tally, number == 0, seconds)
+        for number, minibatch in enumerate(minibatches):
+            self._accumulate(minibatch, inputs, old, tally, number == 0, seconds)
             norms.append(self._optimizer_step(rate, seconds))
             skipped += not math.isfinite(norms[-1])
-        self.step += 1
-        with self._phase(f"update {self.step}, metrics"):
-            metrics = tally.reduced(self.group)
+        self.num_updates += 1
+        with self._phase(f"update {self.num_updates}, metrics"):
+            metrics = tally.reduced(self.ranks)
         metrics |= {
             f"{self.metrics_prefix}/lr": rate,
             f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),
@@ -206,7 +191,7 @@ class PolicyTrainer:
         model, or with `trainer.lora.publish=adapter` the adapter alone. Collective.
         """
         with self._phase(f"publication of version {version}"):
-            return writing.publish(self.group, self._published(), directory, version, self._layout)
+            return writing.publish(self.ranks, self._published(), directory, version, self._layout)
 
     @cached_property
     def _layout(self) -> Layout:
@@ -231,44 +216,13 @@ class PolicyTrainer:
         self.engine.leave_device()
 
     def close(self) -> None:
-        """Leave the process group, if this trainer made it."""
+        """Leave the other ranks, if this trainer joined them."""
         self.engine.close()
-        self.group.leave()
-
-    def _microbatches(
-        self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False
-    ) -> list[MicroBatch]:
-        lengths = batching.row_lengths(rows, self.max_length)[positions]
-        budget = self.config.max_tokens_per_microbatch
-        if whole_groups:
-            cuts = batching.plan_groups(lengths, rows.group_ids[positions], budget)
-        else:
-            cuts = batching.plan(lengths, budget)
-        return [batching.collate(rows, positions[cut], columns).to(self.group.device) for cut in cuts]
-
-    def _plan_steps(self, rows: Rows, inputs: LossInputs) -> list[Step]:
-        """Cut the rows; exchange counts, so that ranks agree on totals and on the number of micro-batches."""
-        columns = inputs.columns
-        if "behavior_logprobs" in rows and "behavior_logprobs" not in columns:
-            columns = (*columns, "behavior_logprobs")
-        count = self.config.num_minibatches
-        every_group = self.group.gather(np.unique(rows.group_ids)) if count > 1 else []
-        parts = batching.split_minibatches(rows.group_ids, np.concatenate(every_group) if every_group else [], count)
-        cuts = [self._microbatches(rows, part, columns, whole_groups=inputs.takes_groups) for part in parts]
-        sizes = [
-            (len(batches), sum((_totals(batch, inputs.takes_groups) for batch in batches), BatchTotals(0, 0)))
-            for batches in cuts
-        ]
-        steps = []
-        for batches, others in zip(cuts, zip(*self.group.gather(sizes), strict=True), strict=True):
-            totals = sum((other for _, other in others), BatchTotals(0, 0))
-            padded = batching.pad_plan(batches, max(number for number, _ in others), self.group.device)
-            steps.append(Step(padded, totals))
-        return steps
+        self.ranks.leave()
 
     def _accumulate(
         self,
-        step: Step,
+        minibatch: Minibatch,
         inputs: LossInputs,
         old: list[np.ndarray] | None,
         tally: Tally,
@@ -276,12 +230,12 @@ class PolicyTrainer:
         seconds: dict[str, float],
     ) -> None:
         """Forward and backward of each micro-batch: gradients add up in the parameters."""
-        for number, batch in enumerate(step.batches):
-            place = f"update {self.step + 1}, micro-batch {number + 1} of {len(step.batches)}"
+        for number, batch in enumerate(minibatch.batches):
+            place = f"update {self.num_updates + 1}, micro-batch {number + 1} of {len(minibatch.batches)}"
             started = time.perf_counter()
             with self._phase(f"{place}, forward"):
-                self.engine.before_backward(is_last=number == len(step.batches) - 1)
-                loss = self._contribution(step, batch, inputs, old, tally, is_first)
+                self.engine.before_backward(is_last=number == len(minibatch.batches) - 1)
+                loss = self._contribution(minibatch, batch, inputs, old, tally, is_first)
             seconds["forward"] += time.perf_counter() - started
             started = time.perf_counter()
             with self._phase(f"{place}, backward"):
@@ -290,14 +244,14 @@ class PolicyTrainer:
 
     def _contribution(
         self,
-        step: Step,
+        minibatch: Minibatch,
         batch: MicroBatch,
         inputs: LossInputs,
         old: list[np.ndarray] | None,
         tally: Tally,
         is_first: bool,
     ) -> Tensor:
-        """Forward of one micro-batch: its share of the step's loss, `[]` with gradient."""
+        """Forward of one micro-batch: its share of the minibatch's loss, `[]` with gradient."""
         entropy = "gradient" if inputs.takes_entropy else "value"
         logprobs_N, entropy_N = self.engine.forward(batch.input_ids_BL, batch.positions_N, batch.targets_N, entropy)
         if batch.is_dummy:
@@ -308,10 +262,10 @@ class PolicyTrainer:
             old_BT = batch.pad([old[position] for position in batch.rows])
         entropy_BT = batch.scatter(entropy_N) if inputs.takes_entropy else None
         available = {"logprobs": logprobs_BT, "entropy": entropy_BT, "old_logprobs": old_BT}
-        loss, metrics = inputs.call(batch, step.totals, available)
+        loss, metrics = inputs.call(batch, minibatch.totals, available)
         for name, value in metrics.items():
             tally.add(f"actor/{name}", value)
-        num_tokens = max(1.0, step.totals.num_tokens)
+        num_tokens = max(1.0, minibatch.totals.num_tokens)
         tally.add("actor/entropy", entropy_N.sum() / num_tokens)
         if is_first and "behavior_logprobs" in batch.columns:
             add_mismatch(tally, logprobs_BT, batch.columns["behavior_logprobs"], batch.mask_BT, num_tokens)
@@ -320,26 +274,9 @@ class PolicyTrainer:
     def _optimizer_step(self, rate: float, seconds: dict[str, float]) -> float:
         """The norm before clipping. Not finite: nothing is changed."""
         started = time.perf_counter()
-        if self.before_step is not None:
-            self.before_step()
-        with self._phase(f"update {self.step + 1}, optimizer step"):
-            norm = self.engine.step(rate)
+        if self.before_optimizer_step is not None:
+            self.before_optimizer_step()
+        with self._phase(f"update {self.num_updates + 1}, optimizer step"):
+            norm = self.engine.optimizer_step(rate)
         seconds["optimizer"] += time.perf_counter() - started
         return norm
-
-
-def make_engine(
-    model: PolicyModel | ScalarModel, weights: StartingWeights, group: ProcessGroup, config: TrainerConfig
-) -> TrainEngine:
-    """`config.engine` around a model that gets its weights there. Collective."""
-    if config.engine == "deepspeed":
-        from penstock.workers.trainer.engines.deepspeed import DeepSpeedEngine
-
-        return DeepSpeedEngine(model, weights, group, config)
-    return FsdpEngine(model, weights, group, config)
-
-
-def _totals(batch: MicroBatch, whole_groups: bool) -> BatchTotals:
-    """Of one micro-batch. Groups can be counted where none is cut apart."""
-    totals = BatchTotals.of(batch.mask_BT)
-    return replace(totals, num_groups=len(batch.group_ids_B.unique())) if whole_groups else totals

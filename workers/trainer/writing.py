@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.engines.engine import Piece, TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, publication_directory, seal
 from penstock.workers.weights.publication.reading import WEIGHTS_NAME
@@ -40,20 +40,20 @@ def layout_of(pieces: Iterable[Piece], dtype: str) -> Layout:
     return compute_layout((piece.name, piece.shape, dtype) for piece in pieces)
 
 
-def publish(group: ProcessGroup, pieces: Iterable[Piece], directory: str, version: int, layout: Layout) -> Publication:
+def publish(ranks: Ranks, pieces: Iterable[Piece], directory: str, version: int, layout: Layout) -> Publication:
     """Version `version` under the root `directory`, in the layout's dtype. Collective: every rank returns once it is
     sealed. `layout`: of `layout_of` of such pieces, which is the same for every version.
 
     Raises `WeightError`, e.g. when shared memory is full.
     """
-    writer = PublicationWriter(directory, version, layout, group.rank, group.num_ranks)
+    writer = PublicationWriter(directory, version, layout, ranks.rank, ranks.num_ranks)
     for piece in pieces:
         writer.write_elements(piece.name, piece.first, piece.values)
     writer.finish()
-    group.barrier()
-    if group.rank == 0:
-        seal(directory, version, layout, group.num_ranks)
-    group.barrier()
+    ranks.barrier()
+    if ranks.rank == 0:
+        seal(directory, version, layout, ranks.num_ranks)
+    ranks.barrier()
     return Publication(str(publication_directory(directory, version)), version, layout.num_bytes)
 
 
@@ -64,14 +64,14 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
     target = Path(directory)
     target.mkdir(parents=True, exist_ok=True)
     layout = layout_of(engine.pieces(), dtype)
-    publish(engine.group, engine.pieces(), str(target / ".export"), 0, layout)
-    if engine.group.rank == 0:
+    publish(engine.ranks, engine.pieces(), str(target / ".export"), 0, layout)
+    if engine.ranks.rank == 0:
         os.replace(publication_directory(target / ".export", 0) / WEIGHTS_NAME, target / WEIGHTS_NAME)
         shutil.rmtree(target / ".export")
         _copy_tokenizer(model_path, target)
         _write_config(engine, target, dtype)
-    save_adapter(engine.model.lm, target / ADAPTER_FOLDER, engine.group.rank == 0)
-    engine.group.barrier()
+    save_adapter(engine.model.lm, target / ADAPTER_FOLDER, engine.ranks.rank == 0)
+    engine.ranks.barrier()
 
 
 def _copy_tokenizer(model_path: str, target: Path) -> None:

@@ -39,9 +39,9 @@ class TrainerSide:
     @classmethod
     def of(cls, trainer: Any) -> "TrainerSide":
         """`trainer`: a rank, as `trainer.py` makes it."""
-        group = trainer.group
+        ranks = trainer.ranks
         return cls(
-            group.rank, group.num_ranks, group.device, trainer.publish, trainer.engine.pieces, group.gather_ranks,
+            ranks.rank, ranks.num_ranks, ranks.device, trainer.publish, trainer.engine.pieces, ranks.gather_ranks,
             trainer.model.lm, trainer.engine_dtype,
         )  # fmt: skip
 

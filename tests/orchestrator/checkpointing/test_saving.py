@@ -143,11 +143,11 @@ from penstock.workers.prompts.source import PromptStart
 from penstock.workers.trainer.checkpointing.reading import check_files
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.engines.engine import Piece
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 place = Path(sys.argv[1])
 ELEMENTS = 3 * 2**18  # 3 MiB
-saver = Saver(ProcessGroup.join(0, 1, None, 60, False), timeout_s=60)
+saver = Saver(Ranks.join(0, 1, None, 60, False), timeout_s=60)
 
 
 class Remote:

@@ -21,8 +21,8 @@ from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
 from penstock.workers.trainer.scalar import ScalarTrainer
-from penstock.workers.trainer.tally import with_explained_variance
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.update.tally import with_explained_variance
 from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.trainer_side import TrainerSide
 

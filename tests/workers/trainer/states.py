@@ -18,7 +18,7 @@ def whole(trainer: PolicyTrainer, pieces: Iterable[Piece]) -> dict[str, Tensor]:
     mine = [(piece.name, piece.shape, piece.first, piece.values.detach().clone()) for piece in pieces]
     tensors: dict[str, Tensor] = {}
     counts: dict[str, Tensor] = {}
-    for name, shape, first, values in (piece for pieces in trainer.group.gather(mine) for piece in pieces):
+    for name, shape, first, values in (piece for pieces in trainer.ranks.gather(mine) for piece in pieces):
         tensor = tensors.setdefault(name, torch.empty(shape, dtype=values.dtype))
         tensor.view(-1)[first : first + len(values)] = values
         counts.setdefault(name, torch.zeros(shape)).view(-1)[first : first + len(values)] += 1

@@ -14,7 +14,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.deadlines import named
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import random_rows
 
@@ -78,12 +78,12 @@ def free_port() -> int:
 
 
 def test_errors_that_are_no_collectives_stay_what_they_are() -> None:
-    group = ProcessGroup.join(0, 1, None, TIMEOUT_S, use_gpu=False)
+    ranks = Ranks.join(0, 1, None, TIMEOUT_S, use_gpu=False)
     try:
-        assert named(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "forward", group, "") is None
-        late = named(RuntimeError("[..] Timed out waiting 3000ms for recv"), "publication", group, "model.layers.3")
+        assert named(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "forward", ranks, "") is None
+        late = named(RuntimeError("[..] Timed out waiting 3000ms for recv"), "publication", ranks, "model.layers.3")
         assert isinstance(late, DeadlineExceeded)
         assert "publication, rank 0 of 1, at model.layers.3: another rank did not answer within 3 s" in str(late)
-        assert isinstance(named(RuntimeError("Connection closed by peer [::1]"), "x", group, ""), WorkerDied)
+        assert isinstance(named(RuntimeError("Connection closed by peer [::1]"), "x", ranks, ""), WorkerDied)
     finally:
-        group.leave()
+        ranks.leave()

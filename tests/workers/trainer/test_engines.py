@@ -10,9 +10,10 @@ import torch
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
+from penstock.workers.trainer.engines.factory import make_engine
 from penstock.workers.trainer.models.policy_model import PolicyModel, load_causal_lm, open_causal_lm
-from penstock.workers.trainer.process_group import ProcessGroup
-from penstock.workers.trainer.trainer import PolicyTrainer, make_engine
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.trainer import PolicyTrainer
 from tests.workers.trainer.conftest import ENGINES, random_rows
 from tests.workers.trainer.states import put_state, whole, whole_state
 
@@ -66,17 +67,17 @@ def test_what_is_not_trained_keeps_its_weights_and_is_published_all_the_same(
     model = PolicyModel(lm).requires_grad_(False)
     lm.model.layers[1].requires_grad_(True)
     config = TrainerConfig(**engine_options, optimizer=OptimizerConfig(lr=1e-2))
-    group = ProcessGroup.join(0, 1, None, 60.0, use_gpu=False)
-    made = make_engine(model, weights, group, config)
+    ranks = Ranks.join(0, 1, None, 60.0, use_gpu=False)
+    made = make_engine(model, weights, ranks, config)
     ids = torch.randint(3, 90, (2, 8))
     for _ in range(2):
         made.before_backward(is_last=True)
         made.backward(-made.forward(ids, torch.arange(14), torch.arange(14))[0].mean())
-        assert made.step(1e-2) > 0
+        assert made.optimizer_step(1e-2) > 0
     after = {piece.name: piece.values.reshape(piece.shape).clone() for piece in made.pieces()}
     state = {piece.name for piece in made.state()}
     made.close()
-    group.leave()
+    ranks.leave()
     assert after.keys() == before.keys()
     for name, weight in after.items():
         is_trained = name.startswith("model.layers.1.")

@@ -19,7 +19,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp, tensor_parallel, ulysses
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.models.policy_model import load_causal_lm
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
@@ -31,10 +31,10 @@ MINUTE = datetime.timedelta(minutes=1)
 def test_every_share_of_the_rows_has_one_rank_that_speaks_for_it(num_data_ranks: int, num_peers: int) -> None:
     num_ranks = num_data_ranks * num_peers
     cpu = torch.device("cpu")
-    groups = [ProcessGroup(rank, num_ranks, cpu, False, MINUTE, num_peers) for rank in range(num_ranks)]
-    assert {group.num_data_ranks for group in groups} == {num_data_ranks}
-    assert [group.data_rank for group in groups if group.speaks_for_rows] == list(range(num_data_ranks))
-    assert [group.data_rank for group in groups].count(0) == num_peers
+    every = [Ranks(rank, num_ranks, cpu, False, MINUTE, num_peers) for rank in range(num_ranks)]
+    assert {ranks.num_data_ranks for ranks in every} == {num_data_ranks}
+    assert [ranks.data_rank for ranks in every if ranks.speaks_for_rows] == list(range(num_data_ranks))
+    assert [ranks.data_rank for ranks in every].count(0) == num_peers
 
 
 @given(num_rows=st.integers(0, 50), size=st.integers(1, 9))

@@ -15,8 +15,8 @@ from penstock.algorithms.losses import ppo_clip_loss, sft_loss
 from penstock.conf.errors import DataError, DataflowError
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Trainer
-from penstock.workers.trainer import batching
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.update import batching
 from tests.workers.trainer.conftest import ENGINES
 
 Make = Callable[..., PolicyTrainer]
@@ -229,7 +229,7 @@ def test_the_gradient_is_clipped_to_the_norm(make_trainer: Make, make_rows: Make
 def test_the_schedule_counts_updates_and_goes_on_from_where_it_is_set(make_trainer: Make, make_rows: MakeRows) -> None:
     trainer = make_trainer(lr=1.0e-3, warmup_steps=10, num_minibatches=2)
     rates = [trainer.update(make_rows(4), sft_loss).metrics["actor/lr"] for _ in range(2)]
-    trainer.set_step(9)
+    trainer.num_updates = 9
     rates.append(trainer.update(make_rows(4), sft_loss).metrics["actor/lr"])
     assert rates == pytest.approx([1e-4, 2e-4, 1e-3])
 

@@ -16,10 +16,10 @@ from penstock.workers.trainer.checkpointing.flat_shards import FlatLoadPlanner, 
 from penstock.workers.trainer.checkpointing.saver import CARRIED, local_place
 from penstock.workers.trainer.checkpointing.shard_files import ShardReader
 from penstock.workers.trainer.engines.engine import Piece
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 
-def load(pieces: Iterable[Piece], directory: str, group: ProcessGroup, optional: Collection[str] = ()) -> set[str]:
+def load(pieces: Iterable[Piece], directory: str, ranks: Ranks, optional: Collection[str] = ()) -> set[str]:
     """Overwrite the pieces' values with those of a checkpoint, however many ranks wrote it. Collective.
 
     `optional`: names that it may lack. Returns the names that were found. Raises `CheckpointError` for one of another
@@ -28,11 +28,11 @@ def load(pieces: Iterable[Piece], directory: str, group: ProcessGroup, optional:
     with local_place(directory) as local:
         if local != directory:
             download(directory, Path(local))
-        return _load(list(pieces), local, directory, group, optional)
+        return _load(list(pieces), local, directory, ranks, optional)
 
 
 @torch.no_grad()
-def _load(pieces: list[Piece], local: str, directory: str, group: ProcessGroup, optional: Collection[str]) -> set[str]:
+def _load(pieces: list[Piece], local: str, directory: str, ranks: Ranks, optional: Collection[str]) -> set[str]:
     reader = ShardReader(local)
     saved = reader.read_metadata().state_dict_metadata
     wanted = [piece for piece in pieces if piece.name in saved or piece.name not in optional]
@@ -40,9 +40,9 @@ def _load(pieces: list[Piece], local: str, directory: str, group: ProcessGroup, 
         _check_fits(piece, saved, directory)
     try:
         planner = FlatLoadPlanner(wanted)
-        dcp.load(values_of(wanted), storage_reader=reader, planner=planner, no_dist=group.num_ranks == 1)
+        dcp.load(values_of(wanted), storage_reader=reader, planner=planner, no_dist=ranks.num_ranks == 1)
     except (OSError, RuntimeError, ValueError, EOFError, dcp.CheckpointException) as error:
-        raise CheckpointError(f"{directory}: rank {group.rank} could not read it: {error}") from None
+        raise CheckpointError(f"{directory}: rank {ranks.rank} could not read it: {error}") from None
     return {piece.name for piece in wanted}
 
 

@@ -34,7 +34,7 @@ from penstock.workers.files import SavedFile, is_url, remove, saved_file, upload
 from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
 from penstock.workers.trainer.checkpointing.shard_files import INDEX, ShardWriter, file_of
 from penstock.workers.trainer.engines.engine import Piece
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 LOWEST = 19
 """Niceness of a thread that takes what others leave."""
@@ -74,17 +74,17 @@ class Save:
 class Saver:
     """One rank's writer. Lifecycle: `begin` after an update, `wait_until_copied` before weights change, `finish`.
 
-    saver = Saver(group, timeout_s=600)
+    saver = Saver(ranks, timeout_s=600)
     saver.begin(engine.state(), "checkpoints/global_step_10/trainer")
     ...                          # forward, backward
     saver.wait_until_copied()    # optimizer step
     files = saver.finish()
     """
 
-    def __init__(self, group: ProcessGroup, timeout_s: float) -> None:
-        self._group = group
+    def __init__(self, ranks: Ranks, timeout_s: float) -> None:
+        self._ranks = ranks
         self._timeout_s = timeout_s
-        self._ranks: Any = None
+        self._process_group: Any = None
         self._copies: dict[tuple[str, int], Tensor] = {}
         self._last: Save | None = None
         self.copied_s = 0.0
@@ -103,9 +103,9 @@ class Saver:
         is_free, in_step = self._agree(self.is_free(), self._last is None or self._last.in_step)
         if not is_free:
             return False
-        if self._group.num_ranks > 1 and (self._ranks is None or not in_step):
+        if self._ranks.num_ranks > 1 and (self._process_group is None or not in_step):
             # Collectives of its own, beside the training's; new ones where the last may have left some unmatched.
-            self._ranks = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
+            self._process_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         save = self._last = Save(directory)
         arguments = save, list(pieces), carried
         threading.Thread(target=self._run, args=arguments, name="checkpoint", daemon=True).start()
@@ -124,7 +124,7 @@ class Saver:
         self.waited_s += time.perf_counter() - started
         if not copied:
             raise DeadlineExceeded(
-                f"checkpoint: rank {self._group.rank} did not copy its state within {self._timeout_s:g} s "
+                f"checkpoint: rank {self._ranks.rank} did not copy its state within {self._timeout_s:g} s "
                 "(checkpoint.timeout_s)."
             )
 
@@ -138,18 +138,18 @@ class Saver:
         try:
             return save.result.result(self._timeout_s)
         except CancelledError:
-            raise CheckpointError(f"{save.directory}: rank {self._group.rank} has given it up.") from None
+            raise CheckpointError(f"{save.directory}: rank {self._ranks.rank} has given it up.") from None
         except FutureTimeout:
             if not save.give_up():
                 return save.result.result()
             raise DeadlineExceeded(
-                f"checkpoint: rank {self._group.rank} did not finish writing within {self._timeout_s:g} s. Raise "
+                f"checkpoint: rank {self._ranks.rank} did not finish writing within {self._timeout_s:g} s. Raise "
                 "checkpoint.timeout_s, or see whether checkpoint.directory answers."
             ) from None
 
     def _agree(self, *answers: bool) -> list[bool]:
         """True where every rank says so. Collective."""
-        if self._group.num_ranks == 1:
+        if self._ranks.num_ranks == 1:
             return list(answers)
         votes = torch.tensor(answers, dtype=torch.int32)
         dist.all_reduce(votes, dist.ReduceOp.MIN)
@@ -172,7 +172,7 @@ class Saver:
         except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001 - it is for `finish` to tell
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             failure = CheckpointError(
-                f"{save.directory}: rank {self._group.rank} could not write: {reason[0]}{room.too_little()}"
+                f"{save.directory}: rank {self._ranks.rank} could not write: {reason[0]}{room.too_little()}"
             )
         finally:
             self._end(save, written, failure)
@@ -183,7 +183,7 @@ class Saver:
         is_wanted = save.result.set_running_or_notify_cancel()
         if not is_wanted:
             with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
-                _take_back(save.directory, self._group.rank)
+                _take_back(save.directory, self._ranks.rank)
         save.ended.set()  # before the result: whoever has it may begin the next
         if is_wanted and failure is not None:
             save.result.set_exception(failure)
@@ -195,18 +195,18 @@ class Saver:
         try:
             dcp.save(
                 values_of(shards),
-                storage_writer=ShardWriter(local, self._group.rank),
+                storage_writer=ShardWriter(local, self._ranks.rank),
                 planner=FlatSavePlanner(shards, save.check_wanted),
-                process_group=self._ranks,
-                no_dist=self._ranks is None,
+                process_group=self._process_group,
+                no_dist=self._process_group is None,
             )
             save.in_step = True
         except dcp.CheckpointException:
             save.in_step = True
             raise
-        if self._group.rank == 0:
+        if self._ranks.rank == 0:
             (Path(local) / CARRIED).write_text(carried)
-        written = [saved_file(Path(local) / name) for name in _names_of(self._group.rank)]
+        written = [saved_file(Path(local) / name) for name in _names_of(self._ranks.rank)]
         if local != save.directory:
             for file in written:
                 save.check_wanted()
@@ -215,7 +215,7 @@ class Saver:
 
     @torch.no_grad()
     def _copy(self, pieces: list[Piece]) -> list[Piece]:
-        on_gpu = self._group.device.type != "cpu"
+        on_gpu = self._ranks.device.type != "cpu"
         for piece in pieces:
             place = piece.name, piece.first
             copy = self._copies.get(place)

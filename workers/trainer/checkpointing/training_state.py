@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from penstock.workers.files import SavedFile
-from penstock.workers.trainer.carried import states_to_text
+from penstock.workers.trainer.checkpointing.carried import states_to_text
 from penstock.workers.trainer.checkpointing.reading import check_files, load, read_carried
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.engines.engine import Piece
@@ -29,10 +29,10 @@ class TrainingState:
         """`preparation`: whose functions carry something from step to step."""
         self._preparation = preparation
         self._trainers = dict(trainers)
-        self._group = next(iter(self._trainers.values())).group
-        self._saver = Saver(self._group, timeout_s)
+        self._ranks = next(iter(self._trainers.values())).ranks
+        self._saver = Saver(self._ranks, timeout_s)
         for trainer in self._trainers.values():
-            trainer.before_step = self._saver.wait_until_copied
+            trainer.before_optimizer_step = self._saver.wait_until_copied
 
     def begin(self, directory: str) -> bool:
         """Save the state of now; training may go on. False: an earlier one is still being written. Collective. Raises
@@ -58,16 +58,15 @@ class TrainingState:
     def load(self, directory: str, files: Sequence[SavedFile] = ()) -> None:
         """Go on from a checkpoint, whatever the number of ranks that wrote it. `files`: what is in it, to be checked
         first, each by one rank. Collective. Raises `CheckpointError`, having changed nothing."""
-        check_files(directory, files[self._group.rank :: self._group.num_ranks])
-        self._group.barrier()
+        check_files(directory, files[self._ranks.rank :: self._ranks.num_ranks])
+        self._ranks.barrier()
         counters = {name: torch.zeros(2, dtype=torch.int64) for name in self._trainers}
         pieces = [piece for name, trainer in self._trainers.items() for piece in _named(name, trainer)]
         pieces += [Piece(f"{name}/counters", (2,), 0, values) for name, values in counters.items()]
         random = self._random()
-        found = load([*pieces, random], directory, self._group, optional=(random.name,))
+        found = load([*pieces, random], directory, self._ranks, optional=(random.name,))
         for name, trainer in self._trainers.items():
-            step, num_optimizer_steps = counters[name].tolist()
-            trainer.set_step(step)
+            trainer.num_updates, num_optimizer_steps = counters[name].tolist()
             trainer.engine.loaded(num_optimizer_steps)
         if self._preparation is not None:
             self._preparation.resume(read_carried(directory))
@@ -77,14 +76,14 @@ class TrainingState:
     def _pieces(self) -> Iterator[Piece]:
         for name, trainer in self._trainers.items():
             yield from _named(name, trainer)
-            counters = torch.tensor([trainer.step, trainer.engine.num_optimizer_steps()])
-            yield Piece(f"{name}/counters", (2,), 0, counters if self._group.rank == 0 else counters[:0])
+            counters = torch.tensor([trainer.num_updates, trainer.engine.num_optimizer_steps()])
+            yield Piece(f"{name}/counters", (2,), 0, counters if self._ranks.rank == 0 else counters[:0])
         yield self._random()
 
     def _random(self) -> Piece:
         """torch's own generator, for losses that draw numbers."""
         state = torch.get_rng_state()
-        return Piece(f"rng/{self._group.rank}", tuple(state.shape), 0, state)
+        return Piece(f"rng/{self._ranks.rank}", tuple(state.shape), 0, state)
 
 
 def _named(name: str, trainer: PolicyTrainer) -> Iterator[Piece]:

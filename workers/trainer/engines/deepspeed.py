@@ -27,7 +27,7 @@ from penstock.workers.trainer.engines.fsdp import MOMENTS, buffer_pieces, make_a
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 
 class DeepSpeedEngine:
@@ -38,13 +38,13 @@ class DeepSpeedEngine:
     """
 
     def __init__(
-        self, model: PolicyModel | ScalarModel, weights: StartingWeights, group: ProcessGroup, config: TrainerConfig
+        self, model: PolicyModel | ScalarModel, weights: StartingWeights, ranks: Ranks, config: TrainerConfig
     ) -> None:
         """`model`: without weights. Stage 3 gives it one layer's at a time, and keeps the shards; stages 1 and 2 keep
         all of them on every rank, by their nature. Raises `ConfigError` where DeepSpeed is not installed or computes
         elsewhere."""
         self.model = model
-        self.group = group
+        self.ranks = ranks
         self.stage = config.deepspeed.zero_stage
         num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         self.optimizer: torch.optim.AdamW | None = None
@@ -55,12 +55,12 @@ class DeepSpeedEngine:
         if self.stage < 3:
             load_whole(model.lm, model.lm, weights, dtype)
         if not num_trained and self.stage < 3:
-            model.to(group.device)
+            model.to(ranks.device)
             return
-        how = settings(config, group.device.type, num_trained)
-        deepspeed = load_deepspeed(group)
+        how = settings(config, ranks.device.type, num_trained)
+        deepspeed = load_deepspeed(ranks)
         if self.stage == 3:
-            load_sharded(deepspeed, model, weights, how, dtype, group)
+            load_sharded(deepspeed, model, weights, how, dtype, ranks)
         trained = {name: parameter for name, parameter in model.lm.named_parameters() if parameter.requires_grad}
         if trained:
             self.optimizer = make_adamw(list(trained.values()), config.optimizer)
@@ -70,7 +70,7 @@ class DeepSpeedEngine:
         keep_deadline(self._engine, config.collective_timeout_s)
         if self.optimizer is not None:
             self._fragments = {
-                fragment.name: fragment for fragment in fragments_of(trained, self._engine.optimizer, group.rank)
+                fragment.name: fragment for fragment in fragments_of(trained, self._engine.optimizer, ranks.rank)
             }
             if config.dtype == "bfloat16":  # which DeepSpeed has copied into its masters
                 for fragment in self._fragments.values():
@@ -78,11 +78,11 @@ class DeepSpeedEngine:
 
     def take_device(self) -> None:
         """DeepSpeed's own, for ZeRO-3; the other stages stay where they are."""
-        if self.stage == 3 and self.group.device.type != "cpu":
+        if self.stage == 3 and self.ranks.device.type != "cpu":
             self._engine.reload_states()
 
     def leave_device(self) -> None:
-        if self.stage == 3 and self.group.device.type != "cpu":
+        if self.stage == 3 and self.ranks.device.type != "cpu":
             self._engine.offload_states()
 
     def forward(self, *arguments: Any) -> Any:
@@ -93,9 +93,9 @@ class DeepSpeedEngine:
 
     def backward(self, loss: Tensor) -> None:
         """ZeRO divides what it sums by the number of ranks: multiply by it beforehand."""
-        self._engine.backward(loss * self.group.num_ranks, scale_wrt_gas=False)
+        self._engine.backward(loss * self.ranks.num_ranks, scale_wrt_gas=False)
 
-    def step(self, rate: float) -> float:
+    def optimizer_step(self, rate: float) -> float:
         assert self.optimizer is not None
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
@@ -112,7 +112,7 @@ class DeepSpeedEngine:
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.destroy()
-        if self.group.owned:
+        if self.ranks.owned:
             leave_process_group()
 
     # What lies where
@@ -123,8 +123,8 @@ class DeepSpeedEngine:
             if name in self._fragments:
                 yield self._fragments[name].piece()
             else:
-                yield frozen_piece(name, parameter, self.group.rank, self.group.num_ranks)
-        yield from buffer_pieces(self.model.lm, self.group.rank)
+                yield frozen_piece(name, parameter, self.ranks.rank, self.ranks.num_ranks)
+        yield from buffer_pieces(self.model.lm, self.ranks.rank)
 
     def adapter_pieces(self) -> Iterator[Piece]:
         """None: `conf/trainer.py` has adapters for fsdp only."""

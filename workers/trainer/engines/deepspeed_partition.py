@@ -77,9 +77,9 @@ def _cut(name: str, parameter: Any, zero: Any) -> Fragment:
 
 def _sharded(name: str, parameter: Any, zero: Any, rank: int) -> Fragment:
     """Stage 3. The last ranks' parts are padded, and may be padding altogether."""
-    group, offset, part = zero.grad_position[zero.get_param_id(parameter)]
+    index, offset, part = zero.grad_position[zero.get_param_id(parameter)]
     first, count = _part(parameter.ds_numel, part, rank)
-    flat = zero.fp32_partitioned_groups_flat[group]
+    flat = zero.fp32_partitioned_groups_flat[index]
     return Fragment(name, tuple(parameter.ds_shape), first, count, flat, offset, parameter.ds_tensor.detach())
 
 

@@ -21,7 +21,7 @@ from penstock.workers.trainer.engines.layers import decoder_layers
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights, replace_parameters
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 MAX_BUCKET_ELEMENTS = 2**27
 """Most gradients (float32) that are copied together to be reduced: half a GiB."""
@@ -32,10 +32,10 @@ UNUSED_EXTENSIONS = ("deepspeed_shm_comm",)
 """Built by the C++ compiler when ranks meet, and used for inference only."""
 
 
-def load_deepspeed(group: ProcessGroup) -> ModuleType:
-    """The package, computing on the group's device. Raises `ConfigError` where it is not installed or computes
+def load_deepspeed(ranks: Ranks) -> ModuleType:
+    """The package, computing on the ranks' device. Raises `ConfigError` where it is not installed or computes
     elsewhere."""
-    device = group.device
+    device = ranks.device
     os.environ.setdefault("DS_ACCELERATOR", device.type)  # read once, when imported; it would guess
     try:
         import deepspeed
@@ -54,14 +54,14 @@ def load_deepspeed(group: ProcessGroup) -> ModuleType:
         deepspeed.ops.__compatible_ops__[extension] = False
     # It calls functions of torch.distributed by the names that they had: one warning a collective.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.", FutureWarning)
-    _take_place_of_launcher(group)
+    _take_place_of_launcher(ranks)
     return deepspeed
 
 
-def _take_place_of_launcher(group: ProcessGroup) -> None:
+def _take_place_of_launcher(ranks: Ranks) -> None:
     """DeepSpeed reads time and again what its launcher would have put into the environment. What this process has
     inherited of some other launcher says nothing about this trainer."""
-    own = {"RANK": group.rank, "WORLD_SIZE": group.num_ranks, "LOCAL_RANK": group.device.index or 0}
+    own = {"RANK": ranks.rank, "WORLD_SIZE": ranks.num_ranks, "LOCAL_RANK": ranks.device.index or 0}
     os.environ.update({name: str(value) for name, value in own.items()})
     os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
 
@@ -72,16 +72,16 @@ def load_sharded(
     weights: StartingWeights,
     settings: dict[str, Any],
     dtype: torch.dtype,
-    group: ProcessGroup,
+    ranks: Ranks,
 ) -> None:
     """Stage 3: one layer after the other gets its weights and is cut, so that nothing ever holds the model, as it would
     if DeepSpeed were given it whole. DeepSpeed cuts what rank 0 has, so that the others need not read it. Collective.
     """
     for module in (*decoder_layers(model), model):
-        load_whole(model.lm, module, weights if group.rank == 0 else None, dtype)
+        load_whole(model.lm, module, weights if ranks.rank == 0 else None, dtype)
         deepspeed.zero.Init(module=module, config_dict_or_path=settings, dtype=dtype)
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(group.device)
+        buffer.data = buffer.data.to(ranks.device)
 
 
 def load_whole(lm: nn.Module, module: nn.Module, weights: StartingWeights | None, dtype: torch.dtype) -> None:
@@ -102,8 +102,8 @@ def keep_deadline(engine: Any, timeout_s: float) -> None:
 
     `engine`: what `deepspeed.initialize` returned.
     """
-    for group in (engine.data_parallel_group, engine.seq_data_parallel_group):
-        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+    for process_group in (engine.data_parallel_group, engine.seq_data_parallel_group):
+        distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), process_group)
 
 
 def leave_process_group() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class TrainEngine(Protocol):
     for number, batch in enumerate(batches):
         engine.before_backward(is_last=number == len(batches) - 1)
         engine.backward(loss(engine.forward(batch.input_ids_BL, ...)))
-    norm = engine.step(rate)
+    norm = engine.optimizer_step(rate)
     """
 
-    group: ProcessGroup
+    ranks: Ranks
     model: PolicyModel | ScalarModel
     """Its parameters may be shards. Not to be called: see `forward`."""
 
@@ -59,10 +59,10 @@ class TrainEngine(Protocol):
         """Of each micro-batch, before its forward. `is_last`: of the optimizer step."""
 
     def backward(self, loss: Tensor) -> None:
-        """`loss`: `[]`, this micro-batch's share of the step's. Gradients are *summed* over micro-batches and ranks,
-        since losses are already divided by the totals of the whole batch. Collective."""
+        """`loss`: `[]`, this micro-batch's share of its minibatch's. Gradients are *summed* over micro-batches and
+        ranks, since losses are already divided by the totals over all of them. Collective."""
 
-    def step(self, rate: float) -> float:
+    def optimizer_step(self, rate: float) -> float:
         """Clip, step at this learning rate, clear the gradients. The norm of the whole gradient before clipping; where
         it is not finite, weights and optimizer stay as they were. Collective."""
 
@@ -89,4 +89,4 @@ class TrainEngine(Protocol):
         """`state` was overwritten: bring copies of it up to date. Collective."""
 
     def close(self) -> None:
-        """Let go of what outlives the engine otherwise. Called once, last, before the process group is left."""
+        """Let go of what outlives the engine otherwise. Called once, last, before the ranks part."""

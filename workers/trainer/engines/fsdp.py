@@ -29,7 +29,7 @@ from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 KEEP_WHOLE_BYTES = 2 * 2**30
 """A model up to this size (float32) is gathered once an optimizer step, and its gradients are reduced once: less
@@ -44,28 +44,28 @@ class FsdpEngine:
     communicate."""
 
     def __init__(
-        self, model: PolicyModel | ScalarModel, weights: StartingWeights, group: ProcessGroup, config: TrainerConfig
+        self, model: PolicyModel | ScalarModel, weights: StartingWeights, ranks: Ranks, config: TrainerConfig
     ) -> None:
         """`model`: without weights, which each rank reads for its shards alone; where none requires gradients there is
         no optimizer."""
         num_bytes = sum(parameter.numel() * 4 for parameter in model.parameters())
         self.model = model
-        self.group = group
+        self.ranks = ranks
         # On a CPU everything is where offloading would put it, and there is nothing to pin memory for.
-        is_offloaded = config.offload and group.device.type != "cpu"
+        is_offloaded = config.offload and ranks.device.type != "cpu"
         self.keeps_whole = num_bytes <= KEEP_WHOLE_BYTES and not is_offloaded
         self.tensor: TensorParallel | None = None
         if config.tensor_parallel_size > 1:
-            self.tensor = TensorParallel(model.lm, group, config.tensor_parallel_size)
+            self.tensor = TensorParallel(model.lm, ranks, config.tensor_parallel_size)
         self.sequence: SequenceParallel | None = None
         if config.sequence_parallel_size > 1:
-            peers = group.subgroup(config.tensor_parallel_size, config.sequence_parallel_size)
+            peers = ranks.process_group(config.tensor_parallel_size, config.sequence_parallel_size)
             self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
-        mesh = self.tensor.fsdp_mesh if self.tensor else init_device_mesh(group.device.type, (group.num_ranks,))
+        mesh = self.tensor.fsdp_mesh if self.tensor else init_device_mesh(ranks.device.type, (ranks.num_ranks,))
         self.where = ""
         self._num_shards, self._shard = mesh.size(), mesh.get_local_rank()
         self.root = self._fully_shard(mesh, config.dtype, is_offloaded)
-        self._load(weights, torch.device("cpu") if is_offloaded else group.device)
+        self._load(weights, torch.device("cpu") if is_offloaded else ranks.device)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for name, module in model.named_modules():
             if module in self.units:
@@ -108,7 +108,7 @@ class FsdpEngine:
         self.where = name
 
     def take_device(self) -> None:
-        self._move(self.group.device)
+        self._move(self.ranks.device)
 
     def leave_device(self) -> None:
         self.free()
@@ -116,7 +116,7 @@ class FsdpEngine:
 
     def _move(self, device: torch.device) -> None:
         """Weights with `Module.to`, which FSDP2 allows for its shards, and AdamW's states beside them."""
-        if self.group.device.type == "cpu":
+        if self.ranks.device.type == "cpu":
             return
         self.model.to(device)
         for state in self.optimizer.state.values() if self.optimizer is not None else ():
@@ -129,7 +129,7 @@ class FsdpEngine:
         return self.sequence(self.model, *arguments) if self.sequence else self.model(*arguments)
 
     def before_backward(self, is_last: bool) -> None:
-        """Gradients of a step's micro-batches add up unreduced until the last one, where they may be kept whole."""
+        """Gradients of a minibatch add up unreduced until its last micro-batch, where they may be kept whole."""
         if self.keeps_whole:
             self.root.set_requires_gradient_sync(is_last)
             self.root.set_reshard_after_backward(is_last)
@@ -139,7 +139,7 @@ class FsdpEngine:
         loss.backward()
 
     @torch.no_grad()
-    def step(self, rate: float) -> float:
+    def optimizer_step(self, rate: float) -> float:
         assert self.optimizer is not None
         for param_group in self.optimizer.param_groups:
             param_group["lr"] = rate
@@ -177,7 +177,7 @@ class FsdpEngine:
 
     def _grad_norm(self) -> Tensor:
         """Norm of the whole gradient, `[]`, the same on every rank. Collective."""
-        if self.group.num_ranks == 1:
+        if self.ranks.num_ranks == 1:
             return nn.utils.get_total_norm(self._local_gradients())
         if self.tensor is None:
             square = nn.utils.get_total_norm(self._local_gradients()).square()
@@ -203,7 +203,7 @@ class FsdpEngine:
             if name in changes:
                 values = values + changes[name].delta()
             yield self._share(name, parameter, self._whole_columns(parameter, values))
-        yield from buffer_pieces(lm, self.group.rank)
+        yield from buffer_pieces(lm, self.ranks.rank)
 
     @torch.no_grad()
     def adapter_pieces(self) -> Iterator[Piece]:
@@ -274,7 +274,7 @@ class FsdpEngine:
 
 
 def make_adamw(parameters: list[nn.Parameter], config: OptimizerConfig) -> torch.optim.AdamW:
-    """Parameters of one mesh are one group, since an operation on several DTensors wants them all on the same."""
+    """Parameters of one mesh go together, since an operation on several DTensors wants them all on the same."""
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
         by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 KEY = "trainer.tensor_parallel_size"
 COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -32,21 +32,21 @@ COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce
 class TensorParallel:
     """Splits a model, and knows of each parameter which part is here.
 
-    tensor = TensorParallel(model.lm, group, size=2)    # before fully_shard(..., mesh=tensor.fsdp_mesh)
+    tensor = TensorParallel(model.lm, ranks, size=2)    # before fully_shard(..., mesh=tensor.fsdp_mesh)
     """
 
-    def __init__(self, lm: Any, group: ProcessGroup, size: int) -> None:
+    def __init__(self, lm: Any, ranks: Ranks, size: int) -> None:
         """`lm`: without weights, adapters already in it. Raises `ConfigError` for a model that cannot be split so.
         Collective."""
         self.size = size
-        self.rank = group.rank % size
+        self.rank = ranks.rank % size
         styles = plan_of(lm, size)
-        num_fsdp = group.num_ranks // size
-        self.group = group.subgroup(1, size)
+        num_fsdp = ranks.num_ranks // size
+        self.peers = ranks.process_group(1, size)
         mesh = DeviceMesh.from_group(
-            [group.subgroup(size, num_fsdp), self.group],
-            group.device.type,
-            mesh=torch.arange(group.num_ranks).view(num_fsdp, size),
+            [ranks.process_group(size, num_fsdp), self.peers],
+            ranks.device.type,
+            mesh=torch.arange(ranks.num_ranks).view(num_fsdp, size),
             mesh_dim_names=("fsdp", "tensor"),
         )
         self.fsdp_mesh: DeviceMesh = mesh["fsdp"]
@@ -64,12 +64,12 @@ class TensorParallel:
         """Of parameters whose every rank saw only its own heads. Once an optimizer step, before its norm."""
         for parameter in (parameter for module in self._summed for parameter in module.parameters()):
             if parameter.grad is not None:
-                dist.all_reduce(_local(parameter.grad), group=self.group)
+                dist.all_reduce(_local(parameter.grad), group=self.peers)
 
     def whole_columns(self, part: Tensor) -> Tensor:
         """`[rows, columns / T]` of each rank as `[rows, columns]`. Collective over the T ranks."""
         parts = [torch.empty_like(part) for _ in range(self.size)]
-        dist.all_gather(parts, part.contiguous(), group=self.group)
+        dist.all_gather(parts, part.contiguous(), group=self.peers)
         return torch.cat(parts, dim=1)
 
     def columns(self, num_columns: int) -> slice:
@@ -79,7 +79,7 @@ class TensorParallel:
 
     def from_first(self, tensor: Tensor) -> None:
         """What the first of the T ranks has, to the others. Collective over them."""
-        dist.broadcast(tensor, group=self.group, group_src=0)
+        dist.broadcast(tensor, group=self.peers, group_src=0)
 
 
 def plan_of(lm: Any, size: int) -> dict[str, str]:

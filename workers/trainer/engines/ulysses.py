@@ -21,27 +21,27 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.batching import PAD_ID
+from penstock.workers.trainer.update.batching import PAD_ID
 
 KEY = "trainer.sequence_parallel_size"
 ATTENTION = "penstock_ulysses"
 """The name that transformers knows `attention` by."""
-GROUP = "sequence_group"
+PEERS = "sequence_peers"
 """Keyword argument by which the process group travels from the model's call to `attention`."""
 
 
 class SequenceParallel:
     """Calls a model on this rank's share of the tokens.
 
-    sequence = SequenceParallel(model.lm, group.subgroup(1, 2))
+    sequence = SequenceParallel(model.lm, ranks.process_group(1, 2))
     logprobs_N, entropy_N = sequence(model, input_ids_BL, positions_N, targets_N, "value")
     """
 
-    def __init__(self, lm: Any, group: dist.ProcessGroup, tensor_parallel_size: int = 1) -> None:
+    def __init__(self, lm: Any, peers: dist.ProcessGroup, tensor_parallel_size: int = 1) -> None:
         """`tensor_parallel_size`: what heads are divided by already. Raises `ConfigError` for a model whose attention
-        cannot be split over `group`."""
-        self._group = group
-        self._rank, self._size = group.rank(), group.size()
+        cannot be split over `peers`."""
+        self._peers = peers
+        self._rank, self._size = peers.rank(), peers.size()
         check(lm, self._size, tensor_parallel_size)
         lm.set_attn_implementation(ATTENTION)
         lm.base_model.register_forward_pre_hook(self._tell, with_kwargs=True)
@@ -51,7 +51,7 @@ class SequenceParallel:
         ids = keywords["input_ids"]
         first = self._rank * ids.shape[1]
         positions = torch.arange(first, first + ids.shape[1], device=ids.device).unsqueeze(0)
-        return arguments, keywords | {"position_ids": positions, GROUP: self._group}
+        return arguments, keywords | {"position_ids": positions, PEERS: self._peers}
 
     def __call__(self, model: nn.Module, input_ids_BL: Tensor, positions_N: Tensor, *rest: Any) -> Any:
         """What `model` answers for all places, on every rank. `rest`: further arguments, of which tensors are `[N]`.
@@ -71,7 +71,7 @@ class SequenceParallel:
         return self._whole(answers, own, len(positions_N))
 
     def _whole(self, answer: Tensor | None, own: Tensor, count: int) -> Tensor | None:
-        return None if answer is None else _Whole.apply(answer, own, count, self._group)
+        return None if answer is None else _Whole.apply(answer, own, count, self._peers)
 
 
 def attention(
@@ -79,34 +79,34 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Causal attention over all tokens of the row. query, key, value: `[B, heads, L/P, D]`; returns
     `[B, L/P, heads, D]`. Called by transformers' layers."""
-    group = keywords.pop(GROUP, None)
-    if group is None:
+    peers = keywords.pop(PEERS, None)
+    if peers is None:
         raise ConfigError(
             f"{KEY}: {type(module).__name__} does not hand on what its attention function is to know. Set {KEY}=1."
         )
-    query, key, value = (_by_heads(tensor, group) for tensor in (query, key, value))
+    query, key, value = (_by_heads(tensor, peers) for tensor in (query, key, value))
     output, _ = sdpa_attention_forward(module, query, key, value, None, **(keywords | {"is_causal": True}))
-    return _by_tokens(output.transpose(1, 2), group).transpose(1, 2).contiguous(), None
+    return _by_tokens(output.transpose(1, 2), peers).transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(ATTENTION, attention)
 
 
-def _by_heads(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _by_heads(tensor: Tensor, peers: dist.ProcessGroup) -> Tensor:
     """`[B, heads, L/P, D]` as `[B, heads/P, L, D]`."""
-    parts = group.size()
+    parts = peers.size()
     rows, heads, length, width = tensor.shape
     sent = tensor.reshape(rows, parts, heads // parts, length, width).transpose(0, 1)
-    received = _AllToAll.apply(sent, group)  # [P of tokens, B, heads/P, L/P, D]
+    received = _AllToAll.apply(sent, peers)  # [P of tokens, B, heads/P, L/P, D]
     return received.permute(1, 2, 0, 3, 4).reshape(rows, heads // parts, parts * length, width)
 
 
-def _by_tokens(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _by_tokens(tensor: Tensor, peers: dist.ProcessGroup) -> Tensor:
     """`[B, heads/P, L, D]` as `[B, heads, L/P, D]`."""
-    parts = group.size()
+    parts = peers.size()
     rows, heads, length, width = tensor.shape
     sent = tensor.reshape(rows, heads, parts, length // parts, width).permute(2, 0, 1, 3, 4)
-    received = _AllToAll.apply(sent, group)  # [P of heads, B, heads/P, L/P, D]
+    received = _AllToAll.apply(sent, peers)  # [P of heads, B, heads/P, L/P, D]
     return received.transpose(0, 1).reshape(rows, parts * heads, length // parts, width)
 
 
@@ -114,13 +114,13 @@ class _AllToAll(torch.autograd.Function):
     """`[P, ...]`: part i goes to rank i, and what rank i sent becomes part i. Its own transpose."""
 
     @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _exchange(parts, group)
+    def forward(ctx: Any, parts: Tensor, peers: dist.ProcessGroup) -> Tensor:
+        ctx.peers = peers
+        return _exchange(parts, peers)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _exchange(gradients[0], ctx.group), None
+        return _exchange(gradients[0], ctx.peers), None
 
 
 class _Whole(torch.autograd.Function):
@@ -128,10 +128,10 @@ class _Whole(torch.autograd.Function):
     gradient of a place is already whole on the rank that owns it."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor, own: Tensor, count: int, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, values: Tensor, own: Tensor, count: int, peers: dist.ProcessGroup) -> Tensor:
         ctx.save_for_backward(own)
         whole_N = values.new_zeros(count).index_copy(0, own, values)
-        dist.all_reduce(whole_N, group=group)
+        dist.all_reduce(whole_N, group=peers)
         return whole_N
 
     @staticmethod
@@ -140,10 +140,10 @@ class _Whole(torch.autograd.Function):
         return gradients[0].index_select(0, own), None, None, None
 
 
-def _exchange(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _exchange(parts: Tensor, peers: dist.ProcessGroup) -> Tensor:
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=group)
+    dist.all_to_all_single(received, parts, group=peers)
     return received
 
 

@@ -52,7 +52,7 @@ class UpdateClient:
         self.failure: PenstockError | None = None
 
     def init_weight_transfer_engine(self, init_info: Info) -> None:
-        """vLLM thinks of one engine with many workers. Several take places one after the other in the group."""
+        """vLLM thinks of one engine with many workers. Several take places one after the other among the ranks."""
         step = self._engines.workers_per_engine
         infos = []
         for index in range(self._engines.num_engines):
@@ -186,7 +186,7 @@ def ipc_init_info(place: SenderPlace, engines: Engines, address: str, bucket_byt
 
 
 def nccl_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
-    """Rank 0 and all engines' workers make one group; the trainer's other ranks only gather."""
+    """Rank 0 and all engines' workers meet; the trainer's other ranks only gather."""
     from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
     host, _, port = address.rpartition(":")
@@ -201,7 +201,7 @@ def nccl_init_info(place: SenderPlace, engines: Engines, address: str, bucket_by
 
 
 def m2n_init_info(place: SenderPlace, engines: Engines, address: str, bucket_bytes: int) -> Any:
-    """All ranks and all workers make one group. An engine's workers shard, engines replicate."""
+    """All ranks and all workers meet. An engine's workers shard, engines replicate."""
     from vllm.distributed.weight_transfer.m2n_trainer import M2NTrainerInitInfo
 
     host, _, port = address.rpartition(":")

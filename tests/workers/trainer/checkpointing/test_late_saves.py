@@ -22,7 +22,7 @@ from penstock.workers.trainer.checkpointing.reading import load
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import file_of
 from penstock.workers.trainer.engines.engine import Piece
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 ROOT = Path(__file__).parents[4]
 NUM_ELEMENTS = 50_000
@@ -30,8 +30,8 @@ NUM_ELEMENTS = 50_000
 
 
 @pytest.fixture
-def group() -> ProcessGroup:
-    return ProcessGroup.join(0, 1, None, 60, False)
+def ranks() -> Ranks:
+    return Ranks.join(0, 1, None, 60, False)
 
 
 def holding(value: float) -> list[Piece]:
@@ -55,9 +55,9 @@ class HeldUp:
         os.close(self.reader)
 
 
-def late(group: ProcessGroup, tmp_path: Path) -> tuple[Saver, HeldUp]:
+def late(ranks: Ranks, tmp_path: Path) -> tuple[Saver, HeldUp]:
     """A saver whose first save has missed its deadline and is still being written, and what holds it."""
-    saver = Saver(group, timeout_s=60)
+    saver = Saver(ranks, timeout_s=60)
     held = HeldUp(tmp_path / "global_step_1" / "trainer")
     assert saver.begin(holding(1.0), str(held.path.parent))
     held.wait_until_full()
@@ -68,16 +68,16 @@ def late(group: ProcessGroup, tmp_path: Path) -> tuple[Saver, HeldUp]:
     return saver, held
 
 
-def test_no_save_begins_while_an_earlier_one_still_holds_the_copy(group: ProcessGroup, tmp_path: Path) -> None:
-    saver, held = late(group, tmp_path)
+def test_no_save_begins_while_an_earlier_one_still_holds_the_copy(ranks: Ranks, tmp_path: Path) -> None:
+    saver, held = late(ranks, tmp_path)
     assert not saver.begin(holding(2.0), str(tmp_path / "global_step_2" / "trainer"))
     held.let_go()
     assert saver.is_free(60)
     assert not (tmp_path / "global_step_2").exists()
 
 
-def test_a_late_save_removes_what_it_wrote_and_makes_room_for_the_next(group: ProcessGroup, tmp_path: Path) -> None:
-    saver, held = late(group, tmp_path)
+def test_a_late_save_removes_what_it_wrote_and_makes_room_for_the_next(ranks: Ranks, tmp_path: Path) -> None:
+    saver, held = late(ranks, tmp_path)
     held.let_go()
     assert saver.is_free(60)
     assert not (tmp_path / "global_step_1").exists()
@@ -85,20 +85,20 @@ def test_a_late_save_removes_what_it_wrote_and_makes_room_for_the_next(group: Pr
     assert saver.begin(holding(2.0), directory)
     assert saver.finish()
     (found,) = pieces = holding(0.0)
-    load(pieces, directory, group)
+    load(pieces, directory, ranks)
     assert bool((found.values == 2.0).all())
 
 
-def test_what_others_wrote_beside_a_late_save_stays(group: ProcessGroup, tmp_path: Path) -> None:
-    saver, held = late(group, tmp_path)
+def test_what_others_wrote_beside_a_late_save_stays(ranks: Ranks, tmp_path: Path) -> None:
+    saver, held = late(ranks, tmp_path)
     (held.path.parent / file_of(1)).write_text("another rank's")
     held.let_go()
     assert saver.is_free(60)
     assert [path.name for path in held.path.parent.iterdir()] == [file_of(1)]
 
 
-def test_nobody_waits_for_the_copy_of_a_save_that_was_given_up(group: ProcessGroup, tmp_path: Path) -> None:
-    saver, held = late(group, tmp_path)
+def test_nobody_waits_for_the_copy_of_a_save_that_was_given_up(ranks: Ranks, tmp_path: Path) -> None:
+    saver, held = late(ranks, tmp_path)
     waited = saver.waited_s
     saver.wait_until_copied()
     assert saver.waited_s - waited < 30
@@ -106,8 +106,8 @@ def test_nobody_waits_for_the_copy_of_a_save_that_was_given_up(group: ProcessGro
     assert saver.is_free(60)
 
 
-def test_a_save_that_nobody_asked_for_is_given_up_by_the_next(group: ProcessGroup, tmp_path: Path) -> None:
-    saver = Saver(group, timeout_s=60)
+def test_a_save_that_nobody_asked_for_is_given_up_by_the_next(ranks: Ranks, tmp_path: Path) -> None:
+    saver = Saver(ranks, timeout_s=60)
     held = HeldUp(tmp_path / "1")
     assert saver.begin(holding(1.0), str(held.path.parent))
     held.wait_until_full()
@@ -121,15 +121,15 @@ def test_a_save_that_nobody_asked_for_is_given_up_by_the_next(group: ProcessGrou
 
 def two_ranks(rank: int, address: str, place: Path) -> None:
     """One of them: the first save of rank 1 is held up."""
-    group = ProcessGroup.join(rank, 2, address, 60, False)
-    saver = Saver(group, timeout_s=60)
+    ranks = Ranks.join(rank, 2, address, 60, False)
+    saver = Saver(ranks, timeout_s=60)
     half = [replace(piece, shape=(2, NUM_ELEMENTS), first=rank * NUM_ELEMENTS) for piece in holding(1.0)]
     held = HeldUp(place / "1", rank) if rank == 1 else None
-    group.barrier()
+    ranks.barrier()
     assert saver.begin(half, str(place / "1"))
     if held is not None:
         held.wait_until_full()
-    group.barrier()
+    ranks.barrier()
     saver._timeout_s = 0.01
     with pytest.raises(DeadlineExceeded):
         saver.finish()
@@ -138,14 +138,14 @@ def two_ranks(rank: int, address: str, place: Path) -> None:
     if held is not None:
         held.let_go()
     assert saver.is_free(60)
-    group.barrier()
+    ranks.barrier()
     assert saver.begin(half, str(place / "3"))
     assert saver.finish()
-    group.barrier()
+    ranks.barrier()
     found = replace(half[0], values=torch.zeros(NUM_ELEMENTS))
-    load([found], str(place / "3"), group)
+    load([found], str(place / "3"), ranks)
     assert bool((found.values == 1.0).all())
-    group.leave()
+    ranks.leave()
 
 
 def test_no_rank_begins_while_one_of_them_still_holds_its_copy(tmp_path: Path, warm_python: list[str]) -> None:

@@ -21,7 +21,7 @@ from penstock.workers.trainer.checkpointing.shard_files import INDEX
 from penstock.workers.trainer.checkpointing.training_state import TrainingState
 from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.preparation import Preparation
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 
 Make = Callable[..., PolicyTrainer]
@@ -37,8 +37,8 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture
-def group() -> ProcessGroup:
-    return ProcessGroup.join(0, 1, None, 60, False)
+def ranks() -> Ranks:
+    return Ranks.join(0, 1, None, 60, False)
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_resumed_trainer_goes_on_bit_for_bit(
     trained.update(make_rows(8, seed=2), ppo_clip_loss)
     other = make_trainer(lr=1e-3)
     TrainingState({"policy": other}).load(str(tmp_path / "saved"))
-    assert other.step == 2
+    assert other.num_updates == 2
     other.update(make_rows(8, seed=2), ppo_clip_loss)
     assert same(everything(other), everything(trained))
 
@@ -183,8 +183,8 @@ INDEX_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", INDEX_FAULTS)
-def test_an_index_that_no_rank_writes_is_refused(group: ProcessGroup, tmp_path: Path, fault: str) -> None:
-    saver = Saver(group, timeout_s=60)
+def test_an_index_that_no_rank_writes_is_refused(ranks: Ranks, tmp_path: Path, fault: str) -> None:
+    saver = Saver(ranks, timeout_s=60)
     saver.begin([Piece("w", (8,), 0, torch.ones(8))], str(tmp_path))
     saver.finish()
     index = json.loads((tmp_path / INDEX).read_text())
@@ -192,16 +192,16 @@ def test_an_index_that_no_rank_writes_is_refused(group: ProcessGroup, tmp_path: 
     change(index["tensors"]["w"])
     (tmp_path / INDEX).write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=message):
-        load([Piece("w", (8,), 0, torch.zeros(8))], str(tmp_path), group)
+        load([Piece("w", (8,), 0, torch.zeros(8))], str(tmp_path), ranks)
 
 
-def test_a_range_across_others_is_read_from_each(group: ProcessGroup, tmp_path: Path) -> None:
+def test_a_range_across_others_is_read_from_each(ranks: Ranks, tmp_path: Path) -> None:
     values = torch.arange(10).to(torch.bfloat16)
-    saver = Saver(group, timeout_s=60)
+    saver = Saver(ranks, timeout_s=60)
     saver.begin([Piece("w", (2, 5), first, values[first : first + 5]) for first in (0, 5)], str(tmp_path))
     saver.finish()
     piece = Piece("w", (2, 5), 3, torch.zeros(4))
-    load([piece], str(tmp_path), group)
+    load([piece], str(tmp_path), ranks)
     assert piece.values.tolist() == [3, 4, 5, 6]
 
 

@@ -118,7 +118,7 @@ def test_its_settings_are_those_of_the_trainer() -> None:
 
 
 def test_a_missing_package_is_named(make_trainer: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = make_trainer().group
+    ranks = make_trainer().ranks
     plain = builtins.__import__
 
     def without(name: str, *arguments: Any, **options: Any) -> Any:
@@ -128,11 +128,11 @@ def test_a_missing_package_is_named(make_trainer: Make, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(ConfigError, match=r"trainer.engine=deepspeed.*No module named.*trainer.engine=fsdp"):
-        load_deepspeed(group)
+        load_deepspeed(ranks)
 
 
 def test_a_device_that_it_does_not_compute_on_is_refused(make_trainer: Make) -> None:
-    elsewhere = replace(make_trainer().group, device=torch.device("cuda"))
+    elsewhere = replace(make_trainer().ranks, device=torch.device("cuda"))
     with pytest.raises(ConfigError, match=r"computes on cpu, this trainer on cuda.*num_gpus_per_rank"):
         load_deepspeed(elsewhere)
 

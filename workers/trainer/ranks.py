@@ -13,7 +13,7 @@ from penstock.conf.errors import ConfigError
 
 
 @dataclass
-class ProcessGroup:
+class Ranks:
     """Lifecycle: `join`, then any collective, then `leave`. `owned`: made here, so closed here."""
 
     rank: int
@@ -22,17 +22,17 @@ class ProcessGroup:
     owned: bool
     timeout: timedelta
     num_peers: int = 1
-    """Ranks that have the same rows and split the work on them: ranks 0 to num_peers - 1, and so on."""
+    """How many ranks have the same rows and split the work on them: ranks 0 to num_peers - 1, and so on."""
     data_ranks: dist.ProcessGroup | None = None
-    """One rank of each such group, this one among them. None: all ranks."""
+    """The process group of one rank of each such block, this one among them. None: all ranks."""
 
     @classmethod
     def join(
         cls, rank: int, num_ranks: int, address: str | None, timeout_s: float, use_gpu: bool, num_peers: int = 1
-    ) -> "ProcessGroup":
+    ) -> "Ranks":
         """Meet the other ranks at `address` (host:port, on rank 0's node). One rank alone needs none. Collective.
 
-        A process has one group: a second trainer of one rank in the same process shares it. Raises `ConfigError` if
+        A process is one rank: a second trainer of one rank in the same process shares it. Raises `ConfigError` if
         sizes differ.
         """
         timeout = timedelta(seconds=timeout_s)
@@ -54,11 +54,11 @@ class ProcessGroup:
     @classmethod
     def _of(
         cls, rank: int, num_ranks: int, device: torch.device, owned: bool, timeout: timedelta, num_peers: int
-    ) -> "ProcessGroup":
-        group = cls(rank, num_ranks, device, owned, timeout, num_peers)
+    ) -> "Ranks":
+        ranks = cls(rank, num_ranks, device, owned, timeout, num_peers)
         if num_peers > 1:
-            group.data_ranks = group.subgroup(num_peers, group.num_data_ranks)
-        return group
+            ranks.data_ranks = ranks.process_group(num_peers, ranks.num_data_ranks)
+        return ranks
 
     @property
     def data_rank(self) -> int:
@@ -74,9 +74,9 @@ class ProcessGroup:
         """This rank is the one of its peers that answers for their rows, so that each row is counted once."""
         return self.rank % self.num_peers == 0
 
-    def subgroup(self, stride: int, size: int) -> dist.ProcessGroup:
+    def process_group(self, stride: int, size: int) -> dist.ProcessGroup:
         """`size` ranks, `stride` apart, this one among them; blocks of `stride * size` ranks are cut alike. Collective
-        over all ranks, since each takes part in making every group."""
+        over all ranks, since each takes part in making every process group."""
         mine = None
         for start in range(0, self.num_ranks, stride * size):
             for offset in range(start, start + stride):

@@ -1,6 +1,6 @@
 """What is reported of an update beside sums."""
 
-from penstock.workers.trainer.tally import with_explained_variance
+from penstock.workers.trainer.update.tally import with_explained_variance
 
 MOMENTS = {"return_mean": 2.0, "return_square_mean": 5.0, "value_error_mean": 0.5, "value_error_square_mean": 0.5}
 

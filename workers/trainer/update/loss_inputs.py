@@ -17,7 +17,7 @@ from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER
 from penstock.conf.errors import DataflowError, suggest
 from penstock.workers.protocols import Loss
-from penstock.workers.trainer.batching import MicroBatch
+from penstock.workers.trainer.update.batching import MicroBatch
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer import batching
+from penstock.workers.trainer.update import batching
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.losses import explained_variance
-from penstock.workers.trainer.process_group import ProcessGroup
+from penstock.workers.trainer.ranks import Ranks
 
 SQUARES = ("return_square_mean", "value_error_square_mean")
 """Metrics of `value_loss` that are there for the explained variance alone."""
@@ -18,13 +18,13 @@ SQUARES = ("return_square_mean", "value_error_square_mean")
 class Tally:
     """Collects on this rank, without waiting for the device; `reduced` at the end is the same on every rank.
 
-    tally = Tally(num_steps=2)
+    tally = Tally(num_minibatches=2)
     tally.add("actor/pg_loss", loss)         # a share of that optimizer step's value
-    tally.reduced(group)["actor/pg_loss"]    # the mean over both optimizer steps
+    tally.reduced(ranks)["actor/pg_loss"]    # the mean over both optimizer steps
     """
 
-    def __init__(self, num_steps: int = 1) -> None:
-        self._num_steps = num_steps
+    def __init__(self, num_minibatches: int = 1) -> None:
+        self._num_minibatches = num_minibatches
         self._sums: dict[str, Tensor] = {}
         self._maxima: dict[str, Tensor] = {}
 
@@ -32,7 +32,7 @@ class Tally:
         """`contribution`: `[]`, of one micro-batch to its optimizer step's value. Reported is the mean over optimizer
         steps.
         """
-        self.add_once(name, contribution.detach().double() / self._num_steps)
+        self.add_once(name, contribution.detach().double() / self._num_minibatches)
 
     def add_once(self, name: str, contribution: Tensor) -> None:
         """The same for what is measured in one optimizer step only."""
@@ -43,11 +43,11 @@ class Tally:
         value = value.detach().double()
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
-    def reduced(self, group: ProcessGroup) -> dict[str, float]:
+    def reduced(self, ranks: Ranks) -> dict[str, float]:
         """Over all ranks. A rank that had no rows knows no names, so names travel too. Collective."""
         sums: dict[str, float] = {}
         maxima: dict[str, float] = {}
-        for other_sums, other_maxima in group.gather((_floats(self._sums), _floats(self._maxima))):
+        for other_sums, other_maxima in ranks.gather((_floats(self._sums), _floats(self._maxima))):
             for name, value in other_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
             for name, value in other_maxima.items():
