@@ -10,8 +10,7 @@ class CheckpointConfig:
     """Training goes on while a checkpoint is written."""
 
     every_steps: int = 50
-    """Save after every so many policy updates, and after the last one. 0: never. A run that dies loses at most so many
-    steps."""
+    """Save after every so many steps, and after the last one. 0: never. A run that dies loses at most so many."""
     keep_last: int = 2
     """Newest checkpoints that stay: the one before is there if the newest turns out damaged."""
     keep_every_steps: int = 0

@@ -77,7 +77,7 @@ class EvaluationConfig:
     seed: int = 1_000_003
     """reasoning_gym: seed of the held-out problems. Must differ from data.seed."""
     stop_at_accuracy: float | None = None
-    """End the run early once held-out accuracy reaches this, with the model that was measured: no update is made while
+    """End the run early once held-out accuracy reaches this, with the model that was measured: no step is taken while
     one is evaluated. `null`: never."""
 
     def __post_init__(self) -> None:

@@ -41,7 +41,7 @@ class RunConfig:
     seed: int = 0
     """Seed of everything that is random."""
     max_staleness: int = 0
-    """How many policy updates a trained token may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
+    """How many versions of the weights a trained token may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
     placement: str = "disaggregated"
     """disaggregated: engines and trainers have devices of their own. colocated: they share them in turns: engines sleep
     while the policy is trained, trainers make room while it generates. Needs max_staleness=0; changes no result."""
@@ -74,7 +74,7 @@ class RunConfig:
 
     @property
     def window_staleness(self) -> int:
-        """What the order window takes of the staleness bound: `ceil((w - 1) / P)`, in updates."""
+        """What the order window takes of the staleness bound: `ceil((w - 1) / P)`, in versions."""
         return math.ceil((self.store.window - 1) / self.trainer.groups_per_step)
 
     @property
@@ -87,7 +87,7 @@ def validate(config: RunConfig) -> None:
     """Checks across sections. Raises `ConfigError` naming the keys."""
     if config.window_staleness > config.max_staleness:
         raise ConfigError(
-            f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} update(s), more "
+            f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} version(s), more "
             f"than max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to "
             f"{config.window_staleness}."
         )

@@ -60,7 +60,7 @@ class LoraConfig:
     """Ends of the names of the linear layers that get one, e.g. [q_proj, v_proj]; [all-linear] takes all but the
     head."""
     publish: str = "merged"
-    """What engines are sent after each update. merged: the whole model with B A added to W, so that they run at full
+    """What engines are sent after each step. merged: the whole model with B A added to W, so that they run at full
     speed. adapter: A and B alone (0.5% of a 7B model's bytes at rank 16); engines keep W and compute W x + B A x at
     each token, which costs them some of their speed (vLLM's CPU build: most of it). Exports are merged either way."""
 
@@ -97,11 +97,11 @@ class TrainerConfig:
     num_gpus_per_rank: float = 0
     """1 on a GPU cluster (nccl); 0 on CPUs (gloo)."""
     max_steps: int = 100
-    """Policy updates in this run."""
+    """Steps of this run, each with one update of the policy."""
     groups_per_step: int = 8
-    """Groups (prompts) that one update trains on; samples = groups_per_step x algorithm.group_size."""
+    """Groups (prompts) that one step trains on; samples = groups_per_step x algorithm.group_size."""
     num_minibatches: int = 1
-    """Optimizer steps per update, each on its share of the batch. Above 1 the ratio is taken against the batch's
+    """Optimizer steps of one update, each on its share of the batch. Above 1 the ratio is taken against the batch's
     start."""
     max_tokens_per_microbatch: int = 8192
     """Token budget of one forward-backward, padding included. Bounds activation memory; changes no result."""
@@ -114,7 +114,7 @@ class TrainerConfig:
     activation_checkpointing: bool = False
     """Recompute each layer in backward: less memory, about a third more time."""
     compile: bool = False
-    """Compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first updates:
+    """Compile each decoder layer (torch.compile): fewer, larger kernels, for a minute or more at the first steps:
     once for several rows, and once where a micro-batch has only one. What was compiled is kept for the next run, in
     TORCHINDUCTOR_CACHE_DIR (unset: in the temporary directory). Changes results by rounding. Not for ZeRO's stage 3,
     nor for layers split over ranks."""
@@ -131,7 +131,7 @@ class TrainerConfig:
     engines and ranks."""
     collective_timeout_s: float = 600.0
     step_timeout_s: float = 3600.0
-    """Deadline of one update, waiting for its samples included."""
+    """Deadline of one step, waiting for its samples included."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Of everything that is trained, the critic included. Engine fsdp only."""

@@ -19,7 +19,7 @@ class Checkpoint:
 
     directory: str
     step: int
-    """Updates made; also the policy version."""
+    """The last one that was taken; also the policy version."""
     prompts: PromptStart
     model_path: str
     """Where configuration and tokenizer, and the weights that were not trained, are."""

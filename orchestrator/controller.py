@@ -2,7 +2,7 @@
 
     Prompts ──▶ Store ◀──▶ Rollout-i, Reward-i, Compute-…, Scorer-reference-r      pull by leases, all the time
                   ▲
-                  └──▶ Trainer-policy-r      one `step` call a round: leases the batch, updates, acknowledges
+                  └──▶ Trainer-policy-r      one call a `step`: leases the batch, updates, acknowledges
                             │ publish v+1 (shared memory)
                             ▼
                        Rollout-i.update      pause, load, verify, resume; then the store hears `published(v+1)`,
@@ -85,8 +85,8 @@ class Controller:
         self.store = StoreClient(fleet.store)
         self.trainers, self.rollouts = fleet.role("trainer"), fleet.role("rollout")
         self.outcome = Outcome()
-        self._first = fleet.resumed.step if fleet.resumed is not None else 0
-        """Updates that were made before this process."""
+        self._before = fleet.resumed.step if fleet.resumed is not None else 0
+        """The last step before this process."""
         self._weights = WeightSync(fleet, config, weights_root)
         self._turns = Turns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
@@ -126,25 +126,25 @@ class Controller:
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
         await self._weights.connect()
-        if self._first:
+        if self._before:
             await self._go_on()
         else:
             await self._turns.generation()
         # No sooner: engines begin with version 0, and a resumed store has groups that are too young for its tokens.
         self._start_serving(tasks, "rollout")
-        if not self._first:
+        if not self._before:
             await self._first_evaluation()
         self._step_started = time.time()
         finishing: asyncio.Task[None] | None = None
-        for round in range(self._first, self.config.trainer.max_steps):
-            reports = await self._train(round)
+        for step in range(self._before + 1, self.config.trainer.max_steps + 1):
+            reports = await self._train(step)
             if finishing is not None:
                 await finishing
-            await self._write_samples(round)
-            phases = await self._save_if_due(round + 1, reports)
-            publication, phases["publish"] = await self._publish(round + 1)
-            finishing = tasks.create_task(held_back(self._finish(round, reports, publication, phases)))
-            if self.config.max_staleness == 0 or self._may_stop(round + 1):
+            await self._write_samples(step)
+            phases = await self._save_if_due(step, reports)
+            publication, phases["publish"] = await self._publish(step)
+            finishing = tasks.create_task(held_back(self._finish(step, reports, publication, phases)))
+            if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
             if self._stop:
                 break
@@ -158,31 +158,31 @@ class Controller:
 
     async def _go_on(self) -> None:
         """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
-        self.outcome.num_steps = self._first
-        publication, _ = await self._publish(self._first)
+        self.outcome.num_steps = self._before
+        publication, _ = await self._publish(self._before)
         await self._update_engines(publication)
-        await self.store.published(self._first)
+        await self.store.published(self._before)
 
-    async def _train(self, round: int) -> list[StepReport]:
+    async def _train(self, step: int) -> list[StepReport]:
         """One update by all ranks; they lease its batch themselves, as soon as it is complete."""
-        self.progress.phase(f"step {round + 1}")
-        await self._turns.training(round + 1)
-        calls = [(name, handle.step.remote(round)) for name, handle in self.trainers]
+        self.progress.phase(f"step {step}")
+        await self._turns.training(step)
+        calls = [(name, handle.step.remote(step)) for name, handle in self.trainers]
         start = time.time()
         try:
-            reports = await answers(calls, phase=f"step {round + 1}", timeout_s=self.config.trainer.step_timeout_s)
+            reports = await answers(calls, phase=f"step {step}", timeout_s=self.config.trainer.step_timeout_s)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(f"{error} The store: {await self._described()}") from None
         if any(report is None for report in reports):
-            raise PartnerGone(f"step {round + 1}: the store closed while the trainers waited for their batch.")
+            raise PartnerGone(f"step {step}: the store closed while the trainers waited for their batch.")
         end = time.time()
         train_s = max(report.train_s for report in reports)
-        self.directory.timeline.span("trainer", "wait for batch", start, end - train_s, step=round + 1)
-        self.directory.timeline.span("trainer", "update", end - train_s, end, step=round + 1)
+        self.directory.timeline.span("trainer", "wait for batch", start, end - train_s, step=step)
+        self.directory.timeline.span("trainer", "update", end - train_s, end, step=step)
         return reports
 
     async def _save_if_due(self, step: int, reports: list[StepReport]) -> dict[str, float]:
-        """Begin the checkpoint after update `step`; the seconds that it cost, by phase."""
+        """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
         if not self._saving.is_due(step):
             return {}
         metrics = update_metrics(step, step, _arrays_of(reports), reports[0].metrics)
@@ -210,19 +210,18 @@ class Controller:
         return seconds
 
     async def _finish(
-        self, round: int, reports: list[StepReport], publication: Update, phases: dict[str, float]
+        self, step: int, reports: list[StepReport], publication: Update, phases: dict[str, float]
     ) -> None:
-        """Bring the version to the engines, evaluate if due, tell the store, write the numbers. `phases`: seconds of
-        what the step had besides its update."""
-        version = round + 1
+        """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
+        `phases`: seconds of what the step had besides its update."""
         phases["publish"] += await self._update_engines(publication)
-        accuracy, evaluation_s = await self._evaluate_if_due(version)
-        await self.store.published(version)
+        accuracy, evaluation_s = await self._evaluate_if_due(step)
+        await self.store.published(publication.version)
         phases |= {"evaluation": evaluation_s} if accuracy is not None else {}
-        await self._log(round, reports, phases, accuracy)
+        await self._log(step, reports, phases, accuracy)
 
     async def _log(
-        self, round: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None
+        self, step: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None
     ) -> None:
         usage = await self._usage.since_last(QUICK_S)
         store = await self.store.stats() | usage.dropped | usage.groups
@@ -237,8 +236,8 @@ class Controller:
         )
         self._step_started = now
         metrics = step_metrics(
-            round + 1,
-            round + 1,
+            step,
+            step,
             _arrays_of(reports),
             times,
             trainer=reports[0].metrics,
@@ -246,9 +245,9 @@ class Controller:
             generated_length_mean=usage.generated_length_mean,
             heldout_accuracy=accuracy,
         )
-        self.outcome.num_steps = round + 1
+        self.outcome.num_steps = step
         self.outcome.last_metrics = metrics
-        self._emit(round + 1, metrics)
+        self._emit(step, metrics)
 
     def _emit(self, step: int, metrics: Mapping[str, Any]) -> None:
         for sink in self.sinks:
@@ -263,23 +262,23 @@ class Controller:
         accuracy, seconds = await self._evaluate()
         self._emit(0, {"step": 0, "policy_version": 0, "accuracy/heldout": accuracy, "timing_s/evaluation": seconds})
 
-    def _evaluates(self, version: int) -> bool:
-        every, last = self.config.evaluation.every_steps, version == self.config.trainer.max_steps
-        return self.evaluator is not None and (version % every == 0 or last)
+    def _evaluates(self, step: int) -> bool:
+        every, last = self.config.evaluation.every_steps, step == self.config.trainer.max_steps
+        return self.evaluator is not None and (step % every == 0 or last)
 
-    def _may_stop(self, version: int) -> bool:
-        """The run may end with this version, so nothing is trained until it is measured: what is exported and saved is
+    def _may_stop(self, step: int) -> bool:
+        """The run may end with this step, so nothing is trained until it is measured: what is exported and saved is
         what reached the goal."""
-        return self.config.evaluation.stop_at_accuracy is not None and self._evaluates(version)
+        return self.config.evaluation.stop_at_accuracy is not None and self._evaluates(step)
 
-    async def _evaluate_if_due(self, version: int) -> tuple[float | None, float]:
-        if not self._evaluates(version):
+    async def _evaluate_if_due(self, step: int) -> tuple[float | None, float]:
+        if not self._evaluates(step):
             return None, 0.0
         accuracy, seconds = await self._evaluate()
         goal = self.config.evaluation.stop_at_accuracy
-        if goal is not None and accuracy >= goal and version < self.config.trainer.max_steps:
+        if goal is not None and accuracy >= goal and step < self.config.trainer.max_steps:
             self._stop = True
-            self.directory.event("stopped_early", step=version, accuracy=accuracy, goal=goal)
+            self.directory.event("stopped_early", step=step, accuracy=accuracy, goal=goal)
             self.progress.note(
                 f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g}: ending here"
             )
@@ -293,15 +292,15 @@ class Controller:
         self.directory.timeline.span("engines", "evaluate", start, time.time())
         return accuracy, time.time() - start
 
-    async def _write_samples(self, round: int) -> None:
+    async def _write_samples(self, step: int) -> None:
         every = self.config.tracking.samples_every_steps
-        if not every or (round % every and round + 1 != self.config.trainer.max_steps):
+        if not every or ((step - 1) % every and step != self.config.trainer.max_steps):
             return
         columns = [name for name in SAMPLE_COLUMNS if name in self.flow.stored_columns]
         rows = await answer(
-            self.store.last_batch(columns), name="Store", phase=f"samples of step {round + 1}", timeout_s=QUICK_S
+            self.store.last_batch(columns), name="Store", phase=f"samples of step {step}", timeout_s=QUICK_S
         )
-        self.directory.write_samples(round + 1, rows)
+        self.directory.write_samples(step, rows)
 
     async def _export(self) -> None:
         self.progress.phase("writing the model")

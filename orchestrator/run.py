@@ -108,7 +108,7 @@ def _nothing_left(directory: RunDirectory, console: Console) -> RunResult:
     last = lines[-1] if lines else {}
     outcome = Outcome(int(last.get("step", 0)), accuracies, last)
     console.print(
-        f"{directory.path.name} has come to its end: {outcome.num_steps} updates. Nothing is left to do; raise "
+        f"{directory.path.name} has come to its end: {outcome.num_steps} steps. Nothing is left to do; raise "
         "trainer.max_steps to go on.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip

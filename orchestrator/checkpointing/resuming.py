@@ -73,7 +73,7 @@ def _newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
 
 def finished(config: RunConfig) -> RunDirectory | None:
     """With resume=auto, the run in its directory if nothing is left to do of it: it came to its end with as many
-    updates as are asked for now, or reached its goal, and its model is there."""
+    steps as are asked for now, or reached its goal, and its model is there."""
     if config.resume != "auto" or not _there(config):
         return None
     directory = RunDirectory.open(_path(config))

@@ -64,7 +64,7 @@ class CheckpointWriter:
         return is_last or step % every == 0 or step == self._config.trainer.max_steps
 
     async def begin(self, step: int, metrics: Mapping[str, Any], *, is_last: bool = False) -> float:
-        """Take the state of now, after update `step`; what it cost in seconds. `metrics`: of that update, as far as
+        """Take the state of now, after step `step`; what it cost in seconds. `metrics`: of that step, as far as
         they are known. `is_last`: of the run, so that it waits for an earlier one that is late. Raises
         `DeadlineExceeded`, `WorkerDied`, `DataflowError` for a state that no checkpoint can keep."""
         started = time.monotonic()

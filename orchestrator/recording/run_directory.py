@@ -119,8 +119,8 @@ class RunDirectory:
             ) from None
 
     def rewind(self, config: RunConfig, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Go on after update `step`: later lines of metrics.jsonl go, since those updates are made again. config.yaml
-        becomes this run's. `metrics`: of that update, for a run that was killed before it had written its line."""
+        """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again. config.yaml
+        becomes this run's. `metrics`: of that step, for a run that was killed before it had written its line."""
         kept = [line for line in self.read_metrics() if int(line.get("step", 0)) <= step]
         if metrics and all(line.get("step") != step for line in kept):
             kept.append(dict(metrics))

@@ -77,7 +77,7 @@ def update_metrics(
     trainer: Mapping[str, float] | None = None,
     generated_length_mean: float | None = None,
 ) -> dict[str, Any]:
-    """What there is to say of an update as soon as it is made: its rows, and its own metrics."""
+    """What there is to say of a step as soon as its update is made: its rows, and the update's own metrics."""
     metrics: dict[str, Any] = {"step": step, "policy_version": policy_version}
     metrics |= reward_metrics(arrays) | length_metrics(arrays, generated_length_mean) | staleness_metrics(arrays)
     return metrics | dict(trainer or {})
@@ -113,7 +113,7 @@ def length_metrics(arrays: StepArrays, generated_length_mean: float | None = Non
 
 
 def staleness_metrics(arrays: StepArrays) -> dict[str, float]:
-    """Over tokens, in policy updates."""
+    """Over tokens, in versions."""
     tokens = int(arrays.response_tokens_N.sum())
     if not tokens:
         return {}

@@ -56,7 +56,7 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = Non
     found = [
         _reward(metrics),
         Chart("accuracy", "Held-out accuracy, greedy", "", accuracy, bottom=0, top=1, percent=True),
-        Chart("staleness", "Staleness of trained tokens", "policy updates", stale, bottom=0, bound=max_staleness),
+        Chart("staleness", "Staleness of trained tokens", "versions", stale, bottom=0, bound=max_staleness),
         _time_by_phase(metrics),
         Chart("mismatch", "Trainer against engine", "|Δ log p|", mismatch, log=True),
         Chart("response_length", "Response length", "tokens", lengths, bottom=0),

@@ -18,7 +18,7 @@ from penstock.workers.trainer.update.batching import plan
 
 
 def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
-    """The weights after `trainer.max_steps` updates."""
+    """The weights after `trainer.max_steps` steps."""
     torch.set_num_threads(1)
     source = open_source(config, model_path)
     engine = HfEngine(config.rollout, model_path, num_threads=1)

@@ -115,13 +115,13 @@ class Trainer(Member):
     def __init__(self, store: Any, rank: int, num_ranks: int, pause: Pause) -> None:
         self._client, self._rank, self._num_ranks, self._pause = StoreClient(store), rank, num_ranks, pause
 
-    async def step(self, round: int) -> StepReport | None:
-        lease = await self._client.lease_shared("train", round, self._rank, self._num_ranks, 0)
+    async def step(self, step: int) -> StepReport | None:
+        lease = await self._client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
         if lease is None:
             return None
         await self._pause(3.0)
         await self._client.complete_shared(lease)
-        return StepReport(round, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {})
+        return StepReport(step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {})
 
     async def publish(self, root: str, version: int) -> Publication:
         await self._pause(1.0)

@@ -135,7 +135,7 @@ def test_a_finished_run_that_is_resumed_says_that_nothing_is_left_and_keeps_its_
     before = {file.name: file.read_bytes() for file in directory.path.iterdir() if file.is_file()}
     assert cli.main(["run", *words, "resume=auto"]) == 0
     out = capsys.readouterr().out
-    assert "demo has come to its end: 3 updates. Nothing is left to do" in out
+    assert "demo has come to its end: 3 steps. Nothing is left to do" in out
     assert "0.750" in out
     assert before == {file.name: file.read_bytes() for file in directory.path.iterdir() if file.is_file()}
 

@@ -68,10 +68,10 @@ class Store:
         Path(root).mkdir(parents=True)
 
 
-def report(round: int) -> StepReport:
+def report(step: int) -> StepReport:
     one = np.ones(1)
     rows = TrainedRows(one, one.astype(np.int64), one.astype(np.int64), one < 0, np.zeros(1, np.int64), np.zeros(1))
-    return StepReport(round, round, {}, rows, 0.0, 0.0, {})
+    return StepReport(step, step - 1, {}, rows, 0.0, 0.0, {})
 
 
 class Play:
@@ -125,7 +125,7 @@ class Play:
         return await Controller(*parts, self.directory.path, evaluator).run()
 
     def steps(self) -> list[int]:
-        return [argument + 1 for method, argument in self.said if method == "step"]
+        return [argument for method, argument in self.said if method == "step"]
 
 
 @pytest.mark.parametrize("max_staleness", [0, 2])

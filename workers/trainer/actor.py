@@ -50,9 +50,9 @@ class Trainer:
         """Load the models and join the other ranks. Collective. Raises `ModelError`, `ConfigError`."""
         self._started = self._assembly.assemble_trainer(self._spec, address, self._store)
 
-    def step(self, round: int) -> StepReport | None:
-        """Update number `round` on the store's next batch. None: the store has closed. Collective."""
-        return self._needed(self._parts.worker, "a store").step(round)
+    def step(self, step: int) -> StepReport | None:
+        """Step number `step`, counted from 1, on the store's next batch. None: the store has closed. Collective."""
+        return self._needed(self._parts.worker, "a store").step(step)
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """The imperative API: one update on these rows of this rank. Collective."""

@@ -1,4 +1,4 @@
-"""What a rank says of an update: numbers small enough to send to the controller. Made by `worker.py`; the step's
+"""What a rank says of a step: numbers small enough to send to the controller. Made by `worker.py`; the step's
 metrics are made of it (`orchestrator/reporting/metrics.py`).
 
 Legend: _N rows (samples) of this rank.
@@ -24,7 +24,7 @@ class TrainedRows:
     clipped_N: np.ndarray
     """bool: the response ended at `max_tokens`, not by itself."""
     staleness_max_N: np.ndarray
-    """int64: of the row's oldest token, in policy updates; 0 where nothing was sampled."""
+    """int64: of the row's oldest token, in versions; 0 where nothing was sampled."""
     staleness_sum_N: np.ndarray
     """float64: over the row's tokens."""
 
@@ -47,9 +47,10 @@ class TrainedRows:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One update, as one rank saw it."""
+    """One step, as one rank saw it."""
 
-    round: int
+    step: int
+    """Counted from 1."""
     version: int
     """Of the policy before the update; the update made `version + 1`."""
     metrics: dict[str, float]

@@ -1,10 +1,11 @@
 """What a rank does with the store: a trainer one update a call, a scorer whatever rows are ready until it closes.
 
-    TrainerWorker.step(k):  lease_shared("train", k) ─▶ trainer.update ─▶ complete_shared ─▶ StepReport
+    TrainerWorker.step(k):  lease_shared("train", k - 1) ─▶ trainer.update ─▶ complete_shared ─▶ StepReport
     ScorerWorker.run():     lease_shared(stage, 0, 1, 2, …) ─▶ trainer.logprobs ─▶ write
 
-All ranks make the same calls with the same round numbers; the store gives each its share of the rows. Ranks that split
-the work on the same rows ask for the same share, and one of them answers for it. Run by `actor.py`.
+The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
+and each gets its share of the rows. Ranks that split the work on the same rows ask for the same share, and one of them
+answers for it. Run by `actor.py`.
 
 Legend: _N rows (samples) of this rank.
 """
@@ -60,10 +61,10 @@ class TrainerWorker:
         self._loss = loss
         self._stage = stage
 
-    def step(self, round: int) -> StepReport | None:
-        """Update number `round`, counted from 0. Waits for the batch; None when the store has closed. Collective."""
+    def step(self, step: int) -> StepReport | None:
+        """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. Collective."""
         started = time.perf_counter()
-        lease = self._store.lease_shared(self._stage, round, self._rank, self._num_ranks, 0)
+        lease = self._store.lease_shared(self._stage, step - 1, self._rank, self._num_ranks, 0)  # rounds are from 0
         if lease is None:
             return None
         leased = time.perf_counter()
@@ -76,7 +77,7 @@ class TrainerWorker:
         trained = time.perf_counter()
         trained_rows = TrainedRows.of(lease.rows if self._speaks_for_rows else lease.rows.select([]), lease.version)
         return StepReport(
-            round,
+            step,
             lease.version,
             report.metrics | critic_metrics,
             trained_rows,

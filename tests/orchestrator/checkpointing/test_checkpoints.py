@@ -200,7 +200,7 @@ def ended(tmp_path, steps, *events):
         (["trainer.max_steps=4"], False),
     ],
 )
-def test_nothing_is_left_of_a_run_that_has_made_all_updates(tmp_path, words, is_finished):
+def test_nothing_is_left_of_a_run_that_has_made_all_steps(tmp_path, words, is_finished):
     ended(tmp_path, 4)
     assert (finished(run_words(tmp_path, "name=past", *words)) is not None) == is_finished
 

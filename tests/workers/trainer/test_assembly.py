@@ -46,7 +46,7 @@ def test_assembled_parts_take_a_batch_through_the_store(model_path: str) -> None
         assert scorer.worker is not None
         assert trainer.worker is not None
         serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run))
-        report = await asyncio.to_thread(trainer.worker.step, 0)
+        report = await asyncio.to_thread(trainer.worker.step, 1)
         await client.close("done")
         await serving
         stats = scorer.worker.stats()
@@ -84,6 +84,6 @@ def test_a_trainer_without_a_store_takes_no_step_of_it(model_path: str) -> None:
     trainer.start(trainer.address())
     try:
         with pytest.raises(NotStarted, match="needs a store"):
-            trainer.step(0)
+            trainer.step(1)
     finally:
         trainer.close()

@@ -139,7 +139,7 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
 ) -> None:
     store, rows, trainer = OneBatch(make_rows(4)), make_rows(4), make_trainer()
     reports = [
-        TrainerWorker(trainer, store, 3, 5, sft_loss, speaks_for_rows=speaks).step(0) for speaks in (True, False)
+        TrainerWorker(trainer, store, 3, 5, sft_loss, speaks_for_rows=speaks).step(1) for speaks in (True, False)
     ]
     assert store.asked == [(3, 5)] * 2
     assert store.completed == 1

@@ -73,8 +73,8 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
         helper = ScorerWorker(reference.logprobs, SyncStoreClient(store), "reference", "reference_logprobs", 0, 1)
         trainer = TrainerWorker(policy, SyncStoreClient(store), 0, 1, flow().stage("train").function)
         serving = asyncio.create_task(asyncio.to_thread(helper.run))
-        report = await asyncio.to_thread(trainer.step, 0)
-        waiting = asyncio.create_task(asyncio.to_thread(trainer.step, 1))
+        report = await asyncio.to_thread(trainer.step, 1)
+        waiting = asyncio.create_task(asyncio.to_thread(trainer.step, 2))
         await asyncio.sleep(0.05)
         batch = await client.last_batch(["reference_logprobs", "response_ids"])
         await client.close("done")
@@ -84,7 +84,7 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
     report, after_close, stats, batch = asyncio.run(run())
     assert after_close is None
     assert report is not None
-    assert (report.round, report.version, stats["rows"]) == (0, 0, 4)
+    assert (report.step, report.version, stats["rows"]) == (1, 0, 4)
     assert report.metrics["actor/kl"] == pytest.approx(0.0, abs=1e-5)
     assert report.rows.reward_N.tolist() == [0.0, 1.0, 1.0, 2.0]
     assert report.rows.response_tokens_N.tolist() == [1, 2, 3, 4]
