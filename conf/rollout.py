@@ -61,8 +61,6 @@ class RolloutConfig:
     enforce_eager: bool = True
     """Skip graph capture: starts faster. Set false on GPUs for speed."""
     start_timeout_s: float = 300.0
-    update_timeout_s: float = 120.0
-    """Deadline of each phase of a weight update."""
     generate_timeout_s: float = 1800.0
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -75,5 +73,5 @@ class RolloutConfig:
         at_least("rollout.num_gpus_per_worker", self.num_gpus_per_worker, 0)
         at_least("rollout.max_model_len", self.max_model_len, 2)
         within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
-        for key in ("kv_cache_gib", "start_timeout_s", "update_timeout_s", "generate_timeout_s"):
+        for key in ("kv_cache_gib", "start_timeout_s", "generate_timeout_s"):
             above(f"rollout.{key}", getattr(self, key), 0)

@@ -41,7 +41,7 @@ class RunConfig:
     seed: int = 0
     """Seed of everything that is random."""
     max_staleness: int = 0
-    """How many versions of the weights a trained token may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
+    """How many versions a trained token's weights may be behind. 0: synchronous, 1: one step off, k: asynchronous."""
     placement: str = "disaggregated"
     """disaggregated: engines and trainers have devices of their own. colocated: they share them in turns: engines sleep
     while the policy is trained, trainers make room while it generates. Needs max_staleness=0; changes no result."""
@@ -87,8 +87,8 @@ def validate(config: RunConfig) -> None:
     """Checks across sections. Raises `ConfigError` naming the keys."""
     if config.window_staleness > config.max_staleness:
         raise ConfigError(
-            f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} version(s), more "
-            f"than max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to "
+            f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} version(s), "
+            f"more than max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to "
             f"{config.window_staleness}."
         )
     sampling = config.rollout.sampling

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from penstock.conf.checks import at_least, one_of
+from penstock.conf.checks import above, at_least, one_of
 
 TRANSPORTS = ("shm", "ipc", "nccl", "nccl_m2n")
 STREAMS = ("ipc", "nccl", "nccl_m2n")
@@ -26,7 +26,11 @@ class WeightsConfig:
     bucket_mib: int = 256
     """ipc and nccl: bytes that are gathered and under way at a time, in MiB; at least the largest tensor. Larger
     buckets mean fewer calls and more GPU memory beside the weights: once it for ipc, up to four times for nccl."""
+    phase_timeout_s: float = 120.0
+    """Deadline of each phase of a weight sync, which is all that happens from the trainer's weights to engines that
+    serve them; and of engines and trainers that make room for each other, with placement=colocated."""
 
     def __post_init__(self) -> None:
         one_of("weights.transport", self.transport, ("auto", *TRANSPORTS))
         at_least("weights.bucket_mib", self.bucket_mib, 1)
+        above("weights.phase_timeout_s", self.phase_timeout_s, 0)

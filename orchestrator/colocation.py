@@ -106,4 +106,4 @@ class Turns:
     async def _all(self, role: str, method: str) -> None:
         calls: list[tuple[str, Any]] = [(name, getattr(handle, method).remote()) for name, handle in self._role(role)]
         phase = f"{role}: {method.replace('_', ' ')}"
-        await answers(calls, phase=phase, timeout_s=self._config.rollout.update_timeout_s)
+        await answers(calls, phase=phase, timeout_s=self._config.weights.phase_timeout_s)

@@ -5,7 +5,7 @@
                   └──▶ Trainer-policy-r      one call a `step`: leases the batch, updates, acknowledges
                             │ publish v+1 (shared memory)
                             ▼
-                       Rollout-i.update      pause, load, verify, resume; then the store hears `published(v+1)`,
+                       Rollout-i.load        pause, load, verify, resume; then the store hears `published(v+1)`,
                                              which gives the Prompts their credits back
 
 The controller waits only for the trainers; everybody else works on rows as they become ready, and no row passes through
@@ -39,7 +39,7 @@ from penstock.orchestrator.reporting.usage import Usage
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
 from penstock.workers.trainer.report import StepReport
-from penstock.workers.weights.transport import Update
+from penstock.workers.weights.transport import Delivery
 
 QUICK_S = 60.0
 """Deadline of calls that only read counters."""
@@ -142,8 +142,8 @@ class Controller:
                 await finishing
             await self._write_samples(step)
             phases = await self._save_if_due(step, reports)
-            publication, phases["publish"] = await self._publish(step)
-            finishing = tasks.create_task(held_back(self._finish(step, reports, publication, phases)))
+            delivery, phases["publish"] = await self._publish(step)
+            finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
             if self._stop:
@@ -159,8 +159,8 @@ class Controller:
     async def _go_on(self) -> None:
         """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
         self.outcome.num_steps = self._before
-        publication, _ = await self._publish(self._before)
-        await self._update_engines(publication)
+        delivery, _ = await self._publish(self._before)
+        await self._load(delivery)
         await self.store.published(self._before)
 
     async def _train(self, step: int) -> list[StepReport]:
@@ -194,29 +194,27 @@ class Controller:
         except PenstockError as error:
             return str(error)
 
-    async def _publish(self, version: int) -> tuple[Update, float]:
+    async def _publish(self, version: int) -> tuple[Delivery, float]:
         """Let go of this version: from here on weights may change again."""
         start = time.time()
-        update = await self._weights.publish(version)
+        delivery = await self._weights.publish(version)
         self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
-        return update, time.time() - start
+        return delivery, time.time() - start
 
-    async def _update_engines(self, update: Update) -> float:
+    async def _load(self, delivery: Delivery) -> float:
         """Every engine loads this version; seconds."""
         await self._turns.generation()
         start = time.time()
-        seconds = await self._weights.deliver(update)
-        self.directory.timeline.span("engines", "update weights", start, start + seconds, version=update.version)
+        seconds = await self._weights.load(delivery)
+        self.directory.timeline.span("engines", "load weights", start, start + seconds, version=delivery.version)
         return seconds
 
-    async def _finish(
-        self, step: int, reports: list[StepReport], publication: Update, phases: dict[str, float]
-    ) -> None:
+    async def _finish(self, step: int, reports: list[StepReport], delivery: Delivery, phases: dict[str, float]) -> None:
         """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
         `phases`: seconds of what the step had besides its update."""
-        phases["publish"] += await self._update_engines(publication)
+        phases["publish"] += await self._load(delivery)
         accuracy, evaluation_s = await self._evaluate_if_due(step)
-        await self.store.published(publication.version)
+        await self.store.published(delivery.version)
         phases |= {"evaluation": evaluation_s} if accuracy is not None else {}
         await self._log(step, reports, phases, accuracy)
 

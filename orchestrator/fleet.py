@@ -87,8 +87,8 @@ class Fleet:
         get_all(calls, phase="start", timeout_s=timeout_s)
         if self.resumed is not None:
             place, files = self.resumed.trainer, self.resumed.files
-            loads = [(name, handle.load.remote(place, files)) for name, handle in self.role("trainer")]
-            phase = f"load {self.resumed.directory}"
+            loads = [(name, handle.resume.remote(place, files)) for name, handle in self.role("trainer")]
+            phase = f"resume {self.resumed.directory}"
             get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
     def role(self, role: str) -> list[tuple[str, Any]]:
@@ -154,7 +154,7 @@ class Fleet:
         return RolloutSpec(
             actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt,
             bool(self.flow.of_kind("greedy_rollout")), choose_transport(config),
-            config.trainer.lora if config.trainer.lora.publishes_adapter else None,
+            config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
@@ -177,7 +177,7 @@ class Fleet:
             columns=self.flow.columns,
             is_saved=bool(config.checkpoint.every_steps),
             checkpoint_timeout_s=config.checkpoint.timeout_s,
-            update_timeout_s=config.rollout.update_timeout_s,
+            phase_timeout_s=config.weights.phase_timeout_s,
             **self._of_rank(actor, stage),
         )
 

@@ -147,7 +147,7 @@ class Policy(Group):
     async def _bring(self, version: int) -> None:
         if self.version == 0:
             await self._weights.connect()
-        await self._weights.deliver(await self._weights.publish(version))
+        await self._weights.load(await self._weights.publish(version))
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as a HF model."""

@@ -1,4 +1,5 @@
-"""Brings versions of the weights from the trainer's ranks to the engines. Used by `controller.py` and `session.py`.
+"""The weight sync: brings versions of the weights from the trainer's ranks to the engines. Used by `controller.py` and
+`session.py`.
 
     shm:      ranks write the publication ─▶ (training may go on) ─▶ engines load it
     streams:  ranks send ‖ engines receive, both before the next update
@@ -18,15 +19,15 @@ from penstock.orchestrator.ray_calls import answers
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.publication import reclaim
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
-from penstock.workers.weights.transport import Update
+from penstock.workers.weights.transport import Delivery
 
 PUBLICATIONS_KEPT = 2
 PHASES = 5
-"""Of an update, each with `rollout.update_timeout_s`."""
+"""Of one side of a sync at most, each with `weights.phase_timeout_s`."""
 
 
 class WeightSync:
-    """Lifecycle: `connect` once the fleet is started; then `publish` and `deliver` for each version."""
+    """Lifecycle: `connect` once the fleet is started; then `publish` and `load` for each version."""
 
     def __init__(self, fleet: Fleet, config: RunConfig, root: Path) -> None:
         """`root`: of publications in shared memory."""
@@ -34,7 +35,7 @@ class WeightSync:
         self._trainers, self._engines = fleet.role("trainer"), fleet.role("rollout")
         self._transport = choose_transport(config) if self._engines else "shm"
         self._streams = self._transport in STREAMS
-        self._timeout_s = config.rollout.update_timeout_s
+        self._timeout_s = config.weights.phase_timeout_s
 
     async def connect(self) -> None:
         """Let trainers and engines meet, where they need to. Raises `DeadlineExceeded`, `WeightError`."""
@@ -46,27 +47,27 @@ class WeightSync:
         arguments = self._transport, engines, address, str(self._root), self._config.weights
         await self._all(self._trainers, "connect", arguments, "connect trainers and engines")
 
-    async def publish(self, version: int) -> Update:
+    async def publish(self, version: int) -> Delivery:
         """All that must be done before weights change again: the publication, or the whole transfer. Nothing where
         there are no engines: a version that nobody loads is not written."""
         if not self._engines:
             return Publication("", version)
         phase = f"publish version {version}"
         if not self._streams:
-            updates = await self._all(self._trainers, "publish", (str(self._root), version), phase, PHASES)
-            return cast(Update, updates[0])
-        update = cast(Update, (await self._all(self._trainers, "prepare", (version,), phase))[0])
+            publications = await self._all(self._trainers, "publish", (str(self._root), version), phase, PHASES)
+            return cast(Delivery, publications[0])
+        delivery = cast(Delivery, (await self._all(self._trainers, "prepare", (version,), phase))[0])
         calls = [(name, handle.send.remote(version)) for name, handle in self._trainers]
-        calls += [(name, handle.update.remote(update)) for name, handle in self._engines]
+        calls += [(name, handle.load.remote(delivery)) for name, handle in self._engines]
         await answers(calls, phase=f"send version {version}", timeout_s=PHASES * self._timeout_s)
-        return update
+        return delivery
 
-    async def deliver(self, update: Update) -> float:
+    async def load(self, delivery: Delivery) -> float:
         """Every engine serves the version afterwards; seconds."""
         start = time.time()
         if self._engines and not self._streams:
-            phase = f"update engines to version {update.version}"
-            await self._all(self._engines, "update", (update,), phase, PHASES)
+            phase = f"load version {delivery.version}"
+            await self._all(self._engines, "load", (delivery,), phase, PHASES)
             reclaim(self._root, keep=PUBLICATIONS_KEPT)
         return time.time() - start
 

@@ -75,23 +75,24 @@ class Publication:
 
 
 class RolloutEngine(Protocol):
-    """Samples responses. `generate` may be called concurrently; `update` waits for no sequence to end:
+    """Samples responses. `generate` may be called concurrently; `load` waits for no sequence to end:
     those in flight go on under the new weights, and their tokens say so in `Completion.versions`."""
 
     async def start(self) -> None: ...
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]: ...
 
-    async def update(self, publication: Publication) -> None:
-        """Pause, load, verify checksums and version, resume. Raises `WeightError`, `DeadlineExceeded`."""
+    async def load(self, publication: Publication) -> None:
+        """Pause, load, verify checksums and version, resume: it is served from here on. Raises `WeightError`,
+        `DeadlineExceeded`."""
 
     async def version(self) -> int: ...
 
     async def sleep(self) -> None:
-        """Leave the device to others; nothing is in flight. `generate` waits until `wake`; `update` does not."""
+        """Leave the device to others; nothing is in flight. `generate` waits until `wake`; `load` does not."""
 
     async def wake(self) -> None:
-        """The opposite. The weights are those of before, or of an update since."""
+        """The opposite. The weights are those of before, or of a version loaded since."""
 
     async def close(self) -> None: ...
 
@@ -113,8 +114,8 @@ class UpdateReport:
 
 
 class Trainer(Protocol):
-    """One rank of an SPMD group: every rank gets the same calls in the same order, each with its own rows (maybe
-    none)."""
+    """One rank of several that run one program: all get the same calls in the same order, each with its own rows
+    (maybe none)."""
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """`[T_i]` float32 for each row: log-probabilities of the response tokens under the current weights."""

@@ -135,9 +135,9 @@ async def measure(
                 torch.cuda.reset_peak_memory_stats()
             held = torch.cuda.memory_allocated() if on_gpu else 0
             start = time.perf_counter()
-            update = await asyncio.to_thread(transport.prepare, version)
+            delivery = await asyncio.to_thread(transport.prepare, version)
             prepared = time.perf_counter()
-            await asyncio.gather(asyncio.to_thread(transport.send, version), engine.update(update))
+            await asyncio.gather(asyncio.to_thread(transport.send, version), engine.load(delivery))
             done = time.perf_counter()
             extra = torch.cuda.max_memory_allocated() - held if on_gpu else 0
             reclaim(root)
@@ -149,7 +149,7 @@ async def measure(
                     "transport": name,
                     "version": version,
                     "prepare_s": prepared - start,
-                    "update_s": done - prepared,
+                    "load_s": done - prepared,
                     "total_s": done - start,
                     "extra_gpu_bytes": extra,
                     "logprob_difference": trainer.mean_difference(completion.token_ids, completion.logprobs),
@@ -176,7 +176,7 @@ def print_rounds(rounds: list[dict[str, Any]], num_bytes: int) -> None:
         table.add_row(
             name,
             f"{middle['prepare_s']:.3f} s",
-            f"{middle['update_s']:.3f} s",
+            f"{middle['load_s']:.3f} s",
             f"{middle['total_s']:.3f} s",
             f"{num_bytes / 1e9 / middle['total_s']:.1f}",
             f"{middle['extra_gpu_bytes'] / 2**20:.0f} MiB",

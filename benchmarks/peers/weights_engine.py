@@ -1,7 +1,7 @@
 """The vLLM engine of the weights benchmark: takes a publication, or a state dict out of Ray's object store.
 
-    in   {"op": "update", "directory": DIR, "version": v}       Penstock's update
-    in   {"op": "load", "reference": REF, "version": v}         pause, `ray.get`, vLLM's own `reload_weights`, resume
+    in   {"op": "load", "directory": DIR, "version": v}              Penstock's load
+    in   {"op": "load_naively", "reference": REF, "version": v}      pause, `ray.get`, vLLM's `reload_weights`, resume
     out  {"seconds": s, "pause_s": p, "phases": {...}}
 
 The naive side gets the object by reference in the engine's own process, without a copy: kinder than a pickle through
@@ -50,20 +50,19 @@ class Engine:
             max_concurrent_samples=16,
             kv_cache_gib=0.25,
             start_timeout_s=900,
-            update_timeout_s=600,
         )
-        self.engine = VllmEngine(config, arguments.model, num_threads=2)
+        self.engine = VllmEngine(config, arguments.model, num_threads=2, phase_timeout_s=600)
         self._ray = arguments.ray
 
-    async def update(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def load(self, request: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
-        await self.engine.update(Publication(request["directory"], request["version"]))
+        await self.engine.load(Publication(request["directory"], request["version"]))
         seconds = time.perf_counter() - start
         phases = self.engine.phase_seconds
         pause = sum(value for name, value in phases.items() if name not in BEFORE_PAUSE)
         return {"seconds": seconds, "pause_s": pause, "phases": phases}
 
-    async def load(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def load_naively(self, request: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         llm = self.engine._llm
         await llm.pause_generation(mode="keep", clear_cache=True)
@@ -76,7 +75,7 @@ class Engine:
     async def serve(self) -> None:
         await self.engine.start()
         await self._answer({"ready": True, "pid": os.getpid()})
-        operations = {"update": self.update, "load": self.load}
+        operations = {"load": self.load, "load_naively": self.load_naively}
         while line := await asyncio.to_thread(sys.stdin.readline):
             request = json.loads(line)
             answer = await operations[request["op"]](request)

@@ -56,7 +56,7 @@ OUT_OF_RANGE = [
     (RolloutConfig, "rollout.num_gpus_per_worker", -1),
     (RolloutConfig, "rollout.max_model_len", 1),
     (RolloutConfig, "rollout.gpu_memory_utilization", 1.5),
-    (RolloutConfig, "rollout.update_timeout_s", 0.0),
+    (WeightsConfig, "weights.phase_timeout_s", 0.0),
     (StoreConfig, "store.window", 0),
     (StoreConfig, "store.max_bytes", 0),
     (StoreConfig, "store.inline_bytes", -1),

@@ -39,7 +39,9 @@ def test_admission_leaves_the_window_its_share_of_the_staleness(
 
 
 def test_a_window_larger_than_the_staleness_allows_is_refused_with_both_keys():
-    with pytest.raises(ConfigError, match=r"store.window=2 .* by 1 update.* max_staleness=0.* store.window=1 or raise"):
+    with pytest.raises(
+        ConfigError, match=r"store.window=2 .* by 1 version.* max_staleness=0.* store.window=1 or raise"
+    ):
         validate(config(store=StoreConfig(window=2)))
 
 

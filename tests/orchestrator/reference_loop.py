@@ -22,7 +22,7 @@ def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
     source = open_source(config, model_path)
     engine = HfEngine(config.rollout, model_path, num_threads=1)
-    engine.load()
+    engine.open_model()
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     options = config.trainer.optimizer
     optimizer = torch.optim.AdamW(

@@ -90,9 +90,9 @@ class Rollout(Member):
     async def run(self) -> None:
         await self.worker.run()
 
-    async def update(self, update: Publication) -> None:
+    async def load(self, publication: Publication) -> None:
         await self._pause(2.0)
-        await self.engine.update(update)
+        await self.engine.load(publication)
 
     async def stats(self) -> dict[str, float]:
         return self.worker.stats()

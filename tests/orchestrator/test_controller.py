@@ -112,8 +112,8 @@ class Play:
         )  # fmt: skip
 
         async def measure(rollouts: Any, reward: Any) -> float:
-            version = max((update.version for method, update in self.said if method == "update"), default=0)
-            for _ in range(100):  # long enough for another update, if one is under way
+            version = max((delivery.version for method, delivery in self.said if method == "load"), default=0)
+            for _ in range(100):  # long enough for another load, if one is under way
                 await asyncio.sleep(0)
             assert accuracy is not None
             self.accuracies.append((version, accuracy(version)))

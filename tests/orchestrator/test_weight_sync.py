@@ -41,7 +41,7 @@ class Fleet:
     ("num_engines", "expected"),
     [
         (0, []),
-        (1, ["trainer-0 publish", "trainer-1 publish", "rollout-0 update"]),
+        (1, ["trainer-0 publish", "trainer-1 publish", "rollout-0 load"]),
     ],
 )
 def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
@@ -52,9 +52,9 @@ def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
     async def body() -> None:
         sync = WeightSync(Fleet(said, num_engines), RunConfig(), tmp_path)  # type: ignore[arg-type]
         await sync.connect()
-        update = await sync.publish(3)
-        assert update.version == 3
-        assert await sync.deliver(update) < 10
+        delivery = await sync.publish(3)
+        assert delivery.version == 3
+        assert await sync.load(delivery) < 10
 
     asyncio.run(body())
     assert said == expected

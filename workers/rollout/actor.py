@@ -1,6 +1,6 @@
 """`Rollout-i`: the Ray shell around one engine and its pull loop.
 
-Started by `orchestrator/fleet.py`. `run` leases prompts from the store until it closes; `update` is the controller's
+Started by `orchestrator/fleet.py`. `run` leases prompts from the store until it closes; `load` is the controller's
 call after each training step; `generate` serves evaluation and the imperative API.
 """
 
@@ -11,12 +11,13 @@ from typing import Any, cast
 
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
+from penstock.conf.weights import WeightsConfig
 from penstock.store.client.client import StoreClient
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.worker import RolloutWorker
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
-from penstock.workers.weights.transport import Info, Part, Update
+from penstock.workers.weights.transport import Delivery, Info, Part
 
 
 @dataclass(frozen=True)
@@ -35,10 +36,12 @@ class RolloutSpec:
     """By which new weights come: `conf/weights.py`."""
     adapter: LoraConfig | None = None
     """Those are adapters of this kind; None: whole models."""
+    phase_timeout_s: float = WeightsConfig.phase_timeout_s
+    """Of each phase of a weight sync."""
 
 
 class Rollout:
-    """Lifecycle: `start` once, then `run` and `update` side by side, then `close`."""
+    """Lifecycle: `start` once, then `run` and `load` side by side, then `close`."""
 
     def __init__(self, spec: RolloutSpec, store: Any | None) -> None:
         self._spec = spec
@@ -48,6 +51,7 @@ class Rollout:
             num_threads=spec.num_threads,
             transport=spec.transport,
             adapter=spec.adapter,
+            phase_timeout_s=spec.phase_timeout_s,
         )
         self._workers: list[RolloutWorker] = []
         if store is not None:
@@ -92,16 +96,16 @@ class Rollout:
             )
         )
 
-    async def update(self, update: Update) -> None:
-        """A publication, or word that a version is being streamed, which `deliver` brings meanwhile."""
-        await self._engine.update(cast(Publication, update))  # engines that are not vLLM's are sent nothing else
+    async def load(self, delivery: Delivery) -> None:
+        """Load a publication, or a version that is being streamed, which `deliver` brings meanwhile."""
+        await self._engine.load(cast(Publication, delivery))  # engines that are not vLLM's are sent nothing else
 
     async def connect(self, init_info: Info) -> None:
         """The trainer's first rank calls it, once, where weights are streamed."""
         await self._receiving.connect(init_info)
 
     async def deliver(self, part: Part) -> None:
-        """The trainer's first rank calls it while `update` runs. Returns when the part is loaded."""
+        """The trainer's first rank calls it while `load` runs. Returns when the part is loaded."""
         await self._receiving.deliver(part)
 
     @property

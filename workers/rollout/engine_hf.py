@@ -4,7 +4,7 @@ reason about.
 `generate` computes one group by itself (one prefill, then n rows without padding), so its result depends on the prompt,
 the seed and the weights alone: not on what else runs, nor on when. All compute happens in one thread, group after
 group; the event loop stays free. Where adapters are published it adds them to the weights that it started with.
-`update` slips in between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the
+`load` slips in between two decode steps: tokens sampled afterwards carry the new version, and the KV cache of the
 tokens before stays as it was. Called by `worker.py`; `generate_group` is the synchronous core, for straight-line
 programs.
 """
@@ -22,6 +22,7 @@ import torch
 from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
+from penstock.conf.weights import WeightsConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
@@ -40,7 +41,7 @@ class _Response:
 
 
 class HfEngine:
-    """Lifecycle: `start`, then `generate` and `update` in any order and concurrency, then `close`."""
+    """Lifecycle: `start`, then `generate` and `load` in any order and concurrency, then `close`."""
 
     def __init__(
         self,
@@ -50,9 +51,12 @@ class HfEngine:
         num_threads: int = 1,
         version: int = 0,
         adapter: LoraConfig | None = None,
+        phase_timeout_s: float = WeightsConfig.phase_timeout_s,
     ) -> None:
-        """`version`: of the weights in `model_path`. `adapter`: publications are adapters of this kind."""
+        """`version`: of the weights in `model_path`. `adapter`: publications are adapters of this kind.
+        `phase_timeout_s`: of each phase of a weight sync."""
         self._adapter = adapter
+        self._phase_timeout_s = phase_timeout_s
         self._base: dict[str, torch.Tensor] = {}
         """Weights of the start that adapters change."""
         self._config = config
@@ -71,7 +75,7 @@ class HfEngine:
     async def start(self) -> None:
         """Load model and tokenizer. Raises `ModelError` if the directory has none."""
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="hf-engine")
-        await asyncio.get_running_loop().run_in_executor(self._compute, self.load)
+        await asyncio.get_running_loop().run_in_executor(self._compute, self.open_model)
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Raises `DataError` for a prompt that leaves no room for a response, `WorkerDied` once closed."""
@@ -80,20 +84,20 @@ class HfEngine:
         call = asyncio.get_running_loop().run_in_executor
         return await call(executor, self.generate_group, prompt_ids, num_samples, sampling)
 
-    async def update(self, publication: Publication) -> None:
+    async def load(self, publication: Publication) -> None:
         """Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step takes longer than the
         deadline."""
         executor = self._executor()
         mapped = await asyncio.to_thread(self._checked, publication)
         done: Future[None] = Future()
-        self._interrupts.append((lambda: self._load(mapped, publication.version), done))
+        self._interrupts.append((lambda: self._exchange(mapped, publication.version), done))
         executor.submit(self._run_interrupts)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(done), self._config.update_timeout_s)
+            await asyncio.wait_for(asyncio.wrap_future(done), self._phase_timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"weight update to version {publication.version}, phase load: the hf engine did not reach "
-                f"the end of a decode step within {self._config.update_timeout_s:g} s. Raise rollout.update_timeout_s."
+                f"weight sync to version {publication.version}, phase load: the hf engine did not reach "
+                f"the end of a decode step within {self._phase_timeout_s:g} s. Raise weights.phase_timeout_s."
             ) from None
 
     async def sleep(self) -> None:
@@ -119,8 +123,8 @@ class HfEngine:
             self._compute.shutdown(wait=False, cancel_futures=True)
             self._compute = None
 
-    def load(self) -> None:
-        """Load model and tokenizer into this process; `start` does it in the engine's own thread."""
+    def open_model(self) -> None:
+        """Bring model and tokenizer into this process; `start` does it in the engine's own thread."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(self._num_threads)  # holds for the calling thread, so it is set in the one that computes
@@ -138,7 +142,7 @@ class HfEngine:
 
     @torch.inference_mode()
     def generate_group(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """n responses to one prompt, in this thread. Needs `load` (or `start`) before."""
+        """n responses to one prompt, in this thread. Needs `open_model` (or `start`) before."""
         from transformers import DynamicCache
 
         num_tokens = self._room(prompt_ids, sampling)
@@ -240,7 +244,7 @@ class HfEngine:
         return mapped
 
     @torch.inference_mode()
-    def _load(self, mapped: MappedWeights, version: int) -> None:
+    def _exchange(self, mapped: MappedWeights, version: int) -> None:
         state = self._model.state_dict()
         for name, tensor in mapped.tensors() if self._adapter is None else self._merged(mapped, state):
             state[name].copy_(tensor)

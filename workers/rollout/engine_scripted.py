@@ -27,8 +27,8 @@ class TimeModel:
     """From the request to its first token."""
     tokens_per_s: float = math.inf
     """Of one sequence."""
-    update_s: float = 0.0
-    """A weight update; sequences in flight go on meanwhile, under the old weights."""
+    load_s: float = 0.0
+    """Of new weights; sequences in flight go on meanwhile, under the old weights."""
 
 
 class ScriptedEngine:
@@ -69,9 +69,9 @@ class ScriptedEngine:
         self._check_open()
         return [self._complete(prompt_ids, index, lengths[index], sampling, started) for index in range(num_samples)]
 
-    async def update(self, publication: Publication) -> None:
+    async def load(self, publication: Publication) -> None:
         self._check_open()
-        await asyncio.sleep(self._time.update_s)
+        await asyncio.sleep(self._time.load_s)
         self._versions.append(publication.version)
         self._since.append(asyncio.get_running_loop().time())
 

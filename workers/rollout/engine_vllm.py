@@ -1,11 +1,11 @@
 """The rollout engine on vLLM's `AsyncLLM`, for GPUs and for vLLM's CPU build.
 
     generate ─▶ one request for the n samples of a group, log-probabilities under the sampling distribution
-    update   ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
+    load     ─▶ open ▸ prepare ▸ verify ▸ pause ▸ start ▸ load ▸ finish ▸ version ▸ resume, each with a deadline;
                 up to `verify` it generates on, and sequences are kept
-    deliver  ─▶ where weights are streamed: the parts that `update` loads, from the trainer
+    deliver  ─▶ where weights are streamed: the parts that `load` loads, from the trainer
 
-Sequences in flight during an update are preempted and recomputed: their next tokens are sampled as if the new weights
+Sequences in flight during a load are preempted and recomputed: their next tokens are sampled as if the new weights
 had read the whole prefix, and no key or value of old weights is read again. vLLM itself reports which token was sampled
 under which version. The engine process and its workers are children of this process, and what they print is kept for
 the error that tells of their death (`engine_output.py`). Called by `worker.py`; vLLM is imported in `start`. Where
@@ -24,52 +24,61 @@ from typing import Any, TypeVar
 
 from penstock.conf.errors import DataError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
+from penstock.conf.weights import WeightsConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.engine_output import EngineOutput, explained
 from penstock.workers.rollout.vllm_setup import engine_arguments, shares_gpu, vllm_environment
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 from penstock.workers.weights.streaming.received_parts import Inbox
-from penstock.workers.weights.transport import Info, Part, Update
+from penstock.workers.weights.transport import Delivery, Info, Part
 
 T = TypeVar("T")
 
-UPDATE_KEY = "rollout.update_timeout_s"
+PHASE_KEY = "weights.phase_timeout_s"
 WARMUP_SAMPLES = 8
 WARMUP_TOKENS = 4
 
 
 class VllmEngine:
-    """Lifecycle: `start` once; then `generate` and `update` in any order and concurrency; `close`.
+    """Lifecycle: `start` once; then `generate` and `load` in any order and concurrency; `close`.
 
-    An update either ends with the new version asserted, or leaves the old weights serving (failures up to `start`), or
+    A load either ends with the new version asserted, or leaves the old weights serving (failures up to `start`), or
     marks the engine broken (later failures): then every call raises `WorkerDied` and its owner starts another. It never
     serves weights that it does not know.
     """
 
     def __init__(
-        self, config: RolloutConfig, model_path: str, *, num_threads: int, version: int = 0, transport: str = "shm"
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        *,
+        num_threads: int,
+        version: int = 0,
+        transport: str = "shm",
+        phase_timeout_s: float = WeightsConfig.phase_timeout_s,
     ) -> None:
         """`version`: of the weights in `model_path`. `num_threads`: CPU threads of the forward pass (CPU build).
-        `transport`: by which weights will come (`conf/weights.py`)."""
+        `transport`: by which weights will come (`conf/weights.py`). `phase_timeout_s`: of a phase of a weight sync."""
         self._config = config
         self._model_path = model_path
         self._num_threads = num_threads
         self._version = version
         self._transport = transport
-        self._inbox = Inbox(config.update_timeout_s)
+        self._phase_timeout_s = phase_timeout_s
+        self._inbox = Inbox(phase_timeout_s)
         self._llm: Any = None
         self._tokenizer: Any = None
         self._request_ids = itertools.count()
         self._in_flight = 0
         self._admission = asyncio.Event()
         self._admission.set()
-        self._updating = asyncio.Lock()
+        self._loading = asyncio.Lock()
         self._awake = asyncio.Event()
         self._awake.set()
         self._has_weights = True
-        """On the device: asleep they are not, but for those that an update has brought meanwhile."""
+        """On the device: asleep they are not, but for those that were loaded meanwhile."""
         self.phase_seconds: dict[str, float] = {}
-        """Of the last update."""
+        """Of the last load."""
         self._broken: str | None = None
         self._output = EngineOutput()
 
@@ -88,7 +97,7 @@ class VllmEngine:
                 f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
             )
         await self._awake.wait()
-        while not self._admission.is_set():  # another update may have begun between the event and this task's turn
+        while not self._admission.is_set():  # another load may have begun between the event and this task's turn
             await self._admission.wait()
         self._check_alive()
         self._in_flight += 1
@@ -98,36 +107,36 @@ class VllmEngine:
             self._in_flight -= 1
         return [self._completion(sample, detokenized=bool(sampling.stop)) for sample in output.outputs]
 
-    async def update(self, publication: Update) -> None:
-        """Load a publication; or, told of a streamed update, what `deliver` brings meanwhile.
+    async def load(self, delivery: Delivery) -> None:
+        """Load a publication; or, of a streamed version, what `deliver` brings meanwhile.
 
         A publication's file stays mapped here, and so locked, until its bytes are loaded: what was verified is what is
         loaded, and no writer takes the file meanwhile. Raises `WeightError`, `DeadlineExceeded` (naming the phase),
         `WorkerDied`.
         """
         self._check_alive()
-        async with self._updating:
+        async with self._loading:
             self.phase_seconds = {}
-            opened = await self._open(publication) if isinstance(publication, Publication) else None
+            opened = await self._open(delivery) if isinstance(delivery, Publication) else None
             self._admission.clear()
             try:
                 if not self._has_weights:
-                    await self._phase(publication, "wake", self._wake_weights())
-                await self._exchange(publication, opened)
+                    await self._phase(delivery, "wake", self._wake_weights())
+                await self._exchange(delivery, opened)
             except PenstockError as error:
-                self._inbox.refuse(publication.version, error)
+                self._inbox.refuse(delivery.version, error)
                 raise
             finally:
                 self._admission.set()
 
     async def connect(self, init_info: Info) -> None:
-        """Meet the trainer, where weights are streamed. Returns when both are there; raises as `update` does."""
+        """Meet the trainer, where weights are streamed. Returns when both are there; raises as `load` does."""
         self._check_alive()
         call = self._llm.init_weight_transfer_engine(_init_request(init_info))
-        await self._in_time("connecting to the trainer", call, self._config.update_timeout_s, UPDATE_KEY)
+        await self._in_time("connecting to the trainer", call, self._phase_timeout_s, PHASE_KEY)
 
     async def deliver(self, part: Part) -> None:
-        """A part of a streamed update; returns when it is loaded, or raises why not."""
+        """A part of a streamed version; returns when it is loaded, or raises why not."""
         self._check_alive()
         await self._inbox.put(part)
 
@@ -138,18 +147,18 @@ class VllmEngine:
         self._awake.clear()
         if shares_gpu(self._config):
             self._has_weights = False
-            await self._in_time("sleep", self._llm.sleep(level=1), self._config.update_timeout_s, UPDATE_KEY)
+            await self._in_time("sleep", self._llm.sleep(level=1), self._phase_timeout_s, PHASE_KEY)
 
     async def wake(self) -> None:
         self._check_alive()
         if shares_gpu(self._config):
             tags = ["kv_cache"] if self._has_weights else None
-            await self._in_time("wake", self._llm.wake_up(tags), self._config.update_timeout_s, UPDATE_KEY)
+            await self._in_time("wake", self._llm.wake_up(tags), self._phase_timeout_s, PHASE_KEY)
         self._has_weights = True
         self._awake.set()
 
     async def _wake_weights(self) -> None:
-        """Into memory that an update can be written to, while the trainer still has the rest of the device."""
+        """Into memory that a version can be written to, while the trainer still has the rest of the device."""
         await self._llm.wake_up(["weights"])
         self._has_weights = True
 
@@ -229,7 +238,7 @@ class VllmEngine:
         text = sample.text if detokenized else self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return Completion(token_ids, logprobs, versions, text, sample.finish_reason)
 
-    # Update
+    # Loading
 
     async def _open(self, publication: Publication) -> "Opened":
         """All that can be done before the engine pauses: map the file here and in the engine's processes, verify it."""
@@ -239,75 +248,75 @@ class VllmEngine:
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
         return Opened(mapped, info | {"verified_inode": mapped.inode})
 
-    async def _exchange(self, publication: Update, opened: "Opened | None") -> None:
+    async def _exchange(self, delivery: Delivery, opened: "Opened | None") -> None:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
-        version = str(publication.version)
+        version = str(delivery.version)
         paused = self._in_flight > 0
         if paused:
-            await self._pause(publication)
+            await self._pause(delivery)
         try:
             if not paused:  # nobody to preempt: all there is to do is to drop the prefixes cached under the old weights
-                await self._phase(publication, "pause", self._llm.reset_prefix_cache())
-            await self._begin(publication)
+                await self._phase(delivery, "pause", self._llm.reset_prefix_cache())
+            await self._begin(delivery)
         except PenstockError:
             if paused:
-                await self._resume(publication)
+                await self._resume(delivery)
             raise
         try:
-            async with self._loaded(publication, opened):
-                await self._finish(publication)
-                served = await self._phase(publication, "version", self._llm.get_weight_version())
+            async with self._loaded(delivery, opened):
+                await self._finish(delivery)
+                served = await self._phase(delivery, "version", self._llm.get_weight_version())
                 if served != version:
-                    raise WeightError(f"weight update to version {version}: the engine says it serves {served!r}.")
+                    raise WeightError(f"weight sync to version {version}: the engine says it serves {served!r}.")
         except PenstockError as error:
             self._broken = str(error)
             raise
         if paused:
-            await self._resume(publication)
-        self._version = publication.version
+            await self._resume(delivery)
+        self._version = delivery.version
 
     @asynccontextmanager
-    async def _loaded(self, update: Update, opened: "Opened | None") -> AsyncIterator[None]:
+    async def _loaded(self, delivery: Delivery, opened: "Opened | None") -> AsyncIterator[None]:
         """Within it all weights are in. A sender is told of the end only once the version has been asserted as well."""
         if opened is not None:
-            await self._load(update, opened.info)
+            await self._load_part(delivery, opened.info)
             yield
         else:
-            assert not isinstance(update, Publication)
-            async with self._inbox.received(update, partial(self._load, update)):
+            assert not isinstance(delivery, Publication)
+            async with self._inbox.received(delivery, partial(self._load_part, delivery)):
                 yield
 
-    async def _begin(self, update: Update) -> None:
-        await self._phase(update, "start", self._llm.start_weight_update())
+    async def _begin(self, delivery: Delivery) -> None:
+        await self._phase(delivery, "start", self._llm.start_weight_update())
 
-    async def _finish(self, update: Update) -> None:
-        call = self._llm.finish_weight_update(weight_version=str(update.version))
-        await self._phase(update, "finish", call)
+    async def _finish(self, delivery: Delivery) -> None:
+        call = self._llm.finish_weight_update(weight_version=str(delivery.version))
+        await self._phase(delivery, "finish", call)
 
-    async def _load(self, update: Update, info: Info) -> None:
+    async def _load_part(self, delivery: Delivery, info: Info) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         request = WeightTransferUpdateRequest(update_info=info)
-        await self._phase(update, "load", self._llm.update_weights(request))
+        await self._phase(delivery, "load", self._llm.update_weights(request))
 
-    async def _pause(self, publication: Update) -> None:
+    async def _pause(self, delivery: Delivery) -> None:
         try:
-            await self._phase(publication, "pause", self._llm.pause_generation(mode="keep", clear_cache=True))
+            await self._phase(delivery, "pause", self._llm.pause_generation(mode="keep", clear_cache=True))
         except PenstockError:
-            await self._resume(publication)
+            await self._resume(delivery)
             raise
 
-    async def _resume(self, publication: Update) -> None:
+    async def _resume(self, delivery: Delivery) -> None:
         try:
-            await self._phase(publication, "resume", self._llm.resume_generation())
+            await self._phase(delivery, "resume", self._llm.resume_generation())
         except PenstockError as error:
             self._broken = str(error)
             raise
 
-    async def _phase(self, publication: Update, name: str, call: Awaitable[T]) -> T:
-        phase = f"weight update to version {publication.version}, phase {name}"
+    async def _phase(self, delivery: Delivery, name: str, call: Awaitable[T]) -> T:
+        phase = f"weight sync to version {delivery.version}, phase {name}"
         start = time.perf_counter()
-        result = await self._in_time(phase, call, self._config.update_timeout_s, UPDATE_KEY)
+        result = await self._in_time(phase, call, self._phase_timeout_s, PHASE_KEY)
         self.phase_seconds[name] = time.perf_counter() - start
         return result
 

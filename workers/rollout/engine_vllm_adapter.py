@@ -1,11 +1,11 @@
 """The vLLM engine where adapters are published: it keeps the base model and serves the newest adapter on top of it.
 
-    update ─▶ open ▸ verify ▸ stage ▸ pause ▸ load ▸ finish ▸ version ▸ resume
+    load ─▶ open ▸ verify ▸ stage ▸ pause ▸ load ▸ finish ▸ version ▸ resume
 
-vLLM knows one adapter, whose number never changes; an update replaces what it holds (vLLM's `load_inplace`). So the
+vLLM knows one adapter, whose number never changes; a load replaces what it holds (vLLM's `load_inplace`). So the
 sequences in flight, which name the adapter by that number, go on under the new one with their prefix recomputed, just
 as they do when the whole model is exchanged, and the versions that vLLM reports for each token hold. Cached prefixes
-are dropped by the pause. Before the first update A and B are zeros: the engine is the base model, and has shown that
+are dropped by the pause. Before the first load A and B are zeros: the engine is the base model, and has shown that
 it can serve such an adapter. Made by `factory.py`.
 """
 
@@ -19,13 +19,14 @@ from typing import Any
 from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
+from penstock.conf.weights import WeightsConfig
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import Opened, VllmEngine, mapped_publication
 from penstock.workers.rollout.vllm_setup import adapter_arguments
 from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME, layer_shapes, layout_of, peft_config
 from penstock.workers.weights.publication.layout import Layout
 from penstock.workers.weights.publication.reading import MappedWeights
-from penstock.workers.weights.transport import Info, Update
+from penstock.workers.weights.transport import Delivery, Info
 
 NAME, NUMBER = "policy", 1
 """Of the one adapter, for vLLM."""
@@ -35,10 +36,17 @@ class VllmAdapterEngine(VllmEngine):
     """Lifecycle and failures are those of `VllmEngine`; publications are of adapters of one kind."""
 
     def __init__(
-        self, config: RolloutConfig, model_path: str, adapter: LoraConfig, *, num_threads: int, version: int = 0
+        self,
+        config: RolloutConfig,
+        model_path: str,
+        adapter: LoraConfig,
+        *,
+        num_threads: int,
+        version: int = 0,
+        phase_timeout_s: float = WeightsConfig.phase_timeout_s,
     ) -> None:
-        """`adapter`: the trainer's. `version`: of the weights in `model_path`."""
-        super().__init__(config, model_path, num_threads=num_threads, version=version)
+        """`adapter`: the trainer's. The others are `VllmEngine`'s."""
+        super().__init__(config, model_path, num_threads=num_threads, version=version, phase_timeout_s=phase_timeout_s)
         self._adapter = adapter
         self._folder = AdapterFolder(adapter)
         self._layers: dict[str, tuple[int, int]] = {}
@@ -90,15 +98,15 @@ class VllmAdapterEngine(VllmEngine):
         await self._phase(publication, "stage", asyncio.to_thread(self._folder.stage, mapped))
         return Opened(mapped, {})
 
-    async def _begin(self, update: Update) -> None:
+    async def _begin(self, delivery: Delivery) -> None:
         """vLLM checks the new adapter before it drops the old one: there is nothing to begin with."""
 
-    async def _load(self, update: Update, info: Info) -> None:
-        await self._phase(update, "load", self._llm.add_lora(self._request_of(update.version, in_place=True)))
+    async def _load_part(self, delivery: Delivery, info: Info) -> None:
+        await self._phase(delivery, "load", self._llm.add_lora(self._request_of(delivery.version, in_place=True)))
 
-    async def _finish(self, update: Update) -> None:
-        await self._phase(update, "finish", self._llm.update_weight_version(str(update.version)))
-        self._folder.keep_only(update.version)
+    async def _finish(self, delivery: Delivery) -> None:
+        await self._phase(delivery, "finish", self._llm.update_weight_version(str(delivery.version)))
+        self._folder.keep_only(delivery.version)
 
 
 class AdapterFolder:

@@ -1,8 +1,11 @@
 """Makes the engine that `rollout.engine` names. The heavy imports happen here, and only for the engine that is made."""
 
+from typing import Any
+
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.conf.trainer import LoraConfig
+from penstock.conf.weights import WeightsConfig
 from penstock.workers.protocols import RolloutEngine
 
 
@@ -14,22 +17,25 @@ def make_engine(
     version: int = 0,
     transport: str = "shm",
     adapter: LoraConfig | None = None,
+    phase_timeout_s: float = WeightsConfig.phase_timeout_s,
 ) -> RolloutEngine:
     """An engine that is not started yet. `version`: of the weights in `model_path`. `transport`: by which others will
     come; those that stream are vLLM's alone (`conf/weights.py`). `adapter`: they will be adapters of this kind, to be
-    served on top of those in `model_path`. Raises `ConfigError` for an unknown name."""
+    served on top of those in `model_path`. `phase_timeout_s`: of each phase of a weight sync. Raises `ConfigError` for
+    an unknown name."""
+    options: dict[str, Any] = {"num_threads": num_threads, "version": version, "phase_timeout_s": phase_timeout_s}
     if config.engine == "vllm" and adapter is not None:
         from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 
-        return VllmAdapterEngine(config, model_path, adapter, num_threads=num_threads, version=version)
+        return VllmAdapterEngine(config, model_path, adapter, **options)
     if config.engine == "vllm":
         from penstock.workers.rollout.engine_vllm import VllmEngine
 
-        return VllmEngine(config, model_path, num_threads=num_threads, version=version, transport=transport)
+        return VllmEngine(config, model_path, transport=transport, **options)
     if config.engine == "hf":
         from penstock.workers.rollout.engine_hf import HfEngine
 
-        return HfEngine(config, model_path, num_threads=num_threads, version=version, adapter=adapter)
+        return HfEngine(config, model_path, adapter=adapter, **options)
     if config.engine == "scripted":
         from penstock.workers.rollout.engine_scripted import ScriptedEngine
 

@@ -23,7 +23,7 @@ from penstock.workers.files import SavedFile
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
-from penstock.workers.weights.transport import Engines, Transport, Update
+from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:
     from penstock.workers.trainer.assembly import ScorerParts, TrainerParts
@@ -72,7 +72,7 @@ class Trainer:
         `DeadlineExceeded`."""
         return self._parts.state.finish()
 
-    def load(self, directory: str, files: list[SavedFile]) -> None:
+    def resume(self, directory: str, files: list[SavedFile]) -> None:
         """Go on from a checkpoint. Collective. Raises `CheckpointError`."""
         self._parts.state.load(directory, files)
 
@@ -87,16 +87,16 @@ class Trainer:
 
         side = TrainerSide.of(self._parts.trainer)
         self._connected = make_transport(
-            name, side, directory=directory, bucket_mib=config.bucket_mib, timeout_s=self._spec.update_timeout_s
+            name, side, directory=directory, bucket_mib=config.bucket_mib, timeout_s=self._spec.phase_timeout_s
         )
         self._connected.connect(engines, address)
 
-    def prepare(self, version: int) -> Update:
-        """What the engines are to be told of a version that `send` brings. Collective."""
+    def prepare(self, version: int) -> Delivery:
+        """What the engines are told of a version that `send` brings. Collective."""
         return self._transport.prepare(version)
 
     def send(self, version: int) -> None:
-        """Stream a version, while the engines' `update` receives it. Collective. Raises `WeightError`,
+        """Stream a version, while the engines' `load` receives it. Collective. Raises `WeightError`,
         `DeadlineExceeded`, or what an engine raised."""
         self._transport.send(version)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.trainer import TrainerConfig
+from penstock.conf.weights import WeightsConfig
 from penstock.workers.protocols import Loss
 
 
@@ -42,8 +43,8 @@ class TrainerSpec(RankSpec):
     is_saved: bool = False
     """Checkpoints of it are taken."""
     checkpoint_timeout_s: float = 1800.0
-    update_timeout_s: float = 120.0
-    """Of each phase of a weight update."""
+    phase_timeout_s: float = WeightsConfig.phase_timeout_s
+    """Of each phase of a weight sync."""
 
 
 @dataclass(frozen=True, kw_only=True)

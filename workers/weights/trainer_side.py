@@ -47,7 +47,7 @@ class TrainerSide:
 
 
 def make_transport(name: str, side: TrainerSide, *, directory: str, bucket_mib: int, timeout_s: float) -> Transport:
-    """Collective. `directory`: root of publications in shared memory. `timeout_s`: `rollout.update_timeout_s`.
+    """Collective. `directory`: root of publications in shared memory. `timeout_s`: `weights.phase_timeout_s`.
 
     Raises `ConfigError` for an unknown name, `WeightError` when the ranks' pieces do not make whole tensors.
     """

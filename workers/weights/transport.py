@@ -2,12 +2,12 @@
 
     controller            trainer, on every rank              every engine
     once                  connect(engines, address) ────────▶ connect(init_info)
-    each version          prepare(version) ─▶ update
-                          send(version)                  ‖    update(update)
+    each version          prepare(version) ─▶ delivery
+                          send(version)                  ‖    load(delivery)
                             └─ part, part, …, end ──────────▶ deliver(part)
 
 `shm` writes the whole version in `prepare`, while engines go on generating; its `send` does nothing. The others stream
-from GPU to GPU: `prepare` costs nothing, and `send` and the engines' `update` must run *at the same time*, since each
+from GPU to GPU: `prepare` costs nothing, and `send` and the engines' `load` must run *at the same time*, since each
 waits for the other, and before the trainer's next update changes the weights that are under way. Calling `prepare` and
 then both at once is right for all of them.
 
@@ -23,20 +23,20 @@ from penstock.workers.protocols import Publication
 from penstock.workers.weights.vllm.plugin import BACKEND, IPC_BACKEND
 
 Info = dict[str, Any]
-"""What one of vLLM's weight-transfer backends is told, to begin with or of a part of an update."""
+"""What one of vLLM's weight-transfer backends is told, to begin with or of a part of a version."""
 
 
 @dataclass(frozen=True)
-class StreamedUpdate:
-    """Tells an engine that a version is about to be sent to it."""
+class StreamedVersion:
+    """Tells an engine that a version is about to be sent to it, part by part."""
 
     version: int
     num_tensors: int
     """That must have arrived when the end is announced."""
 
 
-Update = Publication | StreamedUpdate
-"""What an engine's `update` is called with."""
+Delivery = Publication | StreamedVersion
+"""How a version comes to an engine: what its `load` is called with."""
 
 
 @dataclass(frozen=True)
@@ -67,12 +67,12 @@ class Transport(Protocol):
     """The trainer's side. Every rank has one and makes the same calls; all but `close` are collective."""
 
     streams: bool
-    """`send` and the engines' `update` must run at the same time."""
+    """`send` and the engines' `load` must run at the same time."""
 
     def connect(self, engines: Engines, address: str) -> None:
         """Once, before the first version. `address`: host:port on rank 0's node, for whoever needs to meet."""
 
-    def prepare(self, version: int) -> Update:
+    def prepare(self, version: int) -> Delivery:
         """All that can be done before the engines are told; returns what to tell them."""
 
     def send(self, version: int) -> None:
@@ -96,7 +96,7 @@ class ShmTransport:
     def connect(self, engines: Engines, address: str) -> None:
         pass
 
-    def prepare(self, version: int) -> Update:
+    def prepare(self, version: int) -> Delivery:
         return self._publish(self._directory, version)
 
     def send(self, version: int) -> None:

@@ -200,13 +200,13 @@ def test_opening_what_is_no_run_is_refused(tmp_path: Path) -> None:
 def test_the_timeline_is_a_chrome_trace_in_microseconds_with_named_tracks() -> None:
     timeline = Timeline()
     timeline.span("trainer", "update", 100.0, 101.5, step=3)
-    timeline.span("engines", "update weights", 101.5, 101.6)
+    timeline.span("engines", "load weights", 101.5, 101.6)
     trace = json.loads(timeline.to_json())
     names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [(names[span["tid"]], span["name"], span["ts"], span["dur"]) for span in spans] == [
         ("trainer", "update", 0, 1_500_000),
-        ("engines", "update weights", 1_500_000, 100_000),
+        ("engines", "load weights", 1_500_000, 100_000),
     ]
     assert spans[0]["args"] == {"step": 3}
 

@@ -48,8 +48,8 @@ class EngineUnderTest:
         self.version = 0
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
-        config = RolloutConfig(engine=name, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.25, update_timeout_s=30)
-        self.engine = make_engine(config, str(model_path), num_threads=1, adapter=self.adapter)
+        config = RolloutConfig(engine=name, max_model_len=MAX_MODEL_LEN, kv_cache_gib=0.25)
+        self.engine = make_engine(config, str(model_path), num_threads=1, adapter=self.adapter, phase_timeout_s=30)
         self.call(self.engine.start())
 
     def call(self, coroutine: Coroutine[Any, Any, T], timeout_s: float = 300) -> T:

@@ -150,9 +150,9 @@ def test_a_prompt_without_room_for_a_response_names_the_key(served, num_prompt_t
         generate(served, prompt=[20] * num_prompt_tokens)
 
 
-def test_after_an_update_samples_come_from_the_new_weights(served) -> None:
+def test_after_a_load_samples_come_from_the_new_weights(served) -> None:
     before = generate(served)
-    served.call(served.engine.update(served.change_weights(seed=1)))
+    served.call(served.engine.load(served.change_weights(seed=1)))
     assert served.call(served.engine.version()) == served.version
     after = generate(served, ignore_eos=True)
     assert [c.token_ids for c in after] != [c.token_ids for c in before]
@@ -166,14 +166,14 @@ def test_sequences_in_flight_go_on_under_the_new_weights_and_say_so(served) -> N
     old_state = {name: tensor.clone() for name, tensor in served.model.state_dict().items()}
     sampling = Sampling(max_tokens=400, seed=3, ignore_eos=True)
 
-    async def update_in_flight() -> list[list[Completion]]:
+    async def load_in_flight() -> list[list[Completion]]:
         groups = [asyncio.create_task(served.engine.generate(PROMPT, 4, sampling.seeded(100 * i))) for i in range(2)]
         await asyncio.sleep(0.3)
-        await served.engine.update(publication)
+        await served.engine.load(publication)
         return await asyncio.gather(*groups)
 
     publication = served.change_weights(seed=2)
-    completions = [completion for group in served.call(update_in_flight()) for completion in group]
+    completions = [completion for group in served.call(load_in_flight()) for completion in group]
     crossing = [c for c in completions if len(set(c.versions)) == 2]
     assert crossing, "no sequence was in flight when the weights changed"
     for completion in crossing:
@@ -209,17 +209,17 @@ def continued_logprobs(served, completion: Completion, switch: int, new_state: d
     return logits.log_softmax(-1).gather(-1, ids[0, num_old + 1 :, None])[:, 0]
 
 
-def test_updates_one_after_another_while_sequences_run(served) -> None:
+def test_loads_one_after_another_while_sequences_run(served) -> None:
     sampling = Sampling(max_tokens=300, seed=8, ignore_eos=True)
 
-    async def updates() -> list[Completion]:
+    async def loads() -> list[Completion]:
         group = asyncio.create_task(served.engine.generate(PROMPT, 4, sampling))
         for seed in (21, 22, 23):
             await asyncio.sleep(0.05)
-            await served.engine.update(served.change_weights(seed))
+            await served.engine.load(served.change_weights(seed))
         return await group
 
-    for completion in served.call(updates()):
+    for completion in served.call(loads()):
         assert completion.versions == sorted(completion.versions)
         assert len(completion.token_ids) == 300
     for completion in generate(served):
@@ -236,7 +236,7 @@ def test_a_damaged_publication_is_refused_and_the_old_weights_serve_on(served) -
     data[-3] ^= 0x10
     file.write_bytes(data)
     with pytest.raises(WeightError, match=r"checksum .* manifest says"):
-        served.call(served.engine.update(publication))
+        served.call(served.engine.load(publication))
     served.model.load_state_dict(state)
     served.version = version
     assert served.call(served.engine.version()) == version
@@ -246,5 +246,5 @@ def test_a_damaged_publication_is_refused_and_the_old_weights_serve_on(served) -
 def test_a_publication_that_was_never_completed_is_refused(served, tmp_path: Path) -> None:
     before = generate(served)
     with pytest.raises(WeightError, match="never completed"):
-        served.call(served.engine.update(Publication(str(tmp_path), served.version + 1)))
+        served.call(served.engine.load(Publication(str(tmp_path), served.version + 1)))
     assert generate(served) == before

@@ -40,7 +40,7 @@ def moved_model(model_path: Path) -> Any:
     return model
 
 
-def served_after_update(model: Any, model_path: Path, root: Path, **settings: Any) -> Completion:
+def served_after_load(model: Any, model_path: Path, root: Path, **settings: Any) -> Completion:
     """Greedy, from an engine that has loaded the model's publication."""
     config = RolloutConfig(max_model_len=256, kv_cache_gib=0.25, start_timeout_s=900, **settings)
     weights = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
@@ -50,7 +50,7 @@ def served_after_update(model: Any, model_path: Path, root: Path, **settings: An
         engine = make_engine(config, str(model_path), num_threads=1)
         await engine.start()
         try:
-            await engine.update(publication)
+            await engine.load(publication)
             assert await engine.version() == 1
             return (await engine.generate(PROMPT, 1, Sampling(temperature=0.0, max_tokens=24, ignore_eos=True)))[0]
         finally:
@@ -72,7 +72,7 @@ def test_two_tensor_parallel_ranks_load_a_publication_and_answer_as_one(model_pa
     pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
     model = moved_model(model_path)
     one, two = (
-        served_after_update(model, model_path, tmp_path / str(size), engine="vllm", tensor_parallel_size=size)
+        served_after_load(model, model_path, tmp_path / str(size), engine="vllm", tensor_parallel_size=size)
         for size in (1, 2)
     )
     assert two.token_ids == one.token_ids
@@ -88,7 +88,7 @@ def test_a_float32_trainers_weights_reach_a_bfloat16_engine_rounded_once(
     if engine == "vllm":
         pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
     model = moved_model(model_path)
-    completion = served_after_update(model, model_path, tmp_path, engine=engine, dtype="bfloat16")
+    completion = served_after_load(model, model_path, tmp_path, engine=engine, dtype="bfloat16")
     logprobs = reference_logprobs(model.bfloat16(), completion)
     chosen = logprobs.gather(-1, torch.tensor(completion.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(completion.logprobs), chosen, rtol=0, atol=0.1)

@@ -51,16 +51,16 @@ def test_a_group_takes_as_long_as_its_longest_sample() -> None:
     assert asyncio.run(timed()) >= 0.02 + 6 / 100
 
 
-def test_tokens_sampled_after_an_update_carry_the_new_version() -> None:
+def test_tokens_sampled_after_a_load_carry_the_new_version() -> None:
     engine = ScriptedEngine(TimeModel(tokens_per_s=100))
 
-    async def update_in_flight() -> list[Completion]:
+    async def load_in_flight() -> list[Completion]:
         group = asyncio.create_task(engine.generate(PROMPT, 2, Sampling(max_tokens=20)))
         await asyncio.sleep(0.1)
-        await engine.update(Publication("", 1))
+        await engine.load(Publication("", 1))
         return await group
 
-    for completion in asyncio.run(update_in_flight()):
+    for completion in asyncio.run(load_in_flight()):
         assert completion.versions == sorted(completion.versions)
         assert set(completion.versions) == {0, 1}
 

@@ -1,4 +1,4 @@
-"""What the vLLM engine does when an update or its process fails: it resumes, or says that it is broken."""
+"""What the vLLM engine does when a load or its process fails: it resumes, or says that it is broken."""
 
 import asyncio
 import os
@@ -25,7 +25,7 @@ Action = Callable[[], Any]
 
 
 class FakeLLM:
-    """Plays `AsyncLLM` in an update and writes down what it was told. `troubles`: by call, what goes wrong."""
+    """Plays `AsyncLLM` in a load and writes down what it was told. `troubles`: by call, what goes wrong."""
 
     def __init__(self, **troubles: Action) -> None:
         self.calls: list[str] = []
@@ -82,13 +82,13 @@ def publication(tmp_path: Path) -> Publication:
     return write_publication(tmp_path, 1, [("w", torch.ones(3))])
 
 
-def update(llm: FakeLLM, publication: Publication, *, in_flight: int = 0) -> tuple[VllmEngine, PenstockError | None]:
-    """The engine after an update through `llm`, and what the update raised."""
-    engine = VllmEngine(RolloutConfig(update_timeout_s=0.2), "a-model", num_threads=1)
+def load(llm: FakeLLM, publication: Publication, *, in_flight: int = 0) -> tuple[VllmEngine, PenstockError | None]:
+    """The engine after a load through `llm`, and what the load raised."""
+    engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1, phase_timeout_s=0.2)
     engine._llm = llm
     engine._in_flight = in_flight
     try:
-        asyncio.run(engine.update(publication))
+        asyncio.run(engine.load(publication))
     except PenstockError as error:
         return engine, error
     return engine, None
@@ -102,9 +102,9 @@ def is_serving(engine: VllmEngine) -> bool:
     return True
 
 
-def test_an_update_in_flight_goes_through_its_phases_in_order(publication: Publication) -> None:
+def test_a_load_in_flight_goes_through_its_phases_in_order(publication: Publication) -> None:
     llm = FakeLLM()
-    engine, error = update(llm, publication, in_flight=2)
+    engine, error = load(llm, publication, in_flight=2)
     assert error is None
     assert llm.calls == ["prepare", "pause", "start", "load", "finish", "version", "resume"]
     assert is_serving(engine)
@@ -112,7 +112,7 @@ def test_an_update_in_flight_goes_through_its_phases_in_order(publication: Publi
 
 def test_an_idle_engine_needs_no_pause_but_forgets_cached_prefixes(publication: Publication) -> None:
     llm = FakeLLM()
-    _, error = update(llm, publication)
+    _, error = load(llm, publication)
     assert error is None
     assert llm.calls == ["prepare", "reset", "start", "load", "finish", "version"]
 
@@ -123,7 +123,7 @@ def test_a_failure_before_loading_resumes_under_the_old_weights(
     publication: Publication, phase: str, trouble: Action, expected: type[PenstockError]
 ) -> None:
     llm = FakeLLM(**{phase: trouble})
-    engine, error = update(llm, publication, in_flight=1)
+    engine, error = load(llm, publication, in_flight=1)
     assert isinstance(error, expected)
     assert f"version 1, phase {phase}" in str(error)
     assert llm.calls[-1] == "resume"
@@ -136,7 +136,7 @@ def test_a_failure_from_loading_on_marks_the_engine_broken(
     publication: Publication, phase: str, trouble: Action, expected: type[PenstockError]
 ) -> None:
     llm = FakeLLM(**{phase: trouble})
-    engine, error = update(llm, publication, in_flight=1)
+    engine, error = load(llm, publication, in_flight=1)
     assert isinstance(error, expected)
     assert f"version 1, phase {phase}" in str(error)
     assert not is_serving(engine)
@@ -146,7 +146,7 @@ def test_a_failure_from_loading_on_marks_the_engine_broken(
 
 def test_an_engine_that_serves_another_version_than_asked_for_is_broken(publication: Publication) -> None:
     llm = FakeLLM(finish=lambda: setattr(llm, "version", "default"))
-    engine, error = update(llm, publication)
+    engine, error = load(llm, publication)
     assert isinstance(error, WeightError)
     assert "it serves 'default'" in str(error)
     assert not is_serving(engine)
@@ -158,7 +158,7 @@ def test_a_damaged_publication_never_reaches_the_engine(publication: Publication
     data[-1] ^= 1
     file.write_bytes(data)
     llm = FakeLLM()
-    engine, error = update(llm, publication, in_flight=1)
+    engine, error = load(llm, publication, in_flight=1)
     assert isinstance(error, WeightError)
     assert llm.calls == ["prepare"]
     assert is_serving(engine)
@@ -180,12 +180,12 @@ def test_prompts_wait_while_weights_are_exchanged(publication: Publication) -> N
             raise WorkerDied("far enough")
 
         engine._request = request  # type: ignore[method-assign]
-        updating = asyncio.create_task(engine.update(publication))
+        loading = asyncio.create_task(engine.load(publication))
         while "load" not in engine._llm.calls:
             await asyncio.sleep(0.001)
         with pytest.raises(WorkerDied, match="far enough"):
             await engine.generate([1], 1, Sampling())
-        await updating
+        await loading
 
     asyncio.run(scenario())
     assert order == ["loaded", "requested"]

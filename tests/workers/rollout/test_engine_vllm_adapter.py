@@ -68,7 +68,7 @@ def adapter_of(model: Path, root: Path, config: LoraConfig, version: int = 1) ->
 
 def made(llm: FakeAdapterLLM, model: Path, *, in_flight: int = 0) -> VllmAdapterEngine:
     """An engine as `start` leaves it, around `llm`."""
-    engine = VllmAdapterEngine(RolloutConfig(update_timeout_s=0.5), str(model), LORA, num_threads=1)
+    engine = VllmAdapterEngine(RolloutConfig(), str(model), LORA, num_threads=1, phase_timeout_s=0.5)
     engine._build = lambda: setattr(engine, "_llm", llm)  # type: ignore[method-assign]
     asyncio.run(engine._create())
     llm.calls.clear()
@@ -85,12 +85,12 @@ def test_the_first_adapter_is_zeros_under_the_version_of_the_start(tiny_model: P
     assert data == layout.header + bytes(layout.num_bytes - len(layout.header))
 
 
-def test_an_update_in_flight_replaces_the_adapter_while_nothing_runs(
+def test_a_load_in_flight_replaces_the_adapter_while_nothing_runs(
     tiny_model: Path, publications: Iterator[Publication]
 ) -> None:
     llm, publication = FakeAdapterLLM(), next(publications)
     engine = made(llm, tiny_model, in_flight=1)
-    asyncio.run(engine.update(publication))
+    asyncio.run(engine.load(publication))
     assert llm.calls == ["pause", "add", "set version", "version", "resume"]
     request, data = llm.added[-1]
     assert (request.lora_int_id, request.load_inplace) == (1, True)
@@ -99,7 +99,7 @@ def test_an_update_in_flight_replaces_the_adapter_while_nothing_runs(
 
 def test_an_idle_engine_forgets_cached_prefixes(tiny_model: Path, publications: Iterator[Publication]) -> None:
     llm = FakeAdapterLLM()
-    asyncio.run(made(llm, tiny_model).update(next(publications)))
+    asyncio.run(made(llm, tiny_model).load(next(publications)))
     assert llm.calls == ["reset", "add", "set version", "version"]
 
 
@@ -109,7 +109,7 @@ def test_requests_name_the_one_adapter_and_the_place_of_its_version(
     engine = made(FakeAdapterLLM(), tiny_model)
     requests = [engine._lora_request()]
     for _ in range(2):
-        asyncio.run(engine.update(next(publications)))
+        asyncio.run(engine.load(next(publications)))
         requests.append(engine._lora_request())
     assert {(request.lora_name, request.lora_int_id, request.load_inplace) for request in requests} == {
         ("policy", 1, False)
@@ -122,7 +122,7 @@ def test_only_the_served_version_is_kept_and_none_after_the_end(
 ) -> None:
     engine = made(FakeAdapterLLM(), tiny_model)
     for _ in range(3):
-        asyncio.run(engine.update(next(publications)))
+        asyncio.run(engine.load(next(publications)))
     folder = Path(engine._lora_request().lora_path)
     assert list(folder.parent.iterdir()) == [folder]
     asyncio.run(engine.close())
@@ -163,7 +163,7 @@ def test_what_is_not_this_models_adapter_never_reaches_vllm(
     llm = FakeAdapterLLM()
     engine = made(llm, tiny_model, in_flight=1)
     with pytest.raises(WeightError, match=message):
-        asyncio.run(engine.update(publish(tiny_model, tmp_path)))
+        asyncio.run(engine.load(publish(tiny_model, tmp_path)))
     assert llm.calls == []
     assert is_serving(engine)
 
@@ -176,7 +176,7 @@ def test_a_failure_from_loading_on_marks_the_engine_broken(
     engine = made(llm, tiny_model, in_flight=1)
     llm._troubles[phase] = fail
     with pytest.raises(PenstockError, match=r"version 1, phase .*: the worker says: cannot"):
-        asyncio.run(engine.update(next(publications)))
+        asyncio.run(engine.load(next(publications)))
     assert is_serving(engine) == serves
     if serves:
         assert Path(engine._lora_request().lora_path).name == "v00000000"
@@ -243,7 +243,7 @@ def test_versions_in_turn_say_what_the_trainer_says_and_what_merged_weights_say(
                     trainer.update(rows_of(before), sft_loss)
                 old = trainer.logprobs(rows_of(before))
                 assert np.abs(old[0] - before[0].logprobs).max() > 0.1, "training changed next to nothing"
-                await engine.update(trainer.publish(str(tmp_path / "weights"), version))
+                await engine.load(trainer.publish(str(tmp_path / "weights"), version))
                 after = await engine.generate(PROMPT, 4, sampling)
                 assert {token for completion in after for token in completion.versions} == {version}
                 assert_says(after, trainer.logprobs(rows_of(after)))
@@ -273,7 +273,7 @@ def test_a_sequence_in_flight_since_before_the_first_adapter_goes_on_under_it(ti
             publication = trainer.publish(str(tmp_path), 1)
             group = asyncio.create_task(engine.generate(PROMPT, 1, sampling))
             await asyncio.sleep(0.3)
-            await engine.update(publication)
+            await engine.load(publication)
             return (await group)[0]
         finally:
             await engine.close()

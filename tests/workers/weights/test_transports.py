@@ -25,7 +25,7 @@ from penstock.workers.weights.publication.reading import MappedWeights, open_pub
 from penstock.workers.weights.streaming.engine_calls import LoopEngines
 from penstock.workers.weights.streaming.senders import StreamTransport, _portable
 from penstock.workers.weights.trainer_side import TrainerSide, make_transport
-from penstock.workers.weights.transport import Part, StreamedUpdate
+from penstock.workers.weights.transport import Part, StreamedVersion
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its transfer engines are not tested")
@@ -191,20 +191,20 @@ class Side:
     part_bytes: list[int]
     """Of each part that went to the engines, as they announce it."""
 
-    def run(self, version: int = 1, *, updating: bool = True, sending: bool = True) -> list[Any]:
-        """`prepare`, then `send` beside every engine's `update`: what each gave or raised, the sender's first."""
+    def run(self, version: int = 1, *, loading: bool = True, sending: bool = True) -> list[Any]:
+        """`prepare`, then `send` beside every engine's `load`: what each gave or raised, the sender's first."""
 
         async def both() -> list[Any]:
             engines = LoopEngines(self.engines, asyncio.get_running_loop())
             await asyncio.to_thread(self.transport.connect, engines, "127.0.0.1:0")
-            return await self._exchange(version, updating, sending)
+            return await self._exchange(version, loading, sending)
 
         return asyncio.run(both())
 
-    async def _exchange(self, version: int, updating: bool, sending: bool) -> list[Any]:
-        update = await asyncio.to_thread(self.transport.prepare, version)
+    async def _exchange(self, version: int, loading: bool, sending: bool) -> list[Any]:
+        delivery = await asyncio.to_thread(self.transport.prepare, version)
         calls = [asyncio.to_thread(self.transport.send, version)] if sending else []
-        calls += [engine.update(update) for engine in self.engines] if updating else []
+        calls += [engine.load(delivery) for engine in self.engines] if loading else []
         return await asyncio.gather(*calls, return_exceptions=True)
 
     def loaded(self, index: int = 0) -> list[tuple[str, torch.Tensor]]:
@@ -279,8 +279,8 @@ def make_side(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., 
         models = [Model() for _ in range(engines)]
         made = []
         for model in models:
-            config = RolloutConfig(update_timeout_s=timeout_s, num_gpus_per_worker=num_gpus_per_worker)
-            engine = VllmEngine(config, "a-model", num_threads=1, transport=name)
+            config = RolloutConfig(num_gpus_per_worker=num_gpus_per_worker)
+            engine = VllmEngine(config, "a-model", num_threads=1, transport=name, phase_timeout_s=timeout_s)
             engine._llm, engine._in_flight = FakeLLM(worker(name, model), troubles), in_flight
             monkeypatch.setattr(engine, "deliver", noting(part_bytes, engine.deliver))
             made.append(engine)
@@ -395,8 +395,8 @@ def test_weights_that_do_not_wake_end_the_sending(make_side: Callable[..., Side]
     troubles = {"wake weights": {"fail": fail, "hang": hang}[trouble]}
     side = make_side("ipc", num_gpus_per_worker=0.5, timeout_s=0.3, **troubles)
     asyncio.run(side.engines[0].sleep())
-    sent, updated = side.run()
-    assert "phase wake" in str(updated)
+    sent, loaded = side.run()
+    assert "phase wake" in str(loaded)
     assert "phase wake" in str(sent)
 
 
@@ -445,11 +445,11 @@ def test_an_engine_that_serves_another_version_than_asked_for_is_broken(
     make_side: Callable[..., Side], name: str
 ) -> None:
     side = make_side(name, finish=lambda: setattr(side.engines[0]._llm, "version", "default"))
-    sent, updated = side.run(3)
-    assert isinstance(updated, WeightError)
-    assert "version 3: the engine says it serves 'default'" in str(updated)
+    sent, loaded = side.run(3)
+    assert isinstance(loaded, WeightError)
+    assert "version 3: the engine says it serves 'default'" in str(loaded)
     assert not is_serving(side.engines[0])
-    assert sent is None if name == "shm" else sent is updated
+    assert sent is None if name == "shm" else sent is loaded
 
 
 @pytest.mark.parametrize("name", TRANSPORTS)
@@ -460,15 +460,15 @@ def test_an_engine_that_fails_or_never_answers_is_named_with_its_phase_on_both_s
 ) -> None:
     side = make_side(name, timeout_s=1.0, **{phase: trouble})
     started = time.perf_counter()
-    sent, updated = side.run()
+    sent, loaded = side.run()
     assert time.perf_counter() - started < 30
-    assert isinstance(updated, expected)
-    assert f"version 1, phase {phase}" in str(updated)
+    assert isinstance(loaded, expected)
+    assert f"version 1, phase {phase}" in str(loaded)
     assert not is_serving(side.engines[0])
     if name == "shm":
         assert sent is None
     else:
-        assert sent is updated
+        assert sent is loaded
         with pytest.raises(WeightError, match=f"is not connected: .*phase {phase}"):
             side.transport.send(2)
 
@@ -477,9 +477,9 @@ def test_an_engine_that_fails_or_never_answers_is_named_with_its_phase_on_both_s
 def test_one_engine_of_two_that_fails_ends_the_sending(make_side: Callable[..., Side], name: str) -> None:
     side = make_side(name, engines=2, timeout_s=2.0)
     side.engines[1]._llm._troubles = {"load": fail}
-    sent, _, updated = side.run()
-    assert isinstance(updated, WeightError)
-    assert sent is updated
+    sent, _, loaded = side.run()
+    assert isinstance(loaded, WeightError)
+    assert sent is loaded
 
 
 @pytest.mark.parametrize("name", STREAMS)
@@ -488,30 +488,30 @@ def test_a_failure_before_loading_ends_the_sending_and_leaves_the_old_weights_se
     make_side: Callable[..., Side], name: str, phase: str
 ) -> None:
     side = make_side(name, in_flight=1, timeout_s=2.0, **{phase: fail})
-    sent, updated = side.run()
-    assert isinstance(updated, WeightError)
-    assert f"phase {phase}" in str(updated)
+    sent, loaded = side.run()
+    assert isinstance(loaded, WeightError)
+    assert f"phase {phase}" in str(loaded)
     assert side.calls()[-1] == "resume"
     assert is_serving(side.engines[0])
-    assert sent is updated
+    assert sent is loaded
 
 
 @pytest.mark.parametrize("name", STREAMS)
 def test_a_sender_that_dies_is_noticed_by_the_engine(make_side: Callable[..., Side], name: str) -> None:
     side = make_side(name, timeout_s=0.3)
-    (updated,) = side.run(sending=False)
-    assert isinstance(updated, DeadlineExceeded)
-    assert "version 1, phase receive" in str(updated)
-    assert "after 0 of 11 tensors" in str(updated)
+    (loaded,) = side.run(sending=False)
+    assert isinstance(loaded, DeadlineExceeded)
+    assert "version 1, phase receive" in str(loaded)
+    assert "after 0 of 11 tensors" in str(loaded)
     assert not is_serving(side.engines[0])
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_an_engine_that_is_never_told_of_the_update_is_noticed_by_the_sender(
+def test_an_engine_that_is_never_told_of_the_version_is_noticed_by_the_sender(
     make_side: Callable[..., Side], name: str
 ) -> None:
     side = make_side(name, timeout_s=0.3)
-    (sent,) = side.run(updating=False)
+    (sent,) = side.run(loading=False)
     assert isinstance(sent, DeadlineExceeded)
     assert "version 1, phase send, trainer rank 0 of 1" in str(sent)
     assert "of 11 tensors taken" in str(sent)
@@ -526,10 +526,10 @@ def test_an_engine_that_does_not_connect_is_named(make_side: Callable[..., Side]
 def test_a_worker_that_cannot_open_a_handle_is_an_error_of_both(make_side: Callable[..., Side]) -> None:
     side = make_side("ipc", timeout_s=2.0)
     side.engines[0]._llm._worker.init_transfer_engine = lambda _: None  # it then expects one handle for each tensor
-    sent, updated = side.run()
-    assert isinstance(updated, WeightError)
-    assert "phase load" in str(updated)
-    assert sent is updated
+    sent, loaded = side.run()
+    assert isinstance(loaded, WeightError)
+    assert "phase load" in str(loaded)
+    assert sent is loaded
 
 
 @pytest.mark.parametrize(
@@ -551,12 +551,12 @@ def test_parts_of_another_version_and_wrong_counts_are_refused(
             for part in parts:
                 await engine.deliver(part)
 
-        return await asyncio.gather(engine.update(StreamedUpdate(1, 2)), send(), return_exceptions=True)
+        return await asyncio.gather(engine.load(StreamedVersion(1, 2)), send(), return_exceptions=True)
 
-    updated, sent = asyncio.run(run())
-    assert isinstance(updated, WeightError)
-    assert expected in str(updated)
-    assert sent is updated
+    loaded, sent = asyncio.run(run())
+    assert isinstance(loaded, WeightError)
+    assert expected in str(loaded)
+    assert sent is loaded
     assert not is_serving(engine)
 
 
@@ -660,13 +660,13 @@ def test_handles_reach_the_process_of_a_real_engine(tmp_path: Path) -> None:
             await engine.connect({"packed": True})
             part = Part(1, _portable(info))
             return await asyncio.gather(
-                engine.update(StreamedUpdate(1, 1)), engine.deliver(part), return_exceptions=True
+                engine.load(StreamedVersion(1, 1)), engine.deliver(part), return_exceptions=True
             )
         finally:
             await engine.close()
 
-    updated, delivered = asyncio.run(run())
-    assert isinstance(updated, WeightError)
-    assert "phase load" in str(updated)
-    assert "CUDA" in str(updated) or "UUID" in str(updated)  # no GPU here, or another one than the handle's
-    assert delivered is updated
+    loaded, delivered = asyncio.run(run())
+    assert isinstance(loaded, WeightError)
+    assert "phase load" in str(loaded)
+    assert "CUDA" in str(loaded) or "UUID" in str(loaded)  # no GPU here, or another one than the handle's
+    assert delivered is loaded

@@ -1,6 +1,6 @@
-"""An engine's side of a stream: parts of an update on their way from the trainer's first rank.
+"""An engine's side of a stream: parts of a version on their way from the trainer's first rank.
 
-The trainer's call `deliver` puts a part in and waits; the engine's `update`, running at the same time, takes it out
+The trainer's call `deliver` puts a part in and waits; the engine's `load`, running at the same time, takes it out
 and loads it, and what loading raises is raised in `deliver` too. Lives in the engine's event loop. Filled and emptied
 by `rollout/engine_vllm.py`.
 """
@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from penstock.conf.errors import DeadlineExceeded, WeightError
-from penstock.workers.weights.transport import Info, Part, StreamedUpdate
+from penstock.workers.weights.transport import Info, Part, StreamedVersion
 
 
 class Inbox:
-    """Lifecycle: `put` and `received` in any order, one stream at a time; `refuse` when an update failed."""
+    """Lifecycle: `put` and `received` in any order, one stream at a time; `refuse` when a load failed."""
 
     def __init__(self, timeout_s: float) -> None:
         """`timeout_s`: longest wait for the next part."""
@@ -23,7 +23,7 @@ class Inbox:
         self._refused: tuple[int, Exception] | None = None
 
     async def put(self, part: Part) -> None:
-        """Returns when the engine is done with the part. It may come before the engine's `update` has begun, or after
+        """Returns when the engine is done with the part. It may come before the engine's `load` has begun, or after
         it has failed."""
         if self._refused is not None and self._refused[0] == part.version:
             raise self._refused[1]
@@ -33,7 +33,7 @@ class Inbox:
 
     def refuse(self, version: int, error: Exception) -> None:
         """Answer every part that waits, and those of this version that still come, with the error that ended the
-        update."""
+        load."""
         self._refused = version, error
         while not self._parts.empty():
             _, done = self._parts.get_nowait()
@@ -41,7 +41,7 @@ class Inbox:
                 done.set_exception(error)
 
     @asynccontextmanager
-    async def received(self, update: StreamedUpdate, load: Callable[[Info], Awaitable[None]]) -> AsyncIterator[None]:
+    async def received(self, coming: StreamedVersion, load: Callable[[Info], Awaitable[None]]) -> AsyncIterator[None]:
         """Load every part of the version; within the block all are in. The sender hears of the end when the block has
         been left, with the error if it was left by one.
 
@@ -50,28 +50,28 @@ class Inbox:
         """
         num_tensors = 0
         while True:
-            with self._answered(*await self._next(update, num_tensors)) as part:
-                _check(part, update, num_tensors)
+            with self._answered(*await self._next(coming, num_tensors)) as part:
+                _check(part, coming, num_tensors)
                 if part.info is None:
                     yield
                     return
                 await load(part.info)
                 num_tensors += len(part.info["names"])
 
-    async def _next(self, update: StreamedUpdate, num_tensors: int) -> tuple[Part, "asyncio.Future[None]"]:
+    async def _next(self, coming: StreamedVersion, num_tensors: int) -> tuple[Part, "asyncio.Future[None]"]:
         try:
             return await asyncio.wait_for(self._parts.get(), self._timeout_s)
         except TimeoutError:
             raise DeadlineExceeded(
-                f"weight update to version {update.version}, phase receive: nothing came from the trainer for "
-                f"{self._timeout_s:g} s, after {num_tensors} of {update.num_tensors} tensors. Its rank 0 has died or "
-                "waits for another rank; see its error, or raise rollout.update_timeout_s."
+                f"weight sync to version {coming.version}, phase receive: nothing came from the trainer for "
+                f"{self._timeout_s:g} s, after {num_tensors} of {coming.num_tensors} tensors. Its rank 0 has died or "
+                "waits for another rank; see its error, or raise weights.phase_timeout_s."
             ) from None
 
     @contextmanager
     def _answered(self, part: Part, done: "asyncio.Future[None]") -> Iterator[Part]:
         """The sender gets an answer whatever happens to its part."""
-        failure: Exception | None = WeightError(f"weight update to version {part.version}: the engine gave it up.")
+        failure: Exception | None = WeightError(f"weight sync to version {part.version}: the engine gave it up.")
         try:
             yield part
             failure = None
@@ -83,9 +83,9 @@ class Inbox:
                 done.set_result(None) if failure is None else done.set_exception(failure)
 
 
-def _check(part: Part, update: StreamedUpdate, num_tensors: int) -> None:
-    phase = f"weight update to version {update.version}, phase receive"
-    if part.version != update.version:
+def _check(part: Part, coming: StreamedVersion, num_tensors: int) -> None:
+    phase = f"weight sync to version {coming.version}, phase receive"
+    if part.version != coming.version:
         raise WeightError(f"{phase}: the trainer sends version {part.version}.")
-    if part.info is None and num_tensors != update.num_tensors:
-        raise WeightError(f"{phase}: the trainer announced {update.num_tensors} tensors and ended after {num_tensors}.")
+    if part.info is None and num_tensors != coming.num_tensors:
+        raise WeightError(f"{phase}: the trainer announced {coming.num_tensors} tensors and ended after {num_tensors}.")

@@ -6,7 +6,7 @@
                 └─ on rank 0 calls the client: update_weights(info) … finish_weight_update()
                                                  └─ Part ─▶ every engine's `deliver`
 
-vLLM's engines expect a client that drives the other side through the whole update. Here an engine's own `update` does
+vLLM's engines expect a client that drives the other side through the whole of it. Here an engine's own `load` does
 that, with its pauses, deadlines and assertions (`rollout/engine_vllm.py`); so the client only carries parts. vLLM is
 imported in `connect`.
 """
@@ -22,7 +22,7 @@ import torch
 from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError
 from penstock.workers.weights.streaming.watch import watched
 from penstock.workers.weights.streaming.weight_stream import WeightStream
-from penstock.workers.weights.transport import Engines, Info, Part, StreamedUpdate, Update
+from penstock.workers.weights.transport import Delivery, Engines, Info, Part, StreamedVersion
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class SenderPlace:
     bucket_bytes: int
 
 
-class UpdateClient:
+class PartsClient:
     """vLLM's `VLLMWeightSyncClient`, which rank 0 calls: carries what it is given to the engines of the run.
 
-    Engines start and finish an update by themselves, so `start_weight_update` has nothing to do and
+    Engines start and finish by themselves, so `start_weight_update` has nothing to do and
     `finish_weight_update` says that all has been sent.
     """
 
@@ -109,13 +109,13 @@ class StreamTransport:
         self._place = place
         self._trainer_init = trainer_init
         self._engine: Any = None
-        self._client: UpdateClient | None = None
+        self._client: PartsClient | None = None
         self._broken: str | None = None
 
     def connect(self, engines: Engines, address: str) -> None:
         """Meet the engines. Raises `DeadlineExceeded`, `ResourceError` for a package that is missing, or what an
         engine raised."""
-        client = self._client = UpdateClient(engines)
+        client = self._client = PartsClient(engines)
 
         def meet() -> None:
             start = self._trainer_init or _vllm_trainer_init()
@@ -126,8 +126,8 @@ class StreamTransport:
 
         self._run(meet, "connecting trainer and engines", client)
 
-    def prepare(self, version: int) -> Update:
-        return StreamedUpdate(version, len(self._stream.metadata()))
+    def prepare(self, version: int) -> Delivery:
+        return StreamedVersion(version, len(self._stream.metadata()))
 
     def send(self, version: int) -> None:
         client = self._client
@@ -136,7 +136,7 @@ class StreamTransport:
         client.version = version
         if self._place.device.type == "cuda":
             torch.cuda.synchronize(self._place.device)  # vLLM packs in streams that do not wait for the optimizer's
-        self._run(self._engine.send_weights, f"weight update to version {version}, phase send", client)
+        self._run(self._engine.send_weights, f"weight sync to version {version}, phase send", client)
 
     def close(self) -> None:
         engine, self._engine = self._engine, None
@@ -144,7 +144,7 @@ class StreamTransport:
             engine.shutdown()
         self._broken = self._broken or "it was closed"
 
-    def _run(self, action: Callable[[], None], phase: str, client: UpdateClient) -> None:
+    def _run(self, action: Callable[[], None], phase: str, client: PartsClient) -> None:
         """Watched. Every way in which it can fail gives one named error, and breaks the transport."""
         client.alarm = threading.Event()
         failure: BaseException | None = None
@@ -173,7 +173,7 @@ class StreamTransport:
         if isinstance(failure, TimeoutError):
             return DeadlineExceeded(
                 f"{where}, {self.name}: nothing moved for {self._place.timeout_s:g} s ({self._stream.position}). An "
-                "engine or another rank does not take part; see their errors, or raise rollout.update_timeout_s."
+                "engine or another rank does not take part; see their errors, or raise weights.phase_timeout_s."
             )
         return WeightError(f"{where}, {self.name}: {type(failure).__name__}: {failure} ({self._stream.position}).")
 

@@ -1,10 +1,10 @@
-"""Loads a publication into a running vLLM engine: the worker's side of `RolloutEngine.update`.
+"""Loads a publication into a running vLLM engine: the worker's side of `RolloutEngine.load`.
 
 vLLM creates one `ShmTransferEngine` in each of its worker processes (one a tensor-parallel rank). While it generates
 on, `init_transfer_engine` has the file mapped and its page tables filled; once generation is paused,
 `start_weight_update`, `update_weights` and `finish_weight_update` load it. Each worker maps the same file; vLLM's own
 loaders take the slice that its rank holds. Checksums were found right by whoever calls, who holds a lock on the file
-until the update is over, or are checked here before anything of the model is touched.
+until all is loaded, or are checked here before anything of the model is touched.
 """
 
 import threading
@@ -24,7 +24,7 @@ from penstock.workers.weights.publication.reading import MappedWeights, open_pub
 
 @dataclass(kw_only=True)
 class ShmInitInfo(WeightTransferInitInfo):
-    """The publication that the next update is to load."""
+    """The publication that is to be loaded next."""
 
     directory: str
     version: int
@@ -41,7 +41,7 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 
 class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
-    """Backend `penstock_shm`. Lifecycle: init (before each update; may be left out) → start → update (once) → finish.
+    """Backend `penstock_shm`. Lifecycle: init (before each version; may be left out) → start → update (once) → finish.
 
     Linear layers of the CPU build and quantised ones are repacked after loading; vLLM's layerwise reload runs the
     loaders on fresh tensors, repacks, and copies into the tensors that compiled code holds on to.
@@ -53,7 +53,7 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
         """Map the file and fill its page tables in a thread, so that the engine generates on. vLLM has no other call
-        that brings word of an update before it starts."""
+        that brings word of a version before it is loaded."""
         mapped = MappedWeights(open_publication(Publication(init_info.directory, init_info.version)))
         thread = threading.Thread(target=mapped.populate, name="populate-publication", daemon=True)
         self._prepared = (mapped, thread)
