@@ -49,16 +49,16 @@ class SharedDevices:
             {"CPU": sum(actor.num_cpus for actor in actors), "GPU": sum(actor.num_gpus for actor in actors)}
             for actors in shared
         ]
-        self._group: PlacementGroup | None = None
+        self._placement: PlacementGroup | None = None
 
     def reserve(self, timeout_s: float) -> None:
         """Nothing where nobody shares. Raises `ResourceError` if the cluster does not have it in time."""
         if not self._bundles:
             return
         bundles = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in self._bundles]
-        self._group = placement_group(bundles, strategy="PACK")
+        self._placement = placement_group(bundles, strategy="PACK")
         try:
-            ray.get(self._group.ready(), timeout=timeout_s)
+            ray.get(self._placement.ready(), timeout=timeout_s)
         except GetTimeoutError:
             self.release()
             raise ResourceError(
@@ -69,14 +69,14 @@ class SharedDevices:
 
     def options(self, actor: ActorPlan) -> dict[str, Any]:
         """What Ray is told about where the actor goes."""
-        if self._group is None or actor.name not in self._index:
+        if self._placement is None or actor.name not in self._index:
             return {}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, self._index[actor.name])}
+        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement, self._index[actor.name])}
 
     def release(self) -> None:
-        if self._group is not None:
-            remove_placement_group(self._group)
-            self._group = None
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+            self._placement = None
 
 
 class Turns:

@@ -103,8 +103,8 @@ class Controller:
                 await tasks.create_task(held_back(self._steps(tasks)))
                 self._closing = True
                 await self.store.close("the run is complete")
-        except BaseExceptionGroup as group:
-            raise cause_of([translate(error, "Store") for error in leaves(group)]) from None
+        except BaseExceptionGroup as failures:
+            raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
         return self.outcome
 
     def _start_serving(self, tasks: asyncio.TaskGroup, *roles: str) -> None:

@@ -58,10 +58,10 @@ def cause_of(failures: Sequence[BaseException]) -> BaseException:
     return cause
 
 
-def leaves(group: BaseExceptionGroup[Any]) -> list[Any]:
-    """The failures in a group of groups, in order."""
+def leaves(failures: BaseExceptionGroup[Any]) -> list[Any]:
+    """Those in an exception group, in order, also of groups within it."""
     found: list[Any] = []
-    for error in group.exceptions:
+    for error in failures.exceptions:
         found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
     return found
 
@@ -73,7 +73,7 @@ async def held_back(work: Awaitable[T], grace_s: float = CAUSE_GRACE_S) -> T:
         return await work
     except PenstockError as error:
         if not is_cause(error):
-            with contextlib.suppress(asyncio.CancelledError):  # the group ends: this failure is part of it
+            with contextlib.suppress(asyncio.CancelledError):  # the task group ends: this failure is part of it
                 await asyncio.sleep(grace_s)
         raise
 

@@ -8,7 +8,7 @@
             run.policy.publish()
             run.log(step, metrics)
 
-Each call is one line here and one SPMD program on the group. There is no store and no staleness: every call waits for
+Each call is one line here and one SPMD program on all ranks. There is no store and no staleness: every call waits for
 its result.
 """
 
@@ -66,8 +66,8 @@ class Prompts:
         return [Prompt(first + i, list(group["prompt_ids"]), str(group["task"])) for i, group in enumerate(groups)]
 
 
-class Group:
-    """Ranks that run one program together; the base of `Policy` and `Reference`."""
+class Model:
+    """A model on its ranks, which run one program together: a reference, or the base of `Policy`."""
 
     def __init__(self, ranks: Sequence[tuple[str, Any]], config: RunConfig) -> None:
         self._ranks, self._config = ranks, config
@@ -99,7 +99,7 @@ class Group:
         return results
 
 
-class Policy(Group):
+class Policy(Model):
     """The model that is trained, and the engines that sample from it."""
 
     def __init__(self, fleet: Fleet, config: RunConfig, root: Path) -> None:
@@ -181,7 +181,7 @@ class Session:
     policy: Policy
     prompts: Prompts
     reward: Reward
-    reference: Group | None
+    reference: Model | None
     """There if the dataflow has a log-probability stage."""
     sinks: list[Sink]
     started: float
@@ -240,7 +240,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
                 Policy(fleet, config, root),
                 Prompts(open_source(config, model_path)),
                 Reward(fleet, config),
-                Group(scorers, config) if scorers else None,
+                Model(scorers, config) if scorers else None,
                 sinks,
                 time.monotonic(),
             )

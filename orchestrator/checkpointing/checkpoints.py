@@ -110,8 +110,8 @@ def open_checkpoint(place: str) -> Checkpoint:
         values = json.loads(read_text(f"{place}/{MANIFEST}"))
         if (found := values.pop("format")) != FORMAT:
             raise CheckpointError(
-                f"{place}/{MANIFEST}: its format is {found}, and this version reads {FORMAT}. Resume it with the "
-                "version of Penstock that wrote it."
+                f"{place}/{MANIFEST}: its format is {found}, and this Penstock reads {FORMAT}. Resume it with the "
+                "one that wrote it."
             )
         prompts = values.pop("prompts")
         cursor = PromptCursor.from_dict(prompts["cursor"])

@@ -43,7 +43,7 @@ class StepTimes:
     phase_s: Mapping[str, float]
     """Seconds by name of `PHASES`, as the controller or the workers saw them."""
     busy_s: Mapping[str, float]
-    """Seconds that a group of workers computed, averaged over its workers: rollout, train."""
+    """Seconds that the workers of a side computed, averaged over them: rollout, train."""
 
 
 def step_metrics(
@@ -130,8 +130,8 @@ def time_metrics(arrays: StepArrays, times: StepTimes) -> dict[str, float]:
     metrics |= {f"timing_s/{phase}": seconds for phase, seconds in times.phase_s.items() if phase not in PHASES}
     if times.step_s <= 0:
         return metrics
-    for group, busy_s in times.busy_s.items():
-        metrics[f"idle/{group}"] = min(1.0, max(0.0, 1.0 - busy_s / times.step_s))
+    for side, busy_s in times.busy_s.items():
+        metrics[f"idle/{side}"] = min(1.0, max(0.0, 1.0 - busy_s / times.step_s))
     metrics["perf/samples_per_s"] = len(arrays) / times.step_s
     metrics["perf/tokens_per_s"] = float(arrays.response_tokens_N.sum()) / times.step_s
     return metrics

@@ -7,11 +7,11 @@ import pytest
 
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
-from penstock.orchestrator.session import Group
+from penstock.orchestrator.session import Model
 from penstock.store.data.rows import Rows
 
 
-class Asked(Group):
+class Asked(Model):
     """Ranks that answer with the sum of each row's response, and note what they were given."""
 
     def _all(self, method: str, arguments: Any, timeout_s: float) -> list[Any]:

@@ -114,7 +114,7 @@ def test_one_of_another_format_is_refused(tmp_path):
     write(checkpoints, 1)
     manifest = tmp_path / "global_step_1" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"format": 2', '"format": 1'))
-    with pytest.raises(CheckpointError, match="its format is 1, and this version reads 2"):
+    with pytest.raises(CheckpointError, match="its format is 1, and this Penstock reads 2"):
         open_checkpoint(checkpoints.directory(1))
 
 

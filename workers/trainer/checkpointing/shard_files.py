@@ -154,7 +154,7 @@ class ShardReader(StorageReader):
 def _metadata_of(index: dict[str, Any]) -> Metadata:
     """Raises `ValueError`, `KeyError` or `TypeError` for what is no index."""
     if index["format"] != FORMAT:
-        raise ValueError(f"its format is {index['format']!r}; this version reads {FORMAT}")
+        raise ValueError(f"its format is {index['format']!r}; this Penstock reads {FORMAT}")
     tensors: dict[str, Any] = {}
     places: dict[MetadataIndex, Place] = {}
     for name, entry in index["tensors"].items():
