@@ -99,7 +99,7 @@ class Dataflow:
         return self._add(Stage(f"{model}_values", "values", "batch", reads, writes, model=model))
 
     def staleness(self) -> "Dataflow":
-        """How many updates ago each token of the step's batch was sampled: writes `staleness`, in the trainers, which
+        """How many versions ago each token of the step's batch was sampled: writes `staleness`, in the trainers, which
         know the version that they update."""
         writes = _columns((Column("staleness", "float32", "token"),), "staleness")
         return self._add(Stage("staleness", "staleness", "batch", ("token_versions",), writes))

@@ -1,6 +1,6 @@
 """Surrogates that keep entropy up by treating the few tokens differently that bring it down: 2505.22617.
 
-A step lowers the policy's entropy by the covariance of log-probability and advantage, and a tiny share of
+An update lowers the policy's entropy by the covariance of log-probability and advantage, and a tiny share of
 the tokens carries most of it. With the token's own term `c = (log π - mean log π)(A - mean A)`, Clip-Cov drops
 a few tokens with a large c from the gradient, KL-Cov pulls them back to where they were.
 

@@ -5,7 +5,7 @@
 
 Losses of `flow.train`: the trainer finds their arguments by name (`algorithms/losses.py`) and gives `group_ids` beside
 the rest. Each returns this micro-batch's contribution to the mean over the groups of the optimizer step, exactly the
-same however the step is cut into whole groups.
+same however the minibatch is cut into whole groups.
 
 Legend: B rows of the micro-batch, T response tokens, padded; P pairs.
 """

@@ -44,11 +44,11 @@ def kto_loss(
 
     `z_0` is `max(0, kl_baseline)` where a stage writes that column, and `group_baseline` otherwise. The paper's own
     estimate pairs prompts with responses to other prompts and is a mean over the batch, which no single micro-batch
-    knows: compute it in a stage of its own. Either way the loss is the same however the step is cut in whole groups.
+    knows: compute it in a stage of its own. Either way the loss is the same however it is cut in whole groups.
 
     `logprobs`, `reference_logprobs`, `mask`: `[B, T]`. `desirable`: `[B]`, +1, -1, or 0 for rows that take no part.
     `group_ids`: int64 `[B]`. `kl_baseline`: `[B]`, in nats.
-    Metrics, all of them means over the step's sequences: `loss`; `accuracy`, the samples on the right side of z_0, and
+    Metrics, all means over the minibatch's sequences: `loss`; `accuracy`, the samples on the right side of z_0, and
     `margin`, by how much, `± β (r - z_0)`; `kl_baseline`; and for each kind its `desirable_fraction` and
     `desirable_reward`, `β r`: divide the one by the other for a mean over the kind. Rows without a token add 0 and
     count nowhere. Raises `ShapeError`, `ConfigError`.

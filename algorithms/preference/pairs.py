@@ -68,14 +68,14 @@ class Pairs:
         return values_B[self.chosen_P], values_B[self.rejected_P]
 
     def mean(self, values_P: Tensor) -> Tensor:
-        """This micro-batch's contribution to the mean over the step's groups, `[]`. A group without a pair has 0."""
+        """This micro-batch's part of the mean over the minibatch's groups, `[]`. A group without a pair has 0."""
         return values_P.sum() / max(self.num_groups, 1)
 
     def metrics(self, loss: Tensor, chosen_reward_P: Tensor, rejected_reward_P: Tensor) -> dict[str, Tensor]:
         """Contributions, detached, of `loss`, `accuracy` (pairs whose margin is above 0), `margin` (chosen minus
         rejected reward), `chosen_reward`, `rejected_reward` and `pair_fraction` (groups that have a pair).
 
-        All are means over the step's groups; where some have no pair, divide by `pair_fraction` for means over pairs.
+        All are means over the minibatch's groups; where some have no pair, divide by `pair_fraction`.
         """
         chosen_P, rejected_P = chosen_reward_P.detach(), rejected_reward_P.detach()
         return {

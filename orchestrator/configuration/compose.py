@@ -2,10 +2,9 @@
 
     defaults (conf/*.py)  <  model preset of the recipe  <  recipe.yaml  <  model=PRESET  <  key=value words
 
-Called by the command line, by a warm start for its first run, and by tests. Hydra composes the config groups (`algorithm`,
-`model`,
-`recipe`) over the dataclasses; the result is turned into objects once, here. Every fault is a `ConfigError` of one
-sentence.
+Called by the command line, by a warm start for its first run, and by tests. Hydra composes the config groups
+(`algorithm`, `model`, `recipe`) over the dataclasses; the result is turned into objects once, here. Every fault is a
+`ConfigError` of one sentence.
 """
 
 import logging

@@ -1,4 +1,4 @@
-"""What a rank does with the store: a trainer one update a call, a scorer whatever rows are ready until it closes.
+"""What a rank does with the store: a trainer one step a call, a scorer whatever rows are ready until it closes.
 
     TrainerWorker.step(k):  lease_shared("train", k - 1) ─▶ trainer.update ─▶ complete_shared ─▶ StepReport
     ScorerWorker.run():     lease_shared(stage, 0, 1, 2, …) ─▶ trainer.logprobs ─▶ write

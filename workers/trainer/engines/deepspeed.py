@@ -2,7 +2,7 @@
 
 Stage 1 shards optimizer states and masters, stage 2 gradients, too, stage 3 weights, too. DeepSpeed wants to own the
 training loop: it averages over ranks, counts micro-batches, clips, and skips steps. Here it gets what makes all of that
-the same mathematics as FSDP2's (`fsdp.py`). A `TrainEngine` (`engine.py`), made by `trainer.py`.
+the same mathematics as FSDP2's (`fsdp.py`). A `TrainEngine` (`engine.py`), made by `factory.py`.
 """
 
 import math

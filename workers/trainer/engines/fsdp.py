@@ -3,7 +3,7 @@
 Every decoder layer is one unit and the rest (embedding, last norm, output layer) is the root. Parameters are DTensors
 split along dim 0, so that a rank's part of one is a range of its elements. Tensor parallelism splits them before that
 (`tensor_parallel.py`), sequence parallelism splits what they are applied to (`ulysses.py`). A `TrainEngine`
-(`engine.py`), made by `trainer.py`.
+(`engine.py`), made by `factory.py`.
 
 Legend: T ranks of tensor parallelism, F ranks that FSDP2 splits over; rank = f * T + t.
 """
