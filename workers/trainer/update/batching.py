@@ -2,8 +2,7 @@
 
     rows ──split_minibatches──▶ whole groups an optimizer step ──plan──▶ positions a micro-batch ──collate──▶ MicroBatch
 
-A micro-batch holds rows of similar length, padded on the right to its longest. Called by
-`minibatches.py`.
+A micro-batch holds rows of similar length, padded on the right to its longest. Called by `minibatches.py`.
 
 Legend: B rows of the micro-batch, L tokens of its longest prompt + response, T of its longest response, N response
 tokens.
