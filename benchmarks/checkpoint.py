@@ -26,8 +26,8 @@ from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
-from penstock.workers.trainer.checkpointing.training_state import TrainingState
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
 
 SIZES = {
     "3M": FreshModelConfig(num_layers=4, hidden_size=256, intermediate_size=704),

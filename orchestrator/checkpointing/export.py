@@ -15,9 +15,9 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.checkpoints import open_checkpoint
 from penstock.workers.files import is_url
-from penstock.workers.trainer.checkpointing.training_state import TrainingState
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
 
 
 def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> Path:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.store.client.sync import SyncStoreClient
-from penstock.workers.trainer.checkpointing.training_state import TrainingState
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 
