@@ -6,9 +6,8 @@ without a store, for the imperative API and for reference loops.
 
 import inspect
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,19 +15,11 @@ import torch
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import DataflowError, LeaseExpired
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 
 TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
-
-
-class Store(Protocol):
-    """What a compute worker needs of `store.client.StoreClient`."""
-
-    def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> Any: ...
-
-    async def write(self, lease: Any, row_ids: Sequence[int], columns: dict[str, Any]) -> None: ...
-
-    async def drop(self, lease: Any, row_ids: Sequence[int], reason: str, detail: str = "") -> None: ...
 
 
 class ComputeWorker:
@@ -42,7 +33,7 @@ class ComputeWorker:
         self,
         stage: Stage,
         columns: dict[str, Column],
-        store: Store | None = None,
+        store: StoreClient | None = None,
         *,
         name: str = "compute-0",
         max_units: int = 64,
@@ -71,7 +62,7 @@ class ComputeWorker:
                 with suppress(LeaseExpired):  # the rows are somebody else's by now
                     await self._finish(lease, results)
 
-    async def _finish(self, lease: Any, results: dict[str, list[Any]]) -> None:
+    async def _finish(self, lease: Lease, results: dict[str, list[Any]]) -> None:
         """Write, and drop what a filter does not keep."""
         assert self.store is not None
         row_ids = [int(row) for row in lease.rows.row_ids]

@@ -5,7 +5,8 @@ from typing import Any
 
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
-from penstock.workers.prompts.dataset import ProblemDataset, PromptDataset, Task
+from penstock.workers.prompts.dataset import ProblemDataset
+from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
 MAX_READ_ROWS = 50_000

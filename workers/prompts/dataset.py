@@ -4,9 +4,6 @@
 `penstock validate`.
 """
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from penstock.conf.data import DataConfig, EvaluationConfig
@@ -14,43 +11,11 @@ from penstock.conf.errors import DataError, suggest
 from penstock.workers.environments.reasoning_gym import Problems
 from penstock.workers.prompts.huggingface import open_huggingface
 from penstock.workers.prompts.jsonl import JsonLines
+from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.teacher import TaughtDataset
 from penstock.workers.user_code import find_function
 
 DEFAULT_PROBLEMS = 100_000
-
-
-@dataclass(frozen=True)
-class Task:
-    """One row: what the model is asked, and what the reward is told."""
-
-    prompt: str
-    """The user's text, after `data.prompt_template`."""
-    answer: Any
-    """The reference answer as the dataset has it; None if `data.columns.answer=null`."""
-    index: int
-    """Row number in the dataset, from 0."""
-    where: str
-    """File and line, for messages."""
-    response: str | None = None
-    """The demonstration, or of a pair the chosen response, where there is one."""
-    rejected: str | None = None
-    """Of a pair the other response."""
-    extra: Mapping[str, Any] = field(default_factory=dict)
-    """The row's own columns, or what the environment's verifier needs."""
-
-    def to_json(self) -> str:
-        """The `task` column: the row's own columns with `prompt`, `answer` and `index`."""
-        return json.dumps(
-            {**self.extra, "prompt": self.prompt, "answer": self.answer, "index": self.index}, default=str
-        )
-
-
-class PromptDataset(Protocol):
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Task:
-        """Raises `DataError` naming the row if it cannot be used."""
 
 
 class RawRows(Protocol):

@@ -7,13 +7,14 @@
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError
+from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
-from penstock.workers.prompts.dataset import PromptDataset, Task
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
+from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
 REMEMBERED_CURSORS = 65_536
@@ -27,12 +28,6 @@ class PromptStart:
     """Before group `first_group`."""
     first_group: int = 0
     """The first that the store has not had."""
-
-
-class GroupSink(Protocol):
-    """What the source needs of `store.client.StoreClient`."""
-
-    async def put_groups(self, groups: list[dict[str, Any]]) -> list[int]: ...
 
 
 class PromptSource:
@@ -94,7 +89,7 @@ class PromptSource:
         groups = (self._next_group() for _ in range(count))
         return [group for group in groups if group is not None]
 
-    async def run(self, store: GroupSink, batch: int = 8) -> None:
+    async def run(self, store: StoreClient, batch: int = 8) -> None:
         """Keep the store supplied until it closes. It takes groups as credits allow: mostly this waits."""
         try:
             while True:

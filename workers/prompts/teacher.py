@@ -3,35 +3,31 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.conf.errors import DataError
+from penstock.workers.prompts.task import PromptDataset, Task
 
 Teacher = Callable[[dict[str, Any]], str]
 """From a task (its JSON as a dict: prompt, answer, index, the row's own columns) to the demonstration."""
 
 
-class Rows(Protocol):
-    def __len__(self) -> int: ...
-
-    def row(self, index: int) -> Any: ...
-
-
 class TaughtDataset:
     """The same rows with other demonstrations, or other rejected responses."""
 
-    def __init__(self, dataset: Rows, teacher: Teacher, writes: str = "response") -> None:
+    def __init__(self, dataset: PromptDataset, teacher: Teacher, writes: str = "response") -> None:
         """`writes`: the task's field, "response" or "rejected"."""
         self._dataset, self._teacher, self._writes = dataset, teacher, writes
 
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def row(self, index: int) -> Any:
+    def row(self, index: int) -> Task:
         task = self._dataset.row(index)
         response = self._teacher({**task.extra, "prompt": task.prompt, "answer": task.answer, "index": task.index})
         if not isinstance(response, str):
             raise DataError(
                 f"{task.where}: the teacher (data.teacher) returned {type(response).__name__}, where text is due."
             )
-        return replace(task, **{self._writes: response})
+        changed: dict[str, Any] = {self._writes: response}
+        return replace(task, **changed)

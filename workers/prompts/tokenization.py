@@ -11,7 +11,7 @@ from typing import Any
 from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError, ModelError
 from penstock.conf.run import RunConfig
-from penstock.workers.prompts.dataset import Task
+from penstock.workers.prompts.task import Task
 
 
 class PromptTooLong(DataError):

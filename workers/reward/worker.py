@@ -12,11 +12,12 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any
 
 from penstock.conf.errors import LeaseExpired, RewardFailure
 from penstock.conf.reward import RewardConfig
-from penstock.store.data.rows import Rows
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease
 from penstock.workers.reward.outcome import Result, RewardError
 from penstock.workers.reward.pool import RewardPool
 
@@ -25,20 +26,6 @@ EARLY_ERRORS = 20
 """So many rewards, all of them failed, end a run before the window is full."""
 WRITE_AFTER_S = 0.25
 """Results wait for others of their lease no longer than this, so that a hanging reward holds up nobody else's."""
-
-
-class Lease(Protocol):
-    rows: Rows
-
-
-class Store(Protocol):
-    """What a reward worker needs of `store.client.StoreClient`."""
-
-    def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> Any: ...
-
-    async def write(self, lease: Any, row_ids: Sequence[int], columns: dict[str, Any]) -> None: ...
-
-    async def drop(self, lease: Any, row_ids: Sequence[int], reason: str, detail: str = "") -> None: ...
 
 
 class ErrorShare:
@@ -87,7 +74,7 @@ class RewardWorker:
     def __init__(
         self,
         pool: RewardPool,
-        store: Store | None,
+        store: StoreClient | None,
         config: RewardConfig,
         *,
         name: str = "reward-0",
@@ -162,14 +149,14 @@ class RewardWorker:
             if not self._busy_lanes:
                 self._busy_s += time.perf_counter() - self._busy_since
 
-    async def _lane(self, store: Store) -> None:
+    async def _lane(self, store: StoreClient) -> None:
         async with store.leases(self.stage, self.max_samples, self.name, ahead=0) as leases:
             async for lease in leases:
                 with self._busy(), suppress(LeaseExpired):  # expired: the rows are somebody else's by now
                     await self._serve(store, lease)
                 self.errors.check()
 
-    async def _serve(self, store: Store, lease: Lease) -> None:
+    async def _serve(self, store: StoreClient, lease: Lease) -> None:
         """Score the rows of a lease, writing results in as few calls as waiting `WRITE_AFTER_S` allows."""
         known: list[tuple[int, Result]] = []
         written = time.perf_counter()
@@ -183,7 +170,7 @@ class RewardWorker:
                 known, written = [], time.perf_counter()
         await self._write(store, lease, known)
 
-    async def _write(self, store: Store, lease: Lease, known: Sequence[tuple[int, Result]]) -> None:
+    async def _write(self, store: StoreClient, lease: Lease, known: Sequence[tuple[int, Result]]) -> None:
         good = [(row, result) for row, result in known if not isinstance(result, RewardError)]
         if good:
             await store.write(lease, [row for row, _ in good], {self.column: [score for _, score in good]})
