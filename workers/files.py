@@ -16,6 +16,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from penstock.conf.errors import CheckpointError
+from penstock.workers.whole_files import write_whole
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,11 @@ class SavedFile:
 
 def is_url(place: str) -> bool:
     return "://" in place
+
+
+def absolute(place: str) -> str:
+    """A path from the root, whatever directory a process works in later; a URL as it is."""
+    return place if is_url(place) else str(Path(place).expanduser().resolve())
 
 
 def upload(file: Path, url: str) -> None:
@@ -57,14 +63,11 @@ def read_text(place: str) -> str:
 def write_text(place: str, text: str) -> None:
     """A whole file in one step: readers see the old one or the new one. Raises `CheckpointError`."""
     system, path = _open(place)
-    directory, _, name = path.rpartition("/")
     try:
         if is_url(place):
-            system.makedirs(directory, exist_ok=True)
+            system.makedirs(path.rpartition("/")[0], exist_ok=True)
         if isinstance(system, LocalFileSystem):
-            part = Path(directory, f".{name}.part")
-            part.write_text(text)
-            part.replace(path)
+            write_whole(Path(path), text)
         else:
             system.pipe_file(path, text.encode())
     except OSError as error:

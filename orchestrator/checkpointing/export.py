@@ -14,7 +14,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.checkpoints import open_checkpoint
-from penstock.workers.files import is_url
+from penstock.workers.files import absolute
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
@@ -28,7 +28,7 @@ def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> Pat
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{directory} is there and not empty. Give the name of a new directory.")
-    checkpoint = open_checkpoint(place if is_url(place) else str(Path(place).expanduser().resolve()))
+    checkpoint = open_checkpoint(absolute(place))
     trainer = open_trainer(checkpoint, dtype)
     try:
         TrainingState({"policy": trainer}).load(checkpoint.trainer, checkpoint.files)

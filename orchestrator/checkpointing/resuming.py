@@ -20,7 +20,7 @@ from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
 from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
-from penstock.workers.files import download, is_url
+from penstock.workers.files import absolute, download, is_url
 
 
 def open_run(config: RunConfig) -> tuple[RunDirectory, Checkpoint | None]:
@@ -32,8 +32,7 @@ def open_run(config: RunConfig) -> tuple[RunDirectory, Checkpoint | None]:
         return _opened(directory, config, lambda: _newest(directory, config))
     resumed = None
     if config.resume not in ("auto", "never"):
-        place = config.resume
-        resumed = open_checkpoint(place if is_url(place) else str(Path(place).expanduser().resolve()))
+        resumed = open_checkpoint(absolute(config.resume))
         check_fits(resumed, config)
     return _opened(RunDirectory.create(config), config, lambda: resumed)
 

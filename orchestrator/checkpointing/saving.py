@@ -30,7 +30,7 @@ from penstock.orchestrator.recording.json_lines import plain
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.store.client.client import StoreClient
-from penstock.workers.files import is_url
+from penstock.workers.files import absolute, is_url
 from penstock.workers.prompts.source import PromptStart
 
 RETRY_S = 1.0
@@ -174,9 +174,7 @@ async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
 def checkpoint_place(config: RunConfig, directory: RunDirectory) -> str:
     """Where a run's checkpoints are."""
     place = config.checkpoint.directory
-    if place is None:
-        return str(directory.checkpoints)
-    return place if is_url(place) else str(Path(place).expanduser().resolve())
+    return str(directory.checkpoints) if place is None else absolute(place)
 
 
 @contextlib.contextmanager

@@ -16,10 +16,13 @@ _TAIL = 1 << 16
 
 
 def append_line(descriptor: int, values: Mapping[str, Any]) -> None:
-    line = json.dumps({key: plain(value) for key, value in values.items()}, ensure_ascii=False) + "\n"
-    rest = memoryview(line.encode())
+    rest = memoryview(line_of(values).encode())
     while rest:  # a full disk raises; a signal may make one call write less than all
         rest = rest[os.write(descriptor, rest) :]
+
+
+def line_of(values: Mapping[str, Any]) -> str:
+    return json.dumps(plain(values), ensure_ascii=False) + "\n"
 
 
 def plain(value: Any) -> Any:

@@ -8,12 +8,11 @@
     run.lock        who works in it
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
-(`json_lines.py`), any other file written under another name and then renamed: a run that is killed leaves whole files,
+(`json_lines.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
 and whole lines but perhaps the last one. One process at a time works in it (`run.lock`, see `run_lock.py`).
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -28,9 +27,10 @@ import yaml
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name, to_yaml
-from penstock.orchestrator.recording.json_lines import append_line, open_for_lines, read_lines
+from penstock.orchestrator.recording.json_lines import append_line, line_of, open_for_lines, read_lines
 from penstock.orchestrator.recording.run_lock import RunLock
 from penstock.orchestrator.recording.timeline import Timeline
+from penstock.workers.whole_files import replacing, write_whole
 
 STARTS = ("start", "resume")
 """Events with which a process takes a run up."""
@@ -124,7 +124,7 @@ class RunDirectory:
         kept = [line for line in self.read_metrics() if int(line.get("step", 0)) <= step]
         if metrics and all(line.get("step") != step for line in kept):
             kept.append(dict(metrics))
-        self.write_text("metrics.jsonl", "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+        self.write_text("metrics.jsonl", "".join(map(line_of, kept)))
         self.write_text("config.yaml", to_yaml(config))
 
     def discard(self) -> None:
@@ -223,17 +223,14 @@ class RunDirectory:
         table = table.table() if hasattr(table, "table") else table
         target = self.samples / f"step_{step}.parquet"
         target.parent.mkdir(exist_ok=True)
-        part = target.with_suffix(".part")
-        parquet.write_table(table, part, compression="zstd")
-        part.replace(target)
+        with replacing(target) as part:
+            parquet.write_table(table, part, compression="zstd")
         return target
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a whole file in one step: readers see the old one or the new one."""
         target = self.path / name
-        part = target.with_name(f".{target.name}.part")
-        part.write_text(text, encoding="utf-8")
-        part.replace(target)
+        write_whole(target, text)
         return target
 
     def write_timeline(self) -> None:

@@ -24,7 +24,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.conf.errors import CheckpointError
+from penstock.workers.files import is_url
 from penstock.workers.trainer.checkpointing.plain_data import TENSORS
+from penstock.workers.whole_files import write_whole
 
 INDEX = "index.json"
 FORMAT = 1
@@ -86,16 +88,11 @@ class ShardWriter(StorageWriter):
             tensors[name] = {"size": tensor.size.numel(), "dtype": dtype, "ranges": []}
         for result in (result for part in results for result in part):
             tensors[result.index.fqn]["ranges"].append(asdict(result.storage_data))
-        part = self._directory / f".{INDEX}.part"
-        with part.open("w") as file:
-            json.dump({"format": FORMAT, "tensors": tensors}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(self._directory / INDEX)
+        write_whole(self._directory / INDEX, json.dumps({"format": FORMAT, "tensors": tensors}), synced=True)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return "://" not in str(checkpoint_id)
+        return not is_url(str(checkpoint_id))
 
 
 class ShardReader(StorageReader):
@@ -148,7 +145,7 @@ class ShardReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return "://" not in str(checkpoint_id)
+        return not is_url(str(checkpoint_id))
 
 
 def _metadata_of(index: dict[str, Any]) -> Metadata:

@@ -14,7 +14,6 @@ Bytes are cast and copied straight into a mapping of the file, whose pages are w
 """
 
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -42,6 +41,7 @@ from penstock.workers.weights.publication.reused_files import (
     publication_directories,
     publication_directory,
 )
+from penstock.workers.whole_files import write_whole
 
 __all__ = [
     "PublicationWriter",
@@ -119,7 +119,7 @@ class PublicationWriter:
         if self._threads is not None:
             self._threads.shutdown()
         entries = [list(entry) for entry in self.ranges]
-        _write_atomically(_rank_file(self.path, self.rank), json.dumps(entries))
+        write_whole(_rank_file(self.path, self.rank), json.dumps(entries))
         return self.ranges
 
     def _write(self, place: TensorPlace, first_element: int, values: torch.Tensor) -> ElementRange:
@@ -149,7 +149,7 @@ def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1
                 "finish()."
             ) from None
     _check_coverage(path, layout, ranges)
-    _write_atomically(path / MANIFEST_NAME, manifest_to_json(Manifest(path, version, layout, tuple(ranges))))
+    write_whole(path / MANIFEST_NAME, manifest_to_json(Manifest(path, version, layout, tuple(ranges))))
     for rank in range(num_ranks):
         _rank_file(path, rank).unlink(missing_ok=True)
     return Publication(str(path), version, layout.num_bytes)
@@ -194,12 +194,6 @@ def reclaim(directory: str | Path, keep: int = 2) -> list[str]:
 
 def _rank_file(path: Path, rank: int) -> Path:
     return path / f"manifest.rank_{rank}.json"
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 def _check_elements(place: TensorPlace, first_element: int, shape: tuple[int, ...]) -> None:

@@ -1,0 +1,34 @@
+"""Files that are there whole or not at all: written beside their place, then renamed into it.
+
+Readers see the old file or the new one, and so does the next process if this one is killed. Called by whatever writes a
+file that another process may read meanwhile: run directories, checkpoints, publications.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+@contextlib.contextmanager
+def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
+    """The file to write within the block; it becomes `target` at its end. `synced`: once its bytes are on the disk, so
+    that it is whole after a power cut too."""
+    part = target.with_name(f".{target.name}.part")
+    yield part
+    if synced:
+        _sync(part)
+    part.replace(target)
+
+
+def write_whole(target: Path, text: str, *, synced: bool = False) -> None:
+    with replacing(target, synced=synced) as part:
+        part.write_text(text, encoding="utf-8")
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
