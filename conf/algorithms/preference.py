@@ -28,6 +28,9 @@ class DpoConfig(AlgorithmConfig):
         above("algorithm.beta", self.beta, 0)
         within("algorithm.label_smoothing", self.label_smoothing, 0, 0.5)
         at_least("algorithm.target_margin", self.target_margin, 0)
+        self._check_group_size()
+
+    def _check_group_size(self) -> None:
         within("algorithm.group_size", self.group_size, 2, 2)
 
 
@@ -41,11 +44,11 @@ class OnlineDpoConfig(DpoConfig):
     """Groups whose best and worst reward are less apart have no pair."""
 
     def __post_init__(self) -> None:
-        at_least("algorithm.group_size", self.group_size, 2)
-        at_least("algorithm.min_gap", self.min_gap, 0)
-        size, self.group_size = self.group_size, 2
         super().__post_init__()
-        self.group_size = size
+        at_least("algorithm.min_gap", self.min_gap, 0)
+
+    def _check_group_size(self) -> None:
+        at_least("algorithm.group_size", self.group_size, 2)
 
 
 @dataclass
@@ -63,10 +66,13 @@ class KtoConfig(AlgorithmConfig):
     """Weights of the two kinds. Where one is rarer, the paper raises its weight until the sums of both are alike."""
 
     def __post_init__(self) -> None:
-        within("algorithm.group_size", self.group_size, 1, 1)
+        self._check_group_size()
         above("algorithm.beta", self.beta, 0)
         at_least("algorithm.desirable_weight", self.desirable_weight, 0)
         at_least("algorithm.undesirable_weight", self.undesirable_weight, 0)
+
+    def _check_group_size(self) -> None:
+        within("algorithm.group_size", self.group_size, 1, 1)
 
 
 @dataclass
@@ -76,11 +82,8 @@ class OnlineKtoConfig(KtoConfig):
     name: str = "online_kto"
     group_size: int = 4
 
-    def __post_init__(self) -> None:
+    def _check_group_size(self) -> None:
         at_least("algorithm.group_size", self.group_size, 1)
-        size, self.group_size = self.group_size, 1
-        super().__post_init__()
-        self.group_size = size
 
 
 @dataclass

@@ -114,9 +114,7 @@ class RunDirectory:
         try:
             self._locks.append(RunLock.take(place, what))
         except OSError as error:
-            raise ConfigError(
-                f"output_dir: cannot make {place} ({error.strerror}). Set output_dir to a place that can be written."
-            ) from None
+            raise _cannot_make(place, error) from None
 
     def rewind(self, config: RunConfig, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again. config.yaml
@@ -266,28 +264,21 @@ def _checked_name(name: str) -> str:
     return name
 
 
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"output_dir: cannot make {path} ({error.strerror}). Set output_dir to a place that can be written."
-        ) from None
+def _cannot_make(path: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"output_dir: cannot make {path} ({error.strerror}). Set output_dir to a place that can be written."
+    )
 
 
 def _make_unique(parent: Path, stem: str) -> Path:
     """A directory that was not there before: two runs of the same second get two."""
-    _make_directory(parent)
     for count in range(1, 1000):
         path = parent / (stem if count == 1 else f"{stem}-{count}")
         try:
-            path.mkdir()
+            path.mkdir(parents=True)
         except FileExistsError:
             continue
         except OSError as error:
-            raise ConfigError(
-                f"output_dir={parent}: cannot make {path.name} ({error.strerror}). "
-                "Set output_dir to a place that can be written."
-            ) from None
+            raise _cannot_make(path, error) from None
         return path
     raise ConfigError(f"{parent / stem}: a thousand runs of that name; set name=...")

@@ -12,6 +12,7 @@ from typing import Any
 
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.reward import RewardConfig
+from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.reward.outcome import Result, RewardError
 from penstock.workers.reward.process import RewardProcess
 from penstock.workers.reward.registry import RewardSpec
@@ -74,10 +75,7 @@ class RewardPool:
 
     async def close(self) -> None:
         """Kill the processes. Calls in progress are cancelled."""
-        tasks = list(self._tasks)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel_all(list(self._tasks))
         for process in self._alive:
             process.kill()
         self._alive.clear()

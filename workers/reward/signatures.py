@@ -22,8 +22,20 @@ HELP = (
     "A reward takes (response, task) or (response, answer); or, as TRL, (prompts, completions, **columns); "
     "or, as verl, (data_source, solution_str, ground_truth, extra_info=None)."
 )
-OWN_PARAMETERS = ("response", "task", "answer", "prompt")
-VERL_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+Provided = dict[str, Callable[[str, Task], Any]]
+"""What the parameters of a function that scores one sample are given: from the response and the task."""
+OWN: Provided = {
+    "response": lambda response, task: response,
+    "task": lambda response, task: task,
+    "answer": lambda response, task: task.get("answer"),
+    "prompt": lambda response, task: task.get("prompt"),
+}
+VERL: Provided = {
+    "data_source": lambda response, task: task.get("data_source", ""),
+    "solution_str": lambda response, task: response,
+    "ground_truth": lambda response, task: task.get("answer"),
+    "extra_info": lambda response, task: task.get("extra_info", task),
+}
 
 
 @dataclass(frozen=True)
@@ -60,9 +72,9 @@ def adapt(function: Function, options: dict[str, Any] | None = None) -> Scorer:
     if "completions" in free:
         return Scorer(name, is_async, many=_trl(function, free, options))
     if "solution_str" in free:
-        return Scorer(name, is_async, one=_verl(function, name, free, options))
+        return Scorer(name, is_async, one=_one(function, name, free, options, VERL))
     if "response" in free:
-        return Scorer(name, is_async, one=_own(function, name, free, options))
+        return Scorer(name, is_async, one=_one(function, name, free, options, OWN))
     raise ConfigError(f"reward.function: {name}({', '.join(parameters)}) fits no known signature. {HELP}")
 
 
@@ -93,7 +105,7 @@ def _check_options(name: str, parameters: Any, options: dict[str, Any]) -> None:
             raise ConfigError(f"reward.options.{key}: {name} has no such parameter{suggest(key, parameters)}")
 
 
-def _check_provided(name: str, free: dict[str, inspect.Parameter], provided: Sequence[str]) -> None:
+def _check_provided(name: str, free: dict[str, inspect.Parameter], provided: Provided) -> None:
     missing = [key for key in _required(free) if key not in provided]
     if missing:
         raise ConfigError(
@@ -120,32 +132,13 @@ def _trl(function: Function, free: dict[str, inspect.Parameter], options: dict[s
     return many
 
 
-def _verl(
-    function: Function, name: str, free: dict[str, inspect.Parameter], options: dict[str, Any]
+def _one(
+    function: Function, name: str, free: dict[str, inspect.Parameter], options: dict[str, Any], provided: Provided
 ) -> Callable[..., Any]:
-    _check_provided(name, free, VERL_PARAMETERS)
-    wanted = [key for key in VERL_PARAMETERS if key in free]
+    _check_provided(name, free, provided)
+    wanted = {key: value for key, value in provided.items() if key in free}
 
     def one(response: str, task: Task) -> Any:
-        values = {
-            "data_source": task.get("data_source", ""),
-            "solution_str": response,
-            "ground_truth": task.get("answer"),
-            "extra_info": task.get("extra_info", task),
-        }
-        return function(**{key: values[key] for key in wanted}, **options)
-
-    return one
-
-
-def _own(
-    function: Function, name: str, free: dict[str, inspect.Parameter], options: dict[str, Any]
-) -> Callable[..., Any]:
-    _check_provided(name, free, OWN_PARAMETERS)
-    wanted = [key for key in OWN_PARAMETERS if key in free]
-
-    def one(response: str, task: Task) -> Any:
-        values = {"response": response, "task": task, "answer": task.get("answer"), "prompt": task.get("prompt")}
-        return function(**{key: values[key] for key in wanted}, **options)
+        return function(**{key: value(response, task) for key, value in wanted.items()}, **options)
 
     return one

@@ -6,18 +6,18 @@
 Run by `workers/reward/actor.py`; the controller watches `run` end, and asks for `stats`. Evaluation calls `score`.
 """
 
-import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from penstock.conf.errors import LeaseExpired, RewardFailure
 from penstock.conf.reward import RewardConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
+from penstock.workers.concurrent_tasks import BusyClock, run_all
 from penstock.workers.reward.outcome import Result, RewardError
 from penstock.workers.reward.pool import RewardPool
 
@@ -92,9 +92,7 @@ class RewardWorker:
         self.column = column
         self.max_samples = max_samples
         self.errors = ErrorShare(config.max_error_share, config.error_window)
-        self._busy_s = 0.0
-        self._busy_lanes = 0
-        self._busy_since = 0.0
+        self._clock = BusyClock()
 
     async def start(self) -> None:
         await self.pool.start()
@@ -104,20 +102,14 @@ class RewardWorker:
 
     async def run(self) -> None:
         """Lease, score and write, one lane a process, until the store closes. Returns at once without a store."""
-        if self.store is None:
+        if (store := self.store) is None:
             return
-        lanes = [asyncio.create_task(self._lane(self.store)) for _ in range(self.pool.num_processes)]
-        try:
-            await asyncio.gather(*lanes)
-        finally:
-            for lane in lanes:
-                lane.cancel()
-            await asyncio.gather(*lanes, return_exceptions=True)
+        await run_all(self._lane(store) for _ in range(self.pool.num_processes))
 
     async def score(self, tasks: Sequence[str | Mapping[str, Any]], responses: Sequence[str]) -> list[Result]:
         """One reward, or the `RewardError` in its place, for each response. For evaluation: counts nowhere."""
         texts = [task if isinstance(task, str) else json.dumps(dict(task)) for task in tasks]
-        with self._busy():
+        with self._clock.interval():
             return await self.pool.score(responses, texts)
 
     @property
@@ -128,31 +120,18 @@ class RewardWorker:
     def stats(self) -> dict[str, float]:
         """Counts since the start. `busy_s`: seconds in which at least one sample was being scored;
         `process_busy_s`: the same, added up over the processes."""
-        running = time.perf_counter() - self._busy_since if self._busy_lanes else 0.0
         return {
             "rewarded": self.errors.rewarded,
             "failed": self.errors.failed,
-            "busy_s": self._busy_s + running,
+            "busy_s": self._clock.seconds(),
             "process_busy_s": self.pool.busy_s,
             "replaced_processes": self.pool.replaced,
         }
 
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        if not self._busy_lanes:
-            self._busy_since = time.perf_counter()
-        self._busy_lanes += 1
-        try:
-            yield
-        finally:
-            self._busy_lanes -= 1
-            if not self._busy_lanes:
-                self._busy_s += time.perf_counter() - self._busy_since
-
     async def _lane(self, store: StoreClient) -> None:
         async with store.leases(self.stage, self.max_samples, self.name, ahead=0) as leases:
             async for lease in leases:
-                with self._busy(), suppress(LeaseExpired):  # expired: the rows are somebody else's by now
+                with self._clock.interval(), suppress(LeaseExpired):  # expired: the rows are somebody else's by now
                     await self._serve(store, lease)
                 self.errors.check()
 

@@ -13,6 +13,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.store.client.client import StoreClient
+from penstock.workers.concurrent_tasks import run_all
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.worker import RolloutWorker
@@ -77,13 +78,7 @@ class Rollout:
 
     async def run(self) -> None:
         """Serve the store's rollout stages until it closes."""
-        running = [asyncio.ensure_future(worker.run()) for worker in self._workers]
-        try:
-            await asyncio.gather(*running)
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
+        await run_all(worker.run() for worker in self._workers)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], num_samples: int, samplings: Sequence[Sampling]

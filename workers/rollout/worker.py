@@ -10,7 +10,6 @@ the controller restarts the worker and the store hands its leases to others.
 
 import asyncio
 import hashlib
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -20,6 +19,7 @@ from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
+from penstock.workers.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
@@ -64,7 +64,7 @@ class RolloutWorker:
         self._timeout_s = generate_timeout_s
         self._num_workers = num_workers
         self._groups: set[asyncio.Task[None]] = set()
-        self._clock = _BusyClock()
+        self._clock = BusyClock()
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0}
 
     async def run(self) -> None:
@@ -85,7 +85,7 @@ class RolloutWorker:
                         return
                     self._start(lease)
         finally:
-            await _cancel(self._groups | ({asking} if asking is not None else set()))
+            await cancel_all(self._groups | ({asking} if asking is not None else set()))
 
     def stats(self) -> dict[str, float]:
         """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease
@@ -155,31 +155,3 @@ def response_columns(completions: Sequence[Completion]) -> dict[str, list[object
         "behavior_logprobs": [np.asarray(completion.logprobs, dtype=np.float32) for completion in completions],
         "token_versions": [np.asarray(completion.versions, dtype=np.int32) for completion in completions],
     }
-
-
-class _BusyClock:
-    """Seconds during which at least one of the overlapping intervals was open."""
-
-    def __init__(self) -> None:
-        self._open = 0
-        self._since = 0.0
-        self._total = 0.0
-
-    def enter(self) -> None:
-        if not self._open:
-            self._since = time.monotonic()
-        self._open += 1
-
-    def leave(self) -> None:
-        self._open -= 1
-        if not self._open:
-            self._total += time.monotonic() - self._since
-
-    def seconds(self) -> float:
-        return self._total + (time.monotonic() - self._since if self._open else 0.0)
-
-
-async def _cancel(tasks: "set[asyncio.Task[None] | asyncio.Task[Lease | None]]") -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
