@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from penstock.algorithms.checks import as_mask, has_axes, known, non_negative, positive, same_shape
+from penstock.algorithms.checks import as_mask, has_axes, non_negative, positive, same_shape
 from penstock.conf.algorithms.base import AGGREGATIONS
+from penstock.conf.checks import one_of
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def aggregate(values_BT: Tensor, mask_BT: Tensor, totals: BatchTotals, how: str,
     `constant` is read by "constant" alone. Rows without a token add 0. Raises `ShapeError` for shapes that differ,
     `ConfigError` for an unknown `how` or a `constant` that is not above 0.
     """
-    known("aggregation", how, AGGREGATIONS)
+    one_of("aggregation", how, AGGREGATIONS)
     positive("constant", constant)
     has_axes("values", values_BT, "BT")
     same_shape(values_BT, "values", mask=mask_BT)

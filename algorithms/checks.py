@@ -5,12 +5,11 @@ costs nothing on a GPU; the one that looks at values (`as_mask`) does so only wh
 """
 
 import math
-from collections.abc import Collection
 
 import torch
 from torch import Tensor
 
-from penstock.conf.errors import ConfigError, ShapeError, suggest
+from penstock.conf.errors import ConfigError, ShapeError
 
 
 def describe(value: object) -> str:
@@ -56,15 +55,3 @@ def positive(key: str, value: float) -> None:
     """Raises `ConfigError` unless the number is finite and above 0."""
     if not (math.isfinite(value) and value > 0):
         raise ConfigError(f"{key}={value}: must be a finite number, above 0.")
-
-
-def in_range(key: str, value: float, low: float, high: float) -> None:
-    """Raises `ConfigError` unless `low <= value <= high`."""
-    if not low <= value <= high:
-        raise ConfigError(f"{key}={value}: must be a number from {low} to {high}.")
-
-
-def known(key: str, value: str, names: Collection[str]) -> None:
-    """Raises `ConfigError` with the nearest name."""
-    if value not in names:
-        raise ConfigError(f"{key}={value}: unknown{suggest(value, names)}")

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import masked
-from penstock.algorithms.checks import as_mask, describe, has_axes, in_range, positive, same_shape
+from penstock.algorithms.checks import as_mask, describe, has_axes, positive, same_shape
 from penstock.algorithms.kl import LOG_RATIO_BOUND
+from penstock.conf.checks import within
 from penstock.conf.errors import ShapeError
 
 
@@ -70,7 +71,7 @@ def padded_reverse_kl_advantage(
     What lies under padding, NaN included, is ignored; the sum over later tokens is taken in float64.
     Raises `ShapeError`, `ConfigError`.
     """
-    in_range("algorithm.discount", discount, 0.0, 1.0)
+    within("algorithm.discount", discount, 0.0, 1.0)
     positive("algorithm.clamp", clamp)
     has_axes("logprobs", logprobs, "BT")
     same_shape(logprobs, "logprobs", teacher_logprobs=teacher_logprobs, mask=mask)

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import masked
-from penstock.algorithms.checks import as_mask, has_axes, known, non_negative, positive, same_shape
+from penstock.algorithms.checks import as_mask, has_axes, non_negative, positive, same_shape
 from penstock.algorithms.ratios import LOG_RATIO_BOUND as LOG_RATIO_BOUND
 from penstock.algorithms.ratios import log_ratio
+from penstock.conf.checks import one_of
 
 ESTIMATORS = ("k1", "k2", "k3", "k1_st", "k3_st")
 
@@ -38,7 +39,7 @@ def kl_estimate(logprobs: Tensor, reference_logprobs: Tensor, estimator: str = "
     `logprobs`: of the policy, with gradient; `reference_logprobs`: of the reference, constant. Log-ratios are clamped
     to ±20; beyond that the gradient is zero. Raises `ShapeError`, `ConfigError`.
     """
-    known("estimator", estimator, ESTIMATORS)
+    one_of("estimator", estimator, ESTIMATORS)
     same_shape(logprobs, "logprobs", reference_logprobs=reference_logprobs)
     r = log_ratio(logprobs, reference_logprobs)
     value = _value(r, estimator.removesuffix("_st"))

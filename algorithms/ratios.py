@@ -9,7 +9,7 @@ Legend: B rows of the micro-batch, T response tokens, padded.
 from torch import Tensor
 
 from penstock.algorithms.aggregation import in_float32
-from penstock.algorithms.checks import known
+from penstock.conf.checks import one_of
 
 LOG_RATIO_BOUND = 20.0
 """Log-ratios are clamped to ±20 before exp. exp(20) = 4.9e8 is finite in float32 and far beyond any ratio that is not a
@@ -31,7 +31,7 @@ def sequence_log_ratio(numerator: Tensor, denominator: Tensor, mask: Tensor, how
     which does not drift with the length (2507.18071 eq. 7). The clamp is on the result, so that one token far off
     counts with what it is. Raises `ConfigError` for an unknown `how`.
     """
-    known("ratio", how, SEQUENCE_RATIOS)
+    one_of("ratio", how, SEQUENCE_RATIOS)
     sum_B1 = (in_float32(numerator) - in_float32(denominator)).sum(dim=-1, keepdim=True)
     if how == "geometric":
         sum_B1 = sum_B1 / mask.sum(dim=-1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""Range checks for the `__post_init__` of config dataclasses: each failure names its key."""
+"""Checks of numbers and names, for config dataclasses and for `algorithms/`: each failure names its key."""
 
 from collections.abc import Collection
 from typing import Any

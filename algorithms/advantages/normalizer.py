@@ -8,7 +8,8 @@ Legend: N samples with their groups' ids; G samples of one group (the same promp
 import torch
 from torch import Tensor
 
-from penstock.algorithms.checks import describe, has_axes, known, non_negative, same_shape
+from penstock.algorithms.checks import describe, has_axes, non_negative, same_shape
+from penstock.conf.checks import one_of
 from penstock.conf.errors import ShapeError
 
 CENTRES = ("none", "group", "batch", "leave_one_out")
@@ -40,8 +41,8 @@ def normalized(
 
     Raises `ShapeError` if the rewards are not `[N]` or not finite, or ids of another shape; `ConfigError` for settings.
     """
-    known("centre", centre, CENTRES)
-    known("scale", scale, SCALES)
+    one_of("centre", centre, CENTRES)
+    one_of("scale", scale, SCALES)
     non_negative("eps", eps)
     reward = finite_rewards(reward_N)
     batch = torch.zeros_like(reward, dtype=torch.long)

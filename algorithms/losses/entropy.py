@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.algorithms.aggregation import aggregate
-from penstock.algorithms.checks import known, non_negative, positive
+from penstock.algorithms.checks import non_negative, positive
 from penstock.algorithms.losses.policy import LossAndMetrics
 from penstock.conf.algorithms.base import AGGREGATIONS
+from penstock.conf.checks import one_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class EntropyBonus:
 
     def __post_init__(self) -> None:
         non_negative("algorithm.entropy_coef", self.coef)
-        known("algorithm.aggregation", self.aggregation, AGGREGATIONS)
+        one_of("algorithm.aggregation", self.aggregation, AGGREGATIONS)
         positive("constant", self.constant)
 
     @property

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals, aggregate, in_float32, masked
-from penstock.algorithms.checks import as_mask, describe, has_axes, known, non_negative, same_shape
+from penstock.algorithms.checks import as_mask, describe, has_axes, non_negative, same_shape
 from penstock.algorithms.corrections import CORRECTIONS, Correction, none
 from penstock.algorithms.kl import kl_estimate
 from penstock.algorithms.losses.proximal import PROXIMALS, proximal_anchor
 from penstock.algorithms.losses.surrogate import SURROGATES, Surrogate
 from penstock.algorithms.options import NO_OPTIONS, Options, checked_options
 from penstock.conf.algorithms.base import CORRECTIONS as PRESET_CORRECTIONS
+from penstock.conf.checks import one_of
 from penstock.conf.errors import ConfigError, ShapeError
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
@@ -61,7 +62,7 @@ def policy_loss(
     `ConfigError`.
     """
     non_negative("algorithm.kl_coef", kl_coef)
-    known("algorithm.proximal", proximal, PROXIMALS)
+    one_of("algorithm.proximal", proximal, PROXIMALS)
     formula, weigh = SURROGATES.find(surrogate), CORRECTIONS.find(correction)
     formula_options = checked_options(formula, surrogate_options, "algorithm.surrogate_options")
     weigh_options = checked_options(weigh, correction_options, "algorithm.correction_options")
@@ -146,7 +147,7 @@ def ppo_clip_loss(
     """
     for name, value in (("clip_low", clip_low), ("clip_high", clip_high), ("correction_cap", correction_cap)):
         non_negative(f"algorithm.{name}", value)
-    known("algorithm.correction", correction, PRESET_CORRECTIONS)
+    one_of("algorithm.correction", correction, PRESET_CORRECTIONS)
     return policy_loss(
         logprobs,
         mask,

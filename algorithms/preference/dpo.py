@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.checks import in_range, positive, same_shape
+from penstock.algorithms.checks import positive, same_shape
 from penstock.algorithms.losses import LossAndMetrics
 from penstock.algorithms.preference.pairs import (
     Pairs,
@@ -23,6 +23,7 @@ from penstock.algorithms.preference.pairs import (
     sequence_logprobs,
     token_log_ratios,
 )
+from penstock.conf.checks import within
 from penstock.conf.errors import ConfigError
 
 
@@ -48,7 +49,7 @@ def dpo_loss(
     Metrics: those of `Pairs.metrics`, with `r` as the reward. Raises `ShapeError`, `ConfigError`.
     """
     positive("algorithm.beta", beta)
-    in_range("algorithm.label_smoothing", label_smoothing, 0.0, 0.5)
+    within("algorithm.label_smoothing", label_smoothing, 0.0, 0.5)
     valid = response_mask(logprobs, mask, preferred=preferred, group_ids=group_ids)
     pairs = Pairs.of(preferred, group_ids, totals)
     ratios_BT = _against_reference(logprobs, reference_logprobs, valid, reference_free)

@@ -145,8 +145,8 @@ def test_half_precision_is_subtracted_in_float32_and_nothing_has_a_gradient():
         ),
         ([OWN[0][None]], TEACHER[:1], {}, ShapeError, r"behavior_logprobs of row 0 is float32 \[1, 3\]; expected a"),
         ([[-1.0]], TEACHER[:1], {}, ShapeError, r"behavior_logprobs of row 0 is list; expected a tensor \[T\]"),
-        (OWN, TEACHER, {"discount": 1.1}, ConfigError, "algorithm.discount=1.1: must be a number from 0.0 to 1.0"),
-        (OWN, TEACHER, {"discount": -0.1}, ConfigError, "algorithm.discount=-0.1: must be"),
+        (OWN, TEACHER, {"discount": 1.1}, ConfigError, "algorithm.discount=1.1: must lie between 0.0 and 1.0"),
+        (OWN, TEACHER, {"discount": -0.1}, ConfigError, "algorithm.discount=-0.1: must lie"),
         (OWN, TEACHER, {"clamp": 0.0}, ConfigError, "algorithm.clamp=0.0: must be a finite number, above 0"),
     ],
 )

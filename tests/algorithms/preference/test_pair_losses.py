@@ -175,8 +175,8 @@ def test_bad_tensors_are_named(loss, changes, message):
     [
         (dpo_loss, {"beta": 0.0}, r"algorithm.beta=0.0: must be a finite number, above 0"),
         (dpo_loss, {"beta": float("inf")}, r"algorithm.beta=inf: must be"),
-        (dpo_loss, {"label_smoothing": 0.6}, r"algorithm.label_smoothing=0.6: must be a number from 0.0 to 0.5"),
-        (dpo_loss, {"label_smoothing": float("nan")}, r"algorithm.label_smoothing=nan: must be"),
+        (dpo_loss, {"label_smoothing": 0.6}, r"algorithm.label_smoothing=0.6: must lie between 0.0 and 0.5"),
+        (dpo_loss, {"label_smoothing": float("nan")}, r"algorithm.label_smoothing=nan: must lie"),
         (dpo_loss, {"reference_logprobs": None}, r"needs reference_logprobs, .* bind reference_free=True"),
         (ipo_loss, {"beta": -1.0}, r"algorithm.beta=-1.0: must be"),
         (ipo_loss, {"reference_logprobs": None}, r"Add flow.logprobs\('reference'\) to the dataflow"),
