@@ -44,14 +44,11 @@ def write_prompts(file: Path) -> None:
 def start_sides(workload: str, work: Path) -> dict[str, Child]:
     common = ["--model", str(work / "model"), "--prompts", str(work / "prompts.jsonl"), "--workload", workload]
     common += ["--max-new-tokens", str(WORKLOADS[workload])]
-    sides = {
-        "trl": Child("TRL", [str(TRL_PYTHON), "benchmarks/peers/trl_grpo.py", *common], work / f"trl_{workload}.log")
-    }
+    sides = {"trl": Child("TRL", "trl_grpo", work / f"trl_{workload}.log", common, TRL_PYTHON)}
     for name, staleness in (("sync", 0), ("async", 1)):
         extra = ["--max-staleness", str(staleness), "--output-dir", str(work / f"runs_{workload}_{name}")]
-        extra += PENSTOCK_SETTINGS
-        command = [sys.executable, "-m", "benchmarks.peers.penstock_grpo", *common, *extra]
-        sides[name] = Child(f"Penstock {name}", command, work / f"{name}_{workload}.log")
+        log = work / f"{name}_{workload}.log"
+        sides[name] = Child(f"Penstock {name}", "penstock_grpo", log, [*common, *extra, *PENSTOCK_SETTINGS])
     return sides
 
 

@@ -1,7 +1,7 @@
 """What every benchmark shares: children that run rounds on request, the JSON file, the table.
 
-A side of a comparison is a child process that answers `{"steps": K}` lines with one line of JSON (see `peers/`), so
-that sides alternate on the same cores within one run.
+A side of a comparison is a child process that answers a line of JSON with another one (`peers/channel.py`), so that
+sides alternate on the same cores within one run.
 """
 
 import argparse
@@ -10,6 +10,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -39,11 +40,14 @@ class Target:
 class Child:
     """A side of a comparison. Lifecycle: start, `ready`, any number of `round`s, `close`."""
 
-    def __init__(self, name: str, command: list[str], log: Path) -> None:
+    def __init__(
+        self, name: str, peer: str, log: Path, arguments: Sequence[str] = (), python: str | Path = sys.executable
+    ) -> None:
+        """`peer`: a module of `benchmarks.peers`. `python`: of its environment."""
         self.name = name
         self._log = log.open("w")
         self._process = subprocess.Popen(
-            command,
+            [str(python), "-m", f"benchmarks.peers.{peer}", *arguments],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

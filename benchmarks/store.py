@@ -46,12 +46,8 @@ RAW_SHARE = 0.5
 def measure(case: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
     """Rounds of both sides and the raw limit; the first round of each is not counted."""
     sides = {
-        "TransferQueue": Child(
-            "TransferQueue", [str(TQ_PYTHON), "benchmarks/peers/transfer_queue.py"], work / f"tq_{case}.log"
-        ),
-        "Penstock": Child(
-            "Penstock", [sys.executable, "-m", "benchmarks.peers.penstock_store"], work / f"penstock_{case}.log"
-        ),
+        "TransferQueue": Child("TransferQueue", "transfer_queue", work / f"tq_{case}.log", python=TQ_PYTHON),
+        "Penstock": Child("Penstock", "penstock_store", work / f"penstock_{case}.log"),
     }
     rounds = []
     try:

@@ -20,7 +20,7 @@ FITTING = {**SPILL, "memory_mib": 512, "times": 0.375}
 
 def measure_scale(work: Path, num_rounds: int, quick: bool) -> list[dict[str, Any]]:
     """Rounds of both, alternating."""
-    child = Child("Penstock", [sys.executable, "-m", "benchmarks.peers.penstock_scale"], work / "scale.log")
+    child = Child("Penstock", "penstock_scale", work / "scale.log")
     control = {**CONTROL, "consumers": 64, "seconds": 2, "rows": 16_384} if quick else CONTROL
     rounds = []
     try:

@@ -62,8 +62,8 @@ def measure(
     options = [f"--{key}={case[key]}" for key in ("response_tokens", "longest", "vocabulary")]
     children = {}
     for side in sides:
-        command = [sys.executable, "-m", "benchmarks.peers.trainer_update", side, str(model), *options]
-        children[side] = Child(side, [*command, f"--spread={spread}"], work / f"{side}.log")
+        arguments = [side, str(model), *options, f"--spread={spread}"]
+        children[side] = Child(side, "trainer_update", work / f"{side}.log", arguments)
     rounds = []
     try:
         for child in children.values():

@@ -95,13 +95,12 @@ def start(model: Path, work: Path, root: Path, address: str) -> Cluster:
         probe.bind(("127.0.0.1", 0))
         meeting = f"127.0.0.1:{probe.getsockname()[1]}"
     common = ["--model", str(model), "--dtype", DTYPE, "--ray", address]
-    trainer = [sys.executable, "-m", "benchmarks.peers.weights_trainer", *common, "--address", meeting]
-    ranks = [
-        Child(f"rank {rank}", [*trainer, "--rank", str(rank), "--num-ranks", str(NUM_RANKS)], work / f"rank_{rank}.log")
-        for rank in range(NUM_RANKS)
-    ]
+    ranks = []
+    for rank in range(NUM_RANKS):
+        own = ["--address", meeting, "--rank", str(rank), "--num-ranks", str(NUM_RANKS)]
+        ranks.append(Child(f"rank {rank}", "weights_trainer", work / f"rank_{rank}.log", [*common, *own]))
     pids = [child.ready()["pid"] for child in ranks]
-    engine = Child("engine", [sys.executable, "-m", "benchmarks.peers.weights_engine", *common], work / "engine.log")
+    engine = Child("engine", "weights_engine", work / "engine.log", common)
     parent = psutil.Process(engine.ready()["pid"])
     pids += [parent.pid, *(process.pid for process in parent.children(recursive=True))]
     raylet = next(process.pid for process in psutil.Process().children(recursive=True) if process.name() == "raylet")

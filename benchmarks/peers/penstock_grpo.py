@@ -8,12 +8,11 @@ stays the same from round to round.
 """
 
 import argparse
-import json
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks.peers.channel import Channel
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
@@ -31,7 +30,8 @@ class EndOfBenchmark(PenstockError):
 class Gate:
     """A sink that lets steps through on request."""
 
-    def __init__(self) -> None:
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
         self._left = WARMUP_STEPS
         self._last = 0.0
         self._steps: list[dict[str, float]] | None = None
@@ -51,7 +51,7 @@ class Gate:
 
     def _answer(self, metrics: Mapping[str, Any]) -> None:
         if self._steps is None:
-            print(json.dumps({"ready": True}), flush=True)
+            self._channel.send({"ready": True})
             return
         seconds = sum(step["seconds"] for step in self._steps)
         answer = {
@@ -63,13 +63,13 @@ class Gate:
             "staleness_max": metrics.get("staleness/max"),
             "mismatch": metrics.get("mismatch/logprob_abs_mean"),
         }
-        print(json.dumps(answer), flush=True)
+        self._channel.send(answer)
 
     def _wait(self) -> None:
-        line = sys.stdin.readline()
-        if not line:
+        request = self._channel.receive()
+        if request is None:
             raise EndOfBenchmark("no more rounds")
-        self._measured = int(json.loads(line)["steps"])
+        self._measured = int(request["steps"])
         self._left = self._measured + SETTLE_STEPS
         self._steps = []
 
@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--output-dir", required=True)
     parser.add_argument("overrides", nargs="*", help="settings which only change the speed, and others to try")
     arguments = parser.parse_args()
+    channel = Channel()
     words = [
         f"model.path={arguments.model}", "data.source=jsonl", f"data.path={arguments.prompts}",
         "data.columns.prompt=prompt", "data.columns.answer=null", "data.chat_template=false",
@@ -98,7 +99,7 @@ def main() -> None:
         "tracking.samples_every_steps=0", "tracking.export_model=false", "tracking.progress=false",
     ]  # fmt: skip
     try:
-        run(load_config([*words, *arguments.overrides]), sinks=[Gate()], quiet=True)
+        run(load_config([*words, *arguments.overrides]), sinks=[Gate(channel)], quiet=True)
     except EndOfBenchmark:
         return
 

@@ -11,9 +11,8 @@ spill    k times m MiB of rows are put before anybody reads; then all are read, 
 """
 
 import asyncio
-import json
+import itertools
 import os
-import sys
 import time
 from typing import Any
 
@@ -23,6 +22,7 @@ import numpy as np
 import ray
 import xxhash
 
+from benchmarks.peers.channel import Channel
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import create_store_actor, end_store_actor
@@ -146,14 +146,11 @@ async def spill(request: Request, number: int) -> Request:
 
 
 async def main() -> None:
+    channel = Channel()
     ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
-    print(json.dumps({"ready": True}), flush=True)
-    loop = asyncio.get_running_loop()
-    number = 0
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        request = json.loads(line)
-        number += 1
-        print(json.dumps(await {"control": control, "spill": spill}[request["op"]](request, number)), flush=True)
+    channel.send({"ready": True})
+    numbers = itertools.count(1)
+    await channel.serve(lambda request: {"control": control, "spill": spill}[request["op"]](request, next(numbers)))
     ray.shutdown()
 
 

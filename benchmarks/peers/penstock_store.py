@@ -14,9 +14,7 @@ them are under way in a process at a time.
 """
 
 import asyncio
-import json
 import os
-import sys
 import time
 from collections import deque
 from typing import Any
@@ -26,6 +24,7 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import numpy as np
 import ray
 
+from benchmarks.peers.channel import Channel
 from penstock.algorithms.graph.columns import STANDARD_COLUMNS
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
@@ -268,12 +267,11 @@ async def reside(client: StoreClient, request: Request, with_response: bool) -> 
 
 
 async def main() -> None:
+    channel = Channel()
     ray.init(address="local", num_cpus=8, include_dashboard=False, logging_level="ERROR", log_to_driver=False)
     side = Side()
-    print(json.dumps({"ready": True, "versions": {"ray": ray.__version__}}), flush=True)
-    loop = asyncio.get_running_loop()
-    while line := await loop.run_in_executor(None, sys.stdin.readline):
-        print(json.dumps(await side.run(json.loads(line))), flush=True)
+    channel.send({"ready": True, "versions": {"ray": ray.__version__}})
+    await channel.serve(side.run)
     ray.shutdown()
 
 

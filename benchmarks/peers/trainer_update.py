@@ -13,8 +13,6 @@ resident memory at its highest during the update, above what it was before.
 """
 
 import argparse
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.peers.channel import Channel
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import TrainerConfig
@@ -118,6 +117,7 @@ def main() -> None:
     parser.add_argument("--spread", type=float, default=0.0)
     options = vars(parser.parse_args())
     name, model = options.pop("side"), options.pop("model")
+    channel = Channel()
     side: Fixed | Penstock
     if name == "fixed":
         side = Fixed(model)
@@ -128,11 +128,10 @@ def main() -> None:
         budget = {"logprob_chunk_mib": ALL_MIB} if name == "whole" else {}
         side = Penstock(model, max_tokens_per_microbatch=10**9, **budget)
     side.update(make_rows(2, 0, **{**options, "response_tokens": 8}))  # the optimizer's state exists from here on
-    print("{}", flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
+    channel.send({"ready": True})
+    for request in channel.requests():
         rows = make_rows(request["rows"], request["seed"], **options)
-        print(json.dumps(measure(side, rows)), flush=True)
+        channel.send(measure(side, rows))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-#!/usr/bin/env python3
 """TRL's GRPOTrainer on the end-to-end benchmark's workload, driven round by round.
 
-Run it with the Python of the environment that `requirements/trl.lock` describes. It imports nothing of this
-project: the benchmark starts it as a child process and talks to it in lines of JSON, so that rounds of several
-systems can alternate on one machine.
+Run by `benchmarks/end_to_end.py` with the Python of the environment that `requirements/trl.lock` describes, so of this
+project it imports its neighbours alone: `channel.py`, and `trl_rounds.py`, which trains.
 
     out  {"ready": true, ...}           the model is loaded, `train()` is running and waits before its first step
     in   {"steps": K}                   run K optimizer steps
@@ -27,12 +25,9 @@ to standard error. Settings which only change TRL's speed are options; the defau
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import shutil
-import sys
-import tempfile
-import time
+
+from benchmarks.peers.channel import Channel
 
 # The fastest settings found for each workload, used where an option is not given. Transformers' continuous batching
 # took 2 (long_tailed) to 6 times (fixed) the processor time of its plain generate, and ignores min_new_tokens;
@@ -43,7 +38,7 @@ FASTEST = {
 }
 
 
-def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="TRL's GRPOTrainer on the end-to-end benchmark's workload.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -62,7 +57,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     speed.add_argument("--attention", choices=("sdpa", "eager"))
     speed.add_argument("--cache", choices=("dynamic", "static"), help="key-value cache of transformers' generate")
     speed.add_argument("--optimizer", choices=("adamw_torch", "adamw_torch_fused"))
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_args()
     for name, value in FASTEST[arguments.workload].items():
         if getattr(arguments, name) is None:
             setattr(arguments, name, value)
@@ -73,207 +68,20 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def digit_share(completions: list[str], **_: object) -> list[float]:
-    """The reward: the share of digits among a completion's characters."""
-    return [sum("0" <= c <= "9" for c in text) / len(text) if text else 0.0 for text in completions]
-
-
-class Protocol:
-    """Lines of JSON on what were standard input and output when the program started."""
-
-    def __init__(self) -> None:
-        # Nothing else may write to the channel: file descriptor 1 becomes standard error.
-        self._out = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)
-        sys.stdout = sys.stderr
-        self._in = sys.stdin
-
-    def send(self, message: dict) -> None:
-        self._out.write(json.dumps(message) + "\n")
-        self._out.flush()
-
-    def receive(self) -> dict | None:
-        for line in iter(self._in.readline, ""):
-            if line.strip():
-                return json.loads(line)
-        return None
-
-
-class Meter:
-    """What was done in the current round. The trainer's hooks feed it."""
-
-    def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
-        self.samples = 0
-        self.tokens = 0
-        self.longest = 0
-        self.reward = 0.0
-        self.step_seconds: list[float] = []
-        self.generation_seconds: list[float] = []
-
-    def count(self, completion_ids: list[list[int]], rewards: list[float]) -> None:
-        lengths = [len(ids) for ids in completion_ids]
-        self.samples += len(lengths)
-        self.tokens += sum(lengths)
-        self.longest = max(self.longest, *lengths)
-        self.reward += sum(rewards)
-
-    def report(self, seconds: float) -> dict:
-        return {
-            "seconds": seconds,
-            "samples": self.samples,
-            "tokens": self.tokens,
-            "step_seconds": self.step_seconds,
-            "generation_seconds": self.generation_seconds,
-            "reward_mean": self.reward / max(self.samples, 1),
-            "longest": self.longest,
-        }
-
-
-def main(argv: list[str] | None = None) -> int:
-    arguments = parse_arguments(argv)
+def main() -> None:
+    arguments = parse_arguments()
     # Before torch and transformers are imported: they read these once.
-    os.environ["OMP_NUM_THREADS"] = str(arguments.threads)
-    os.environ["HF_HUB_OFFLINE"] = "1"
-    os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    protocol = Protocol()
+    os.environ |= {
+        "OMP_NUM_THREADS": str(arguments.threads),
+        "HF_HUB_OFFLINE": "1",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    channel = Channel()
+    from benchmarks.peers.trl_rounds import train
 
-    import torch
-    import transformers
-    import trl
-    from datasets import Dataset
-    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-
-    torch.set_num_threads(arguments.threads)
-
-    # Not AutoTokenizer: from the model's type it may pick a class whose pre-tokenizer is not the one in the file.
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(arguments.model, padding_side="left")
-    model = AutoModelForCausalLM.from_pretrained(
-        arguments.model, dtype=torch.float32, attn_implementation=arguments.attention
-    )
-    with open(arguments.prompts, encoding="utf-8") as file:
-        prompts = [json.loads(line)["prompt"] for line in file if line.strip()]
-
-    samples = arguments.prompts_per_step * arguments.samples_per_prompt
-    accumulation = samples // arguments.micro_batch
-    generation = {"min_new_tokens": arguments.max_new_tokens} if arguments.workload == "fixed" else {}
-    meter = Meter()
-
-    def reward(completions: list[str], completion_ids: list[list[int]], **_: object) -> list[float]:
-        rewards = digit_share(completions)
-        meter.count(completion_ids, rewards)
-        return rewards
-
-    class Rounds(TrainerCallback):
-        """Holds the training between rounds, inside the callback that ends a step."""
-
-        def __init__(self) -> None:
-            self.left = 0
-
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 0 and not self.left:  # the first step of all
-                protocol.send(
-                    {
-                        "ready": True,
-                        "versions": {m.__name__: m.__version__ for m in (trl, transformers, torch)},
-                        "settings": {
-                            name: getattr(arguments, name)
-                            for name in ("workload", "threads", "micro_batch", "attention", "cache", "optimizer")
-                        },
-                    }
-                )
-                if not self.wait():
-                    finish()
-            return control
-
-        def on_step_end(self, args, state, control, **kwargs):
-            now = time.perf_counter()
-            meter.step_seconds.append(now - self.last)
-            self.last = now
-            self.left -= 1
-            if not self.left:
-                protocol.send(meter.report(now - self.start))
-                if not self.wait():
-                    control.should_training_stop = True
-            return control
-
-        def wait(self) -> bool:
-            while True:
-                request = protocol.receive()
-                if request is None:
-                    return False
-                if int(request["steps"]) > 0:
-                    break
-                protocol.send(Meter().report(0.0))
-            self.left = int(request["steps"])
-            meter.clear()
-            self.start = self.last = time.perf_counter()
-            return True
-
-    class TimedTrainer(trl.GRPOTrainer):
-        def _generate_single_turn(self, *args, **kwargs):
-            start = time.perf_counter()
-            result = super()._generate_single_turn(*args, **kwargs)
-            meter.generation_seconds.append(time.perf_counter() - start)
-            return result
-
-    directory = tempfile.mkdtemp(prefix="trl_grpo_")
-
-    def finish() -> None:
-        """Leaves at once when no step was ever asked for: there is no callback by which to cancel a begun step."""
-        shutil.rmtree(directory, ignore_errors=True)
-        os._exit(0)
-
-    config = trl.GRPOConfig(
-        output_dir=directory,
-        # The workload.
-        per_device_train_batch_size=arguments.micro_batch,
-        gradient_accumulation_steps=accumulation,  # also TRL's steps_per_generation: all samples of a step are fresh
-        num_generations=arguments.samples_per_prompt,
-        max_completion_length=arguments.max_new_tokens,
-        temperature=1.0,
-        generation_kwargs=generation,
-        num_iterations=1,
-        beta=0.0,
-        loss_type="grpo",
-        learning_rate=arguments.learning_rate,
-        lr_scheduler_type="constant",
-        max_grad_norm=1.0,
-        max_steps=10**9,
-        seed=arguments.seed,
-        shuffle_dataset=False,
-        # Only the speed.
-        optim=arguments.optimizer,
-        cache_implementation=None if arguments.cache == "dynamic" else arguments.cache,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=False,
-        logging_strategy="no",
-        logging_nan_inf_filter=False,
-        save_strategy="no",
-        eval_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = TimedTrainer(
-        model=model,
-        reward_funcs=reward,
-        args=config,
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
-        processing_class=tokenizer,
-        callbacks=[Rounds()],
-    )
-    try:
-        trainer.train()
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-    return 0
+    train(arguments, channel)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -11,15 +11,14 @@ vLLM's sockets, which is what people write. Started by `benchmarks/weights.py`.
 import argparse
 import asyncio
 import base64
-import json
 import os
-import sys
 import time
 from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the naive side sends the engine's process a function
 
+from benchmarks.peers.channel import Channel
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
@@ -72,26 +71,23 @@ class Engine:
         seconds = time.perf_counter() - start
         return {"seconds": seconds, "pause_s": seconds, "phases": phases}
 
-    async def serve(self) -> None:
+    async def serve(self, channel: Channel) -> None:
         await self.engine.start()
-        await self._answer({"ready": True, "pid": os.getpid()})
-        operations = {"load": self.load, "load_naively": self.load_naively}
-        while line := await asyncio.to_thread(sys.stdin.readline):
-            request = json.loads(line)
-            answer = await operations[request["op"]](request)
-            await self.engine.generate([5, 6, 7], 1, Sampling(max_tokens=2, ignore_eos=True))  # it serves on
-            await self._answer(answer)
+        channel.send({"ready": True, "pid": os.getpid()})
+        await channel.serve(self._answer)
         await self.engine.close()
 
-    async def _answer(self, content: dict[str, Any]) -> None:
-        print(json.dumps(content), flush=True)
+    async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        answer = await {"load": self.load, "load_naively": self.load_naively}[request["op"]](request)
+        await self.engine.generate([5, 6, 7], 1, Sampling(max_tokens=2, ignore_eos=True))  # it serves on
+        return answer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("--model", "--dtype", "--ray"):
         parser.add_argument(name, required=True)
-    asyncio.run(Engine(parser.parse_args()).serve())
+    asyncio.run(Engine(parser.parse_args()).serve(Channel()))
 
 
 if __name__ == "__main__":

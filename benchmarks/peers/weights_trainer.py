@@ -10,10 +10,8 @@ The trainer has no optimizer state: it makes no step. Started by `benchmarks/wei
 
 import argparse
 import base64
-import json
 import os
 import statistics
-import sys
 import threading
 import time
 from typing import Any
@@ -25,6 +23,7 @@ import ray
 import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
+from benchmarks.peers.channel import Channel
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.trainer import PolicyTrainer
 
@@ -97,13 +96,13 @@ def main() -> None:
     parser.add_argument("--num-ranks", type=int, required=True)
     for name in ("--model", "--address", "--dtype", "--ray"):
         parser.add_argument(name, required=True)
+    channel = Channel()
     torch.set_num_threads(1)
     rank = Rank(parser.parse_args())
     operations = {"publish": rank.publish, "gather": rank.gather, "memcpy": rank.memcpy}
-    print(json.dumps({"ready": True, "pid": os.getpid()}), flush=True)
-    for line in sys.stdin:
-        request = json.loads(line)
-        print(json.dumps(operations[request["op"]](request)), flush=True)
+    channel.send({"ready": True, "pid": os.getpid()})
+    for request in channel.requests():
+        channel.send(operations[request["op"]](request))
     rank.trainer.close()
 
 
