@@ -21,7 +21,7 @@ test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a q
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
 
 soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
-	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/test_resume.py tests/workers/trainer/engines/test_layers.py \
+	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/workers/trainer/engines/test_layers.py \
 	  -k "histories or staleness or kills or layers" $(ARGS)
 
 oracle: .venv-oracle/.locked ## the formulas against verl and TRL, in an environment of their own; ARGS="-k gspo" for some

@@ -1,6 +1,5 @@
 """Whole tensors from the ranks' pieces: the same on every rank, in the engines' dtype, one at a time."""
 
-import importlib.util
 import math
 import socket
 import subprocess
@@ -16,13 +15,7 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
 from penstock.workers.weights.streaming.weight_stream import WeightStream, _spans_by_tensor
-
-HERE = Path(__file__).parent
-_spec = importlib.util.spec_from_file_location("gathering", HERE / "gathering.py")
-assert _spec is not None
-assert _spec.loader is not None
-gathering = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(gathering)
+from tests.workers.weights.streaming import gathering
 
 
 def alone(pieces: Any, dtype: str = "bfloat16") -> WeightStream:
@@ -98,7 +91,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Pat
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     processes = [
         subprocess.Popen(
-            [*warm_python, str(HERE / "gathering.py"), str(rank), "2", address, str(directory)],
+            [*warm_python, str(gathering.__file__), str(rank), "2", address, str(directory)],
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -15,7 +15,7 @@ from penstock.algorithms.losses import SURROGATES
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
 
-PAGE = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
 REGISTRIES: tuple[dict[str, Any], ...] = (ALGORITHMS, ADVANTAGES, SURROGATES, CORRECTIONS)
 FORMULAS = [
     "algorithm=policy_gradient",

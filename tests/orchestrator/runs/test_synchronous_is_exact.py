@@ -1,8 +1,6 @@
 """The proof for `max_staleness=0`: the whole machine, with two engines, and a straight line end with the same bits."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +10,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 from penstock.workers.models.fresh import build_fresh_model
-
-sys.path.insert(0, str(Path(__file__).parent))
-import reference_loop
+from tests.orchestrator.runs import reference_loop
 
 
 @pytest.mark.ray
