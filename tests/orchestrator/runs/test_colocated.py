@@ -1,13 +1,8 @@
 """Engines and trainers that take turns on the same devices train what those with devices of their own train."""
 
-import asyncio
-
 import pytest
 from safetensors.torch import load_file
 
-from penstock.conf.errors import ConfigError, DeadlineExceeded
-from penstock.conf.run import RunConfig
-from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 
@@ -22,91 +17,3 @@ def test_taking_turns_changes_no_bit(small_run, tmp_path, cluster, engine):
     together = run(load_config([*words, "name=together", "placement=colocated"]), quiet=True)
     expected, found = (load_file(result.model / "model.safetensors") for result in (apart, together))
     assert not [name for name in expected if not expected[name].equal(found[name])]
-
-
-def test_turns_need_a_synchronous_run():
-    with pytest.raises(ConfigError, match=r"placement=colocated takes turns.*max_staleness=1.*Set max_staleness=0"):
-        load_config(["placement=colocated", "max_staleness=1", "data.path=x.jsonl", "model=tiny"])
-
-
-def test_turns_on_gpus_need_parts_of_them():
-    words = ["placement=colocated", "data.path=x.jsonl", "model=tiny", "rollout.engine=vllm"]
-    with pytest.raises(ConfigError, match=r"do not share a GPU.*0\.5 and 0\.5"):
-        load_config([*words, "trainer.num_gpus_per_rank=1", "rollout.num_gpus_per_worker=1"])
-    halves = [*words, "trainer.num_gpus_per_rank=0.5", "rollout.num_gpus_per_worker=0.5"]
-    load_config(halves)
-    with pytest.raises(ConfigError, match=r"tensor_parallel_size=2 spreads an engine over GPUs"):
-        load_config([*halves, "rollout.tensor_parallel_size=2"])
-
-
-class Handle:
-    """An actor that notes what it was asked, in the order of all."""
-
-    def __init__(self, name, said):
-        self.name, self.said = name, said
-
-    def __getattr__(self, method):
-        name, said = self.name, self.said
-
-        class Method:
-            @staticmethod
-            async def remote():
-                said.append(f"{name} {method}")
-
-        return Method
-
-
-class Players:
-    def __init__(self, said):
-        self.said = said
-
-    def role(self, role):
-        return [(f"{role}-{index}", Handle(f"{role}-{index}", self.said)) for index in range(2)]
-
-
-class Store:
-    def __init__(self, said, answers=True):
-        self.said, self.answers = said, answers
-
-    async def batch_ready(self):
-        self.said.append("batch ready")
-        await asyncio.sleep(0 if self.answers else 60)
-        return True
-
-
-def turns(said, **options):
-    config = RunConfig(placement="colocated")
-    config.trainer.step_timeout_s = 0.05
-    return Turns(Players(said).role, Store(said, **options), config)
-
-
-def test_engines_sleep_before_trainers_come_and_trainers_go_before_engines_wake():
-    said = []
-
-    async def body():
-        both = turns(said)
-        await both.training(1)
-        await both.generation()
-
-    asyncio.run(body())
-    assert said == [
-        "batch ready", "rollout-0 sleep", "rollout-1 sleep", "trainer-0 take_device", "trainer-1 take_device",
-        "trainer-0 leave_device", "trainer-1 leave_device", "rollout-0 wake", "rollout-1 wake",
-    ]  # fmt: skip
-
-
-def test_a_batch_that_never_comes_is_a_deadline_by_the_steps_name():
-    with pytest.raises(DeadlineExceeded, match="step 7, waiting for its batch: Store"):
-        asyncio.run(turns([], answers=False).training(7))
-
-
-def test_with_devices_of_their_own_nobody_waits_for_a_turn():
-    said = []
-
-    async def body():
-        apart = Turns(Players(said).role, Store(said), RunConfig())
-        await apart.training(1)
-        await apart.generation()
-
-    asyncio.run(body())
-    assert said == []

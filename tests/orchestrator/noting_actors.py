@@ -1,0 +1,34 @@
+"""Actors that note what they are asked, in the order of all: what the controller's parts say to whom, and when."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.workers.protocols import Publication
+
+
+class NotingActors:
+    """In place of a fleet. `numbers`: of each role's actors. `said`: `rollout-0 sleep`, ..."""
+
+    def __init__(self, numbers: Mapping[str, int]) -> None:
+        self.said: list[str] = []
+        self._numbers = numbers
+
+    def role(self, role: str) -> list[tuple[str, Any]]:
+        names = [f"{role}-{index}" for index in range(self._numbers[role])]
+        return [(name, _Handle(name, self.said)) for name in names]
+
+
+class _Handle:
+    def __init__(self, name: str, said: list[str]) -> None:
+        self._name, self._said = name, said
+
+    def __getattr__(self, method: str) -> Any:
+        name, said = self._name, self._said
+
+        class Method:
+            @staticmethod
+            async def remote(*arguments: Any) -> Any:
+                said.append(f"{name} {method}")
+                return Publication("v", arguments[1]) if method == "publish" else None
+
+        return Method
