@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,64 +16,10 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.weights.publication.publication import write_publication
+from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")
-
-Action = Callable[[], Any]
-
-
-class FakeLLM:
-    """Plays `AsyncLLM` in a load and writes down what it was told. `troubles`: by call, what goes wrong."""
-
-    def __init__(self, **troubles: Action) -> None:
-        self.calls: list[str] = []
-        self.version = "0"
-        self.errored = False
-        self._troubles = troubles
-
-    async def _do(self, name: str) -> None:
-        self.calls.append(name)
-        if name in self._troubles:
-            result = self._troubles[name]()
-            if asyncio.iscoroutine(result):
-                await result
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("keep", True)
-        await self._do("pause")
-
-    async def reset_prefix_cache(self) -> bool:
-        await self._do("reset")
-        return True
-
-    async def init_weight_transfer_engine(self, request: Any) -> None:
-        await self._do("prepare")
-
-    async def start_weight_update(self) -> None:
-        await self._do("start")
-
-    async def update_weights(self, request: Any) -> None:
-        await self._do("load")
-
-    async def finish_weight_update(self, weight_version: str) -> None:
-        self.version = weight_version
-        await self._do("finish")
-
-    async def get_weight_version(self) -> str:
-        await self._do("version")
-        return self.version
-
-    async def resume_generation(self) -> None:
-        await self._do("resume")
-
-
-def hang() -> Any:
-    return asyncio.sleep(60)
-
-
-def fail() -> Any:
-    raise Exception("the worker says: cannot")
 
 
 @pytest.fixture
@@ -92,14 +37,6 @@ def load(llm: FakeLLM, publication: Publication, *, in_flight: int = 0) -> tuple
     except PenstockError as error:
         return engine, error
     return engine, None
-
-
-def is_serving(engine: VllmEngine) -> bool:
-    try:
-        engine._check_alive()
-    except WorkerDied:
-        return False
-    return True
 
 
 def test_a_load_in_flight_goes_through_its_phases_in_order(publication: Publication) -> None:

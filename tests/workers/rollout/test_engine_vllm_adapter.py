@@ -23,7 +23,7 @@ from penstock.workers.rollout.vllm_setup import adapter_arguments
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import layout_of, tensor_name
 from penstock.workers.weights.publication.publication import write_publication
-from tests.workers.rollout.test_engine_vllm import FakeLLM, fail, is_serving
+from tests.workers.rollout.fake_llm import FakeLLM, fail, is_serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.usefixtures("warm_spawn")]
 pytest.importorskip("vllm", reason="vLLM is not installed: its engine is not tested")

@@ -1,0 +1,71 @@
+"""An `AsyncLLM` without vLLM's processes, for tests of what `VllmEngine` asks of it and what comes of its failures."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from penstock.conf.errors import WorkerDied
+from penstock.workers.rollout.engine_vllm import VllmEngine
+
+Action = Callable[[], Any]
+
+
+class FakeLLM:
+    """Plays `AsyncLLM` in a load and writes down what it was told. `troubles`: by call, what goes wrong."""
+
+    def __init__(self, **troubles: Action) -> None:
+        self.calls: list[str] = []
+        self.version = "0"
+        self.errored = False
+        self.troubles = troubles
+
+    async def _do(self, name: str) -> None:
+        self.calls.append(name)
+        if name in self.troubles:
+            result = self.troubles[name]()
+            if asyncio.iscoroutine(result):
+                await result
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", True)
+        await self._do("pause")
+
+    async def reset_prefix_cache(self) -> bool:
+        await self._do("reset")
+        return True
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._do("prepare")
+
+    async def start_weight_update(self) -> None:
+        await self._do("start")
+
+    async def update_weights(self, request: Any) -> None:
+        await self._do("load")
+
+    async def finish_weight_update(self, weight_version: str) -> None:
+        self.version = weight_version
+        await self._do("finish")
+
+    async def get_weight_version(self) -> str:
+        await self._do("version")
+        return self.version
+
+    async def resume_generation(self) -> None:
+        await self._do("resume")
+
+
+def hang() -> Any:
+    return asyncio.sleep(60)
+
+
+def fail() -> Any:
+    raise Exception("the worker says: cannot")
+
+
+def is_serving(engine: VllmEngine) -> bool:
+    try:
+        engine._check_alive()
+    except WorkerDied:
+        return False
+    return True
