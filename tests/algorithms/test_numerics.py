@@ -13,6 +13,7 @@ from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.losses import SURROGATES, policy_loss
 from penstock.conf.algorithms.base import AGGREGATIONS
+from tests.algorithms.losses.ragged import OTHERS, columns_of
 
 ALL = pytest.mark.parametrize("surrogate", sorted(SURROGATES))
 WITH_ALL = pytest.mark.parametrize("correction", sorted(CORRECTIONS))
@@ -20,7 +21,6 @@ WHOLE_BATCH = {"clip_cov", "kl_cov"}
 """Choose tokens by statistics of the call, as `losses/covariance.py` says."""
 PULLED_BACK = {"kl_cov"}
 """Has a term without an advantage."""
-COLUMNS = ("old_logprobs", "behavior_logprobs", "reference_logprobs")
 FEW = settings(max_examples=25)
 # bounds that random ratios reach, and shares of more than one token
 OPTIONS = {
@@ -32,18 +32,6 @@ OPTIONS = {
     "clip_cov": {"share": 0.2, "lowest": 0.1},
     "kl_cov": {"share": 0.2},
 }
-
-
-def batch(seed, rows=4, width=5, dtype=torch.float64):
-    """A random ragged batch as the trainer would hand it over; some rows have no token."""
-    generator = torch.Generator().manual_seed(seed)
-    lengths = torch.randint(0, width + 1, (rows, 1), generator=generator)
-    columns = {
-        name: (-2 * torch.rand(rows, width, generator=generator, dtype=torch.float64)).to(dtype)
-        for name in ("logprobs", *COLUMNS)
-    }
-    columns["advantage"] = torch.randn(rows, generator=generator, dtype=torch.float64).to(dtype)
-    return columns | {"mask": torch.arange(width) < lengths}
 
 
 def no_ties(mask):
@@ -82,8 +70,8 @@ def same(one, other, rtol=1e-9, atol=1e-12):
 @WITH_ALL
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_a_log_ratio_of_100_gives_finite_losses_gradients_and_metrics(surrogate, correction, dtype):
-    for argument, far, advantage in product(("logprobs", *COLUMNS), (100.0, -100.0), (1.0, -1.0, 0.0)):
-        columns = {name: torch.full((2, 2), -1.0, dtype=dtype) for name in ("logprobs", *COLUMNS)}
+    for argument, far, advantage in product(("logprobs", *OTHERS), (100.0, -100.0), (1.0, -1.0, 0.0)):
+        columns = {name: torch.full((2, 2), -1.0, dtype=dtype) for name in ("logprobs", *OTHERS)}
         columns[argument][0] += far
         columns |= {"advantage": torch.full((2,), advantage, dtype=dtype), "mask": torch.ones(2, 2)}
         loss, _, metrics = run(surrogate, correction, columns, kl_coef=0.1)
@@ -95,7 +83,7 @@ def test_a_log_ratio_of_100_gives_finite_losses_gradients_and_metrics(surrogate,
 @FEW
 @given(seed=st.integers(0, 2**16), garbage=st.sampled_from([1e30, math.nan, math.inf, -math.inf]))
 def test_what_lies_under_padding_changes_nothing(surrogate, correction, seed, garbage):
-    columns = batch(seed)
+    columns = columns_of(seed)
     mask = columns["mask"]
     assume(surrogate not in WHOLE_BATCH or no_ties(mask))
     wide = torch.nn.functional.pad(mask, (0, 2, 0, 1))
@@ -117,7 +105,7 @@ def test_what_lies_under_padding_changes_nothing(surrogate, correction, seed, ga
 @FEW
 @given(seed=st.integers(0, 2**16), how=st.sampled_from(AGGREGATIONS), cut=st.integers(0, 4))
 def test_micro_batches_in_any_order_add_up_to_the_batch(surrogate, correction, seed, how, cut):
-    columns = batch(seed)
+    columns = columns_of(seed)
     totals = BatchTotals.of(columns["mask"])
     assume(surrogate not in WHOLE_BATCH or no_ties(columns["mask"]))
     step = partial(run, surrogate, correction, totals=totals, kl_coef=0.1, aggregation=how, constant=7.0)
@@ -134,7 +122,7 @@ def test_micro_batches_in_any_order_add_up_to_the_batch(surrogate, correction, s
 @FEW
 @given(seed=st.integers(0, 2**16))
 def test_without_an_advantage_there_is_no_gradient(surrogate, correction, seed):
-    columns = batch(seed)
+    columns = columns_of(seed)
     columns["advantage"] = torch.zeros(4)
     loss, gradient, _ = run(surrogate, correction, columns)
     if surrogate not in PULLED_BACK:
@@ -147,7 +135,7 @@ def test_without_an_advantage_there_is_no_gradient(surrogate, correction, seed):
 @FEW
 @given(seed=st.integers(0, 2**16))
 def test_a_step_raises_good_tokens_and_lowers_bad_ones_or_leaves_them(surrogate, correction, seed):
-    columns = batch(seed)
+    columns = columns_of(seed)
     _, gradient, _ = run(surrogate, correction, columns)
     if surrogate not in PULLED_BACK:
         assert (gradient * columns["advantage"][:, None] <= 0).all()
@@ -157,7 +145,7 @@ def test_a_step_raises_good_tokens_and_lowers_bad_ones_or_leaves_them(surrogate,
 @FEW
 @given(seed=st.integers(0, 2**16))
 def test_on_policy_every_surrogate_is_reinforce(surrogate, seed):
-    columns = batch(seed)
+    columns = columns_of(seed)
     columns["old_logprobs"] = columns["behavior_logprobs"] = columns["logprobs"]
     off = {"surrogate_options": {"share": 0.0}} if surrogate in WHOLE_BATCH else {}
     leaf = columns["logprobs"].clone().requires_grad_()
@@ -175,7 +163,7 @@ def test_on_policy_every_surrogate_is_reinforce(surrogate, seed):
 @WITH_ALL
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_computed_in_float32(surrogate, correction, dtype):
-    half = batch(3, dtype=dtype)
+    half = columns_of(3, dtype=dtype)
     single = {name: value if value.dtype == torch.bool else value.float() for name, value in half.items()}
     loss, gradient, metrics = run(surrogate, correction, half, kl_coef=0.1)
     exact, exact_gradient, exact_metrics = run(surrogate, correction, single, kl_coef=0.1)
@@ -189,7 +177,7 @@ def test_half_precision_is_computed_in_float32(surrogate, correction, dtype):
 @WITH_ALL
 @pytest.mark.parametrize(("rows", "width"), [(0, 3), (2, 0), (0, 0), (3, 2)])
 def test_a_batch_without_a_token_is_zero_everywhere(surrogate, correction, rows, width):
-    columns = batch(0, rows, max(width, 1))
+    columns = columns_of(0, rows, max(width, 1))
     columns = {name: value if value.dim() == 1 else value[:, :width] for name, value in columns.items()}
     columns["mask"] = torch.zeros(rows, width, dtype=torch.bool)
     loss, gradient, metrics = run(surrogate, correction, columns, kl_coef=0.1)
@@ -201,21 +189,21 @@ def test_a_batch_without_a_token_is_zero_everywhere(surrogate, correction, rows,
 @ALL
 @WITH_ALL
 def test_only_the_policy_gets_a_gradient(surrogate, correction):
-    columns = batch(1)
-    for name in ("logprobs", *COLUMNS, "advantage"):
+    columns = columns_of(1)
+    for name in ("logprobs", *OTHERS, "advantage"):
         columns[name].requires_grad_()
     totals = BatchTotals.of(columns["mask"])
     loss, _ = policy_loss(**columns, totals=totals, surrogate=surrogate, correction=correction, kl_coef=0.1)
     loss.backward()
     assert columns["logprobs"].grad is not None
-    assert all(columns[name].grad is None for name in (*COLUMNS, "advantage"))
+    assert all(columns[name].grad is None for name in (*OTHERS, "advantage"))
 
 
 @ALL
 @WITH_ALL
 def test_the_correction_multiplies_the_gradient_of_the_surrogate(surrogate, correction):
     # a weight is a constant a token: of one token a row, the gradient is that without it times the weight
-    columns = batch(2, rows=6, width=1) | {"mask": torch.ones(6, 1)}
+    columns = columns_of(2, rows=6, width=1) | {"mask": torch.ones(6, 1)}
     weight, _ = CORRECTIONS[correction](columns["old_logprobs"], columns["behavior_logprobs"], torch.ones(6, 1) == 1)
     weighted = run(surrogate, correction, columns | {"proximal_logprobs": columns["old_logprobs"]}, proximal="column")
     plain = run(surrogate, "none", columns | {"proximal_logprobs": columns["old_logprobs"]}, proximal="column")

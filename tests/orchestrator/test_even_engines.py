@@ -1,7 +1,6 @@
 """Several engines have equally much to do over a run, and in step at every step, whatever the lengths."""
 
 import asyncio
-import json
 from pathlib import Path
 from random import Random
 
@@ -9,6 +8,7 @@ import pytest
 
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
+from tests.run_files import metrics_of
 from tests.virtual_time import run_virtually
 
 GROUPS = 8
@@ -43,7 +43,7 @@ def test_the_busiest_engine_has_little_more_to_do_than_the_laziest(
         directory.close()
 
     run_virtually(main())
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     steps = [[line[f"rollout/groups/Rollout-{index}"] for index in range(num_engines)] for line in lines]
     groups = steps[-1]
     assert sum(groups) >= num_steps * GROUPS

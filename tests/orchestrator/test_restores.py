@@ -5,7 +5,6 @@ tokens are too old ends the run instead of being evicted.
 """
 
 import asyncio
-import json
 from pathlib import Path
 from random import Random
 
@@ -14,6 +13,7 @@ import pytest
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.resuming import open_run
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
+from tests.run_files import metrics_of
 from tests.virtual_time import run_virtually
 
 MAX_STEPS = 12
@@ -45,7 +45,7 @@ def test_no_finished_work_is_thrown_away_whenever_a_run_dies(max_staleness: int,
     while not run_virtually(live(config, random, tmp_path)):
         lives += 1
         assert lives < 50
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_of(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, MAX_STEPS + 1))
     assert not any(line.get("dropped/stale") for line in lines)
     assert max(line["staleness/max"] for line in lines) <= max_staleness

@@ -1,12 +1,12 @@
 """Both forms of `recipes/custom_algorithm`, as a user starts them."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import penstock.recipes
+from tests.run_files import metrics_of
 
 RECIPE = next(path for root in penstock.recipes.__path__ if (path := Path(root) / "custom_algorithm").is_dir())
 SMALL = [
@@ -18,24 +18,24 @@ SMALL = [
 
 
 @pytest.fixture
-def metrics_of(warm_python, driver_environment, tmp_path):
+def trained(warm_python, driver_environment, tmp_path):
     """The metrics of a run started in a process of its own."""
 
-    def metrics_of(command, name):
+    def run(command, name):
         command = [*warm_python, *command, *SMALL, f"output_dir={tmp_path}", f"name={name}"]
         ended = subprocess.run(command, env=driver_environment, capture_output=True, text=True, timeout=300)
         assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
-        return [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return metrics_of(tmp_path / name)
 
-    return metrics_of
+    return run
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_the_graph_and_the_for_loop_train_the_same(metrics_of):
+def test_the_graph_and_the_for_loop_train_the_same(trained):
     graph = ["-m", "penstock.orchestrator.cli", "run", "recipe=custom_algorithm"]
-    declarative = metrics_of(graph, "declarative")
-    imperative = metrics_of([str(RECIPE / "imperative.py")], "imperative")
+    declarative = trained(graph, "declarative")
+    imperative = trained([str(RECIPE / "imperative.py")], "imperative")
     assert len(declarative) == len(imperative) == 2
     for one, other in zip(declarative, imperative, strict=True):
         assert one["actor/grad_norm"] > 0

@@ -6,11 +6,16 @@ Legend: B rows, T response tokens, padded.
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from penstock.algorithms.aggregation import BatchTotals
+
+SEED, NUM_GROUPS, WIDTH = st.integers(0, 2**16), st.integers(1, 5), st.integers(0, 5)
+close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
 
 
 @dataclass
@@ -92,3 +97,15 @@ def run(loss, batch: Batch) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     value.backward()
     assert logprobs.grad is not None
     return value.detach(), logprobs.grad, metrics
+
+
+def assert_same_however_cut(loss, batch: Batch, num_parts: int) -> None:
+    """Value, gradient and metrics of whole groups in parts sum up to those of the batch."""
+    whole, gradient, metrics = run(loss, batch)
+    parts = batch.with_columns(row=torch.arange(len(batch.mask))).cut_in_groups(num_parts)
+    results = [run(loss, part) for part in parts]
+    close(sum(result[0] for result in results), whole)
+    order = torch.cat([part.columns["row"] for part in parts])
+    close(torch.cat([result[1] for result in results]), gradient[order])
+    for name, value in metrics.items():
+        close(sum(result[2][name] for result in results), value)

@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.preference.bradley_terry import bradley_terry_loss
 from penstock.conf.errors import ConfigError, ShapeError
-from tests.algorithms.preference.batches import random_batch
+from tests.algorithms.preference.batches import close, random_batch
 
 SEED, NUM_GROUPS = st.integers(0, 2**16), st.integers(1, 6)
 LOSS = st.builds(partial, st.just(bradley_terry_loss), centering_coef=st.sampled_from([0.0, 0.1]))
-close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
 
 
 def one_pair(chosen, rejected, dtype=torch.float64, **settings):

@@ -8,9 +8,17 @@ from hypothesis import strategies as st
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.preference.kto import group_baseline, kto_loss
 from penstock.conf.errors import ConfigError, ShapeError
-from tests.algorithms.preference.batches import Batch, random_batch, run
+from tests.algorithms.preference.batches import (
+    NUM_GROUPS,
+    SEED,
+    WIDTH,
+    Batch,
+    assert_same_however_cut,
+    close,
+    random_batch,
+    run,
+)
 
-SEED, NUM_GROUPS, WIDTH = st.integers(0, 2**16), st.integers(1, 5), st.integers(0, 5)
 LOSS = st.builds(
     partial,
     st.just(kto_loss),
@@ -18,7 +26,6 @@ LOSS = st.builds(
     desirable_weight=st.sampled_from([1.0, 1.5]),
     undesirable_weight=st.sampled_from([1.0, 0.5]),
 )
-close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
 
 
 def samples(ratios, desirable, group_ids=None):
@@ -93,15 +100,7 @@ def test_the_baseline_of_a_row_does_not_depend_on_the_row(seed, value):
 
 @given(SEED, NUM_GROUPS, WIDTH, LOSS, st.integers(1, 4))
 def test_loss_gradient_and_metrics_are_the_same_however_whole_groups_are_cut(seed, num_groups, width, loss, cut):
-    batch = random_batch(seed, num_groups, width)
-    whole, gradient, metrics = run(loss, batch)
-    numbered = batch.with_columns(row=torch.arange(len(batch.mask))).cut_in_groups(cut)
-    results = [run(loss, part) for part in batch.cut_in_groups(cut)]
-    close(sum(result[0] for result in results), whole)
-    order = torch.cat([part.columns["row"] for part in numbered])
-    close(torch.cat([result[1] for result in results]), gradient[order])
-    for name, value in metrics.items():
-        close(sum(result[2][name] for result in results), value)
+    assert_same_however_cut(loss, random_batch(seed, num_groups, width), cut)
 
 
 @given(SEED, NUM_GROUPS, WIDTH, LOSS, st.sampled_from([0.0, 1e9, float("nan"), -float("inf")]))

@@ -11,7 +11,16 @@ from penstock.algorithms.preference.dpo import dpo_loss, ipo_loss
 from penstock.algorithms.preference.orpo import orpo_loss
 from penstock.algorithms.preference.simpo import simpo_loss
 from penstock.conf.errors import ConfigError, ShapeError
-from tests.algorithms.preference.batches import one_pair, random_batch, run
+from tests.algorithms.preference.batches import (
+    NUM_GROUPS,
+    SEED,
+    WIDTH,
+    assert_same_however_cut,
+    close,
+    one_pair,
+    random_batch,
+    run,
+)
 
 MONOTONE = {
     "dpo": partial(dpo_loss, beta=0.7),
@@ -27,22 +36,12 @@ LOSSES = MONOTONE | {
     "ipo_reference_free": partial(ipo_loss, reference_free=True),
 }
 each_loss = pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
-SEED, NUM_GROUPS, WIDTH = st.integers(0, 2**16), st.integers(1, 5), st.integers(0, 5)
 ANY_LOSS = st.sampled_from(list(LOSSES.values()))
-close = partial(torch.testing.assert_close, rtol=1e-9, atol=1e-11)
 
 
 @given(SEED, NUM_GROUPS, WIDTH, ANY_LOSS, st.integers(1, 4))
 def test_loss_gradient_and_metrics_are_the_same_however_whole_groups_are_cut(seed, num_groups, width, loss, cut):
-    batch = random_batch(seed, num_groups, width)
-    whole, gradient, metrics = run(loss, batch)
-    rows = batch.with_columns(row=torch.arange(len(batch.mask))).cut_in_groups(cut)
-    results = [run(loss, part) for part in batch.cut_in_groups(cut)]
-    close(sum(result[0] for result in results), whole)
-    order = torch.cat([part.columns["row"] for part in rows])
-    close(torch.cat([result[1] for result in results]), gradient[order])
-    for name, value in metrics.items():
-        close(sum(result[2][name] for result in results), value)
+    assert_same_however_cut(loss, random_batch(seed, num_groups, width), cut)
 
 
 @given(SEED, NUM_GROUPS, WIDTH, ANY_LOSS)

@@ -12,6 +12,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.recipes import find_recipe, packaged_recipes
 from penstock.orchestrator.run import run
 from penstock.workers.models.fresh import build_fresh_model
+from tests.run_files import metrics_of
 
 MODEL = FreshModelConfig(
     num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=2, words=["Calculate ", " + "]
@@ -29,10 +30,6 @@ def model(tmp_path_factory):
     directory = tmp_path_factory.mktemp("fresh") / "model"
     build_fresh_model(directory, MODEL, seed=0)
     return directory
-
-
-def metrics_of(directory):
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.ray

@@ -17,6 +17,7 @@ from penstock.conf.errors import CheckpointError
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
+from tests.run_files import metrics_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -32,12 +33,8 @@ def words(small_run, tmp_path, cluster):
     return [*small_run, *ONE_THREAD, "rollout.engine=hf", f"output_dir={tmp_path}"]
 
 
-def lines_of(directory):
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
-
-
 def steps_of(directory):
-    return [line["step"] for line in lines_of(directory)]
+    return [line["step"] for line in metrics_of(directory)]
 
 
 def cut_last_line(file):
@@ -83,7 +80,7 @@ def test_finished_work_of_an_asynchronous_run_is_kept(words, tmp_path):
     run(load_config([*words, "trainer.max_steps=3"]), quiet=True)
     shutil.rmtree(tmp_path / "ahead" / "checkpoints" / "global_step_3")
     result = run(load_config([*words, "trainer.max_steps=5", "resume=auto"]), quiet=True)
-    lines = lines_of(result.directory)
+    lines = metrics_of(result.directory)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert max(line["staleness/max"] for line in lines) <= 2
     assert not any(line.get("dropped/stale") for line in lines)

@@ -11,6 +11,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 from penstock.workers.models.fresh import build_fresh_model
 from tests.orchestrator.runs import reference_loop
+from tests.run_files import metrics_of
 
 
 @pytest.mark.ray
@@ -40,7 +41,7 @@ def test_five_steps_of_the_real_run_equal_the_straight_line_bit_for_bit(tmp_path
     assert any(not torch.equal(found[name], start[name]) for name in found), "nothing was trained"
     different = [name for name in found if not torch.equal(found[name], expected[name])]
     assert not different
-    metrics = [json.loads(line) for line in (result.directory / "metrics.jsonl").read_text().splitlines()]
+    metrics = metrics_of(result.directory)
     assert [line["staleness/max"] for line in metrics] == [0.0] * 5
     for engine in ("Rollout-0", "Rollout-1"):  # half of each step's groups
         assert [line[f"rollout/groups/{engine}"] for line in metrics] == [2.0, 4.0, 6.0, 8.0, 10.0]

@@ -16,12 +16,9 @@ import pytest
 from penstock.conf.errors import RewardFailure
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
+from tests.run_files import metrics_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-
-
-def metrics_of(directory):
-    return [json.loads(line) for line in (Path(directory) / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.vllm

@@ -1,0 +1,188 @@
+"""A reward that hangs, crashes, raises or returns nonsense costs its own sample, and nothing else."""
+
+import asyncio
+import os
+import signal
+import time
+
+import psutil
+import pytest
+
+from penstock.workers.reward.outcome import MAX_TEXT, RewardError
+from tests.workers.reward.pools import pool_of, scored
+
+BAD = {
+    "raise": ("raised", "RuntimeError: no judge"),
+    "nan": ("bad_value", "nan"),
+    "none": ("bad_value", "None"),
+    "text": ("bad_value", "str '1.0'"),
+    "sysexit": ("raised", "SystemExit: bye"),
+    "exit": ("crash", "exit code 3"),
+}
+
+
+@pytest.mark.parametrize("kind", ["plain", "verl", "trl", "waiting"])
+def test_failing_samples_cost_themselves_only(behaviours, kind):
+    results, _ = scored(f"{behaviours}:{kind}", ["a", *BAD, "bb"])
+    assert (results[0], results[-1]) == (1.0, 2.0)
+    for error, (error_kind, text) in zip(results[1:-1], BAD.values(), strict=True):
+        assert error.kind == error_kind
+        assert text in error.text
+
+
+def test_the_error_of_a_raise_has_the_line_that_raised(behaviours):
+    (error,), _ = scored(f"{behaviours}:plain", ["raise"])
+    assert 'raise RuntimeError("no judge")' in error.text
+    assert "behaviours.py:" in error.text
+
+
+@pytest.mark.parametrize(("response", "text"), [("long", "RuntimeError: no no"), ("unspeakable", "ValueError")])
+def test_the_text_of_an_error_is_short_and_always_there(behaviours, response, text):
+    (error, after), _ = scored(f"{behaviours}:plain", [response, "a"])
+    assert (error.kind, after) == ("raised", 1.0)
+    assert text in error.text
+    assert "behaviours.py:" in error.text
+    assert len(error.text) <= MAX_TEXT
+
+
+def test_the_text_of_an_error_can_be_written_as_utf8(behaviours):
+    (error,), _ = scored(f"{behaviours}:plain", ["surrogate"])
+    assert error.text.encode().startswith(b"RuntimeError: ?")
+
+
+@pytest.mark.parametrize("bad", ["garbage", "deep", "giant", "infinite", "stranger", "twice", "done"])
+def test_a_process_that_talks_nonsense_costs_one_sample_and_is_replaced(behaviours, bad):
+    async def run():
+        async with pool_of(f"{behaviours}:plain") as pool:
+            return await pool.score(["a", bad, "ccc"], ["{}"] * 3), pool.replaced
+
+    results, replaced = asyncio.run(asyncio.wait_for(run(), 30))
+    assert results[::2] == [1.0, 3.0]
+    assert results[1].kind == "crash"
+    assert replaced == 1
+
+
+def test_what_a_process_sends_is_never_unpickled(behaviours, tmp_path):
+    (error,), _ = scored(f"{behaviours}:plain", [f"pickle {tmp_path}/touched"])
+    assert error.kind == "crash"
+    assert list(tmp_path.iterdir()) == []
+
+
+def score_while_stopped(behaviours, act_on, **config):
+    """Results of a batch that is larger than what a socket holds, sent to a process that takes nothing of it."""
+
+    async def run():
+        async with pool_of(f"{behaviours}:plain", **config) as pool:
+            (process,) = pool._alive
+            os.kill(process.child.pid, signal.SIGSTOP)
+            call = asyncio.create_task(pool.score(["x" * 2**21, "a", "bb"], ["{}"] * 3))
+            while not process.writer.transport.get_write_buffer_size():
+                await asyncio.sleep(0)
+            act_on(process.child.pid)
+            return await asyncio.wait_for(call, 30)
+
+    return asyncio.run(run())
+
+
+def test_a_process_that_dies_while_it_takes_a_batch_costs_one_sample(behaviours):
+    results = score_while_stopped(behaviours, lambda pid: os.kill(pid, signal.SIGKILL))
+    assert results[1:] == [1.0, 2.0]
+    assert results[0].kind == "crash"
+    assert "SIGKILL" in results[0].text
+
+
+def test_a_process_that_does_not_take_its_batch_is_killed_at_the_deadline(behaviours):
+    results = score_while_stopped(behaviours, lambda pid: None, timeout_s=0.3)
+    assert results[1:] == [1.0, 2.0]
+    assert results[0].kind == "timeout"
+
+
+def test_a_segmentation_fault_costs_its_own_sample(behaviours):
+    results, _ = scored(f"{behaviours}:plain", ["a", "segfault", "ccc"])
+    assert results[::2] == [1.0, 3.0]
+    assert results[1].kind == "crash"
+    assert "SIGSEGV" in results[1].text
+
+
+@pytest.mark.parametrize(
+    ("kind", "bad"), [("plain", "hang"), ("plain", "spin"), ("plain", "half"), ("trl", "hang"), ("waiting", "spin")]
+)
+def test_a_hanging_sample_is_killed_at_its_deadline(behaviours, kind, bad):
+    results, _ = scored(f"{behaviours}:{kind}", ["a", bad, "ccc"], timeout_s=0.5)
+    assert results[::2] == [1.0, 3.0]
+    assert results[1].kind == "timeout"
+    assert "reward.timeout_s=0.5" in results[1].text
+
+
+def test_a_hanging_sample_is_known_within_a_second(behaviours):
+    async def run():
+        async with pool_of(f"{behaviours}:plain", timeout_s=0.5) as pool:
+            started = time.perf_counter()
+            async for index, _ in pool.stream(["spin"], ["{}"]):
+                return index, time.perf_counter() - started
+        return None
+
+    index, seconds = asyncio.run(run())
+    assert index == 0
+    assert 0.5 <= seconds < 1.0
+
+
+def test_an_async_sample_that_waits_too_long_costs_no_process(behaviours):
+    results, seconds = scored(f"{behaviours}:waiting", ["a", "wait", "ccc"], timeout_s=0.5)
+    assert results[::2] == [1.0, 3.0]
+    assert results[1].kind == "timeout"
+    assert seconds < 2.0
+
+
+def test_async_samples_of_a_batch_wait_at_the_same_time(behaviours):
+    results, seconds = scored(f"{behaviours}:waiting", ["a"] * 40)
+    assert results == [1.0] * 40
+    assert seconds < 1.8  # one after the other: 2 s
+
+
+def test_two_hanging_samples_leave_the_rest_scored(behaviours):
+    results, _ = scored(f"{behaviours}:plain", ["hang", "b", "hang", "d"], timeout_s=0.3)
+    assert [isinstance(r, RewardError) for r in results] == [True, False, True, False]
+
+
+def test_wrong_length_is_isolated_to_the_sample_that_causes_it(behaviours):
+    results, _ = scored(f"{behaviours}:wrong_length", ["ok", "bad", "ok"])
+    assert results[::2] == [1.0, 1.0]
+    assert "2 values for 1 sample" in results[1].text
+
+
+def test_a_batch_function_that_needs_longer_for_many_samples_gets_smaller_batches(behaviours):
+    async def run():
+        async with pool_of(f"{behaviours}:slow_for_many", timeout_s=0.5) as pool:
+            first = await pool.score(["x"] * 4, ["{}"] * 4)
+            replaced = pool.replaced
+            second = await pool.score(["x"] * 4, ["{}"] * 4)
+            return first, second, replaced, pool.replaced
+
+    first, second, before, after = asyncio.run(run())
+    assert first == second == [1.0] * 4
+    assert before == after == 1
+
+
+def test_prints_go_to_the_log_and_not_into_the_protocol(behaviours, capfd):
+    results, _ = scored(f"{behaviours}:plain", ["print", "bb"])
+    assert results == [1.0, 2.0]
+    out = capfd.readouterr()
+    assert "hello" in out.out
+    assert "raw" in out.out
+    assert "hello" in out.err
+
+
+def test_a_reward_that_reads_standard_input_sees_its_end(behaviours):
+    assert scored(f"{behaviours}:plain", ["input"])[0] == [0.0]
+
+
+def test_what_a_killed_reward_has_started_is_killed_with_it(behaviours):
+    before = _sleepers()
+    results, _ = scored(f"{behaviours}:plain", ["child"], timeout_s=0.5)
+    assert results[0].kind == "timeout"
+    assert _sleepers() <= before
+
+
+def _sleepers() -> int:
+    return sum(process.info["cmdline"] == ["sleep", "600"] for process in psutil.process_iter(["cmdline"]))
