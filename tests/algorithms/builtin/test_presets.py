@@ -16,6 +16,7 @@ from penstock.conf.algorithms.policy_gradient import DapoConfig, PolicyGradientC
 from penstock.conf.algorithms.ppo import PpoConfig, RewardModelConfig
 from penstock.conf.algorithms.preference import DpoConfig, KtoConfig, OnlineDpoConfig, OnlineKtoConfig
 from penstock.conf.errors import ConfigError
+from tests.registries import names_for_a_test
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
@@ -80,6 +81,7 @@ def test_an_interpolated_proximal_policy_needs_staleness_and_no_forward_pass(con
         config(proximal="new")
 
 
+@names_for_a_test()
 def test_ones_own_advantage_surrogate_and_correction_are_found_by_name():
     @advantage("test_best")
     def best(reward, *, top: float = 1.0):

@@ -2,21 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from penstock.algorithms.advantages import ADVANTAGES
 from penstock.algorithms.aggregation import BatchTotals
-from penstock.algorithms.catalogue import ALGORITHMS, build_dataflow
-from penstock.algorithms.corrections import CORRECTIONS
-from penstock.algorithms.losses import SURROGATES
+from penstock.algorithms.catalogue import build_dataflow
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
+from tests.registries import names_for_a_test
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text()
-REGISTRIES: tuple[dict[str, Any], ...] = (ALGORITHMS, ADVANTAGES, SURROGATES, CORRECTIONS)
 FORMULAS = [
     "algorithm=policy_gradient",
     "algorithm.advantage=above_median",
@@ -35,11 +31,8 @@ def files(tmp_path_factory):
         assert f"`{name}`" in PAGE
         assert len([line for line in block.splitlines() if line.strip()]) <= 20
         (directory / name).write_text(block)
-    before = [dict(names) for names in REGISTRIES]
-    yield directory
-    for names, known in zip(REGISTRIES, before, strict=True):
-        for name in names.keys() - known.keys():
-            del names[name]
+    with names_for_a_test():
+        yield directory
 
 
 @pytest.fixture
