@@ -9,7 +9,6 @@ what the trainer waits for the save alone. Kinds alternate; medians over rounds.
 
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -17,10 +16,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import Target, parse_arguments, print_targets, write_json
+from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import TrainerConfig
@@ -123,21 +120,22 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def print_rounds(by_size: dict[str, dict[str, float]]) -> None:
-    table = Table(title="A checkpoint: seconds by which training is held up")
-    for column in ("parameters", "written", "update alone", "waited for", "not waited for", "share", "blocked",
-                   "copied in", "on disk after", "resumed in"):  # fmt: skip
-        table.add_column(column, justify="right")
+    table = new_table(
+        "A checkpoint: seconds by which training is held up",
+        [], ["parameters", "written", "update alone", "waited for", "not waited for", "share", "blocked",
+        "copied in", "on disk after", "resumed in"],
+    )  # fmt: skip
     for size, found in by_size.items():
         table.add_row(
             size, f"{found['gigabytes']:.2f} GB", f"{found['update_s']:.2f} s", f"{found['synchronous']:.2f} s",
             f"{found['asynchronous']:.2f} s", f"{found['share']:.1%}", f"{found['stall']:.3f} s",
             f"{found['copy_s']:.2f} s", f"{found['written_s']:.2f} s", f"{found['resume_s']:.2f} s",
         )  # fmt: skip
-    Console(file=sys.stdout, width=130).print(table)
+    show(table, 130)
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     sizes = ["3M"] if arguments.quick else list(SIZES)
     torch.set_num_threads(2)
     rounds: list[dict[str, Any]] = []

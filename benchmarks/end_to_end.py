@@ -9,15 +9,11 @@ over rounds.
 
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.harness import ROOT, Child, Target, parse_arguments, print_targets, write_json
+from benchmarks.harness import ROOT, Child, Target, new_table, parse_arguments, print_targets, show, write_json
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.models.fresh import build_fresh_model
 
@@ -96,17 +92,11 @@ def phases(rounds: list[dict[str, Any]], workload: str, side: str) -> str:
 
 
 def print_table(rounds: list[dict[str, Any]], workloads: list[str]) -> None:
-    table = Table(title="End to end: medians over rounds")
-    for column in (
-        "workload",
-        "side",
-        "samples/s",
-        "tokens/s",
-        "x TRL (samples)",
-        "x TRL (tokens)",
-        "ms a step, by phase",
-    ):
-        table.add_column(column, justify="right" if column[0] in "stx" and column != "side" else "left")
+    table = new_table(
+        "End to end: medians over rounds",
+        ["workload", "side"],
+        ["samples/s", "tokens/s", "x TRL (samples)", "x TRL (tokens)", "ms a step, by phase"],
+    )
     for workload in workloads:
         for side in ("trl", "sync", "async"):
             samples, tokens = samples_per_s(rounds, workload, side), tokens_per_s(rounds, workload, side)
@@ -115,11 +105,11 @@ def print_table(rounds: list[dict[str, Any]], workloads: list[str]) -> None:
                 f"{samples / samples_per_s(rounds, workload, 'trl'):.2f}",
                 f"{tokens / tokens_per_s(rounds, workload, 'trl'):.2f}", phases(rounds, workload, side),
             )  # fmt: skip
-    Console(file=sys.stdout, width=150).print(table)
+    show(table, 150)
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     if not TRL_PYTHON.exists():
         raise SystemExit("There is no .venv-trl: run `make bench-env` first.")
     num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS

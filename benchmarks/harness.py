@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -89,8 +90,9 @@ class Child:
         raise SystemExit(f"{self.name} ended without an answer. The end of {self._log_path}:\n{tail}")
 
 
-def parse_arguments(description: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
+def parse_arguments(docstring: str | None) -> argparse.Namespace:
+    """`docstring`: of the benchmark's module; its first line is what `--help` says."""
+    parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the raw rounds and the targets here")
     parser.add_argument("--quick", action="store_true", help="about a minute: shows that it runs, measures little")
     parser.add_argument("--rounds", type=int, help="rounds of each side; more of them settle the medians")
@@ -131,10 +133,22 @@ def write_json(
     file.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
+    """`words`, `numbers`: names of columns; numbers stand to the right of theirs."""
+    table = Table(title=title)
+    for column in words:
+        table.add_column(column)
+    for column in numbers:
+        table.add_column(column, justify="right")
+    return table
+
+
+def show(table: Table, width: int | None = None) -> None:
+    Console(file=sys.stdout, width=width).print(table)
+
+
 def print_targets(targets: list[Target]) -> None:
-    table = Table(title="Targets")
-    for column in ("what", "measured", "to reach", ""):
-        table.add_column(column, justify="left" if column in ("what", "") else "right")
+    table = new_table("Targets", ["what"], ["measured", "to reach", ""])
     for target in targets:
         sign = "≥" if target.comparison == ">=" else "≤"
         table.add_row(
@@ -143,7 +157,14 @@ def print_targets(targets: list[Target]) -> None:
             f"{sign} {target.target:g} {target.unit}",
             "met" if target.met else "missed",
         )
-    Console(file=sys.stdout).print(table)
+    show(table)
+
+
+def free_address() -> str:
+    """Of this machine: `host:port` at which the first of several processes may listen for the others."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _lines(path: str) -> list[str]:

@@ -6,7 +6,6 @@ Each seed has one warm start (`recipe=sft`), from which every recipe starts; rec
 once a seed as well. Accuracy is greedy, on held-out problems, before and after.
 """
 
-import json
 import os
 import shutil
 import statistics
@@ -17,10 +16,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.harness import ROOT, Target, parse_arguments, print_targets, write_json
+from benchmarks.harness import ROOT, Target, new_table, parse_arguments, print_targets, show, write_json
+from penstock.orchestrator.recording.run_directory import RunDirectory
 
 RECIPES = (
     "grpo", "dr_grpo", "dapo", "rloo", "reinforce_pp", "remax", "gspo", "cispo", "ppo", "online_dpo", "dpo", "kto",
@@ -50,7 +47,7 @@ def penstock(words: list[str], log: Path) -> float:
 
 
 def accuracies(directory: Path) -> list[float]:
-    lines = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    lines = RunDirectory(directory).read_metrics()
     return [line["accuracy/heldout"] for line in lines if line.get("accuracy/heldout") is not None]
 
 
@@ -71,14 +68,12 @@ def measure(recipe: str, seed: int, work: Path, steps: list[str]) -> dict[str, A
 
 
 def print_rounds(rounds: list[dict[str, Any]]) -> None:
-    table = Table(title="Held-out accuracy, greedy")
-    for column in ("recipe", "start", "end", "gain, worst seed", "seconds"):
-        table.add_column(column, justify="left" if column == "recipe" else "right")
+    table = new_table("Held-out accuracy, greedy", ["recipe"], ["start", "end", "gain, worst seed", "seconds"])
     for recipe in dict.fromkeys(entry["recipe"] for entry in rounds):
         some = [entry for entry in rounds if entry["recipe"] == recipe]
         start, end, seconds = (statistics.median(entry[key] for entry in some) for key in ("start", "end", "seconds"))
         table.add_row(recipe, f"{start:.1%}", f"{end:.1%}", f"{worst_gain(some):+.1%}", f"{seconds:.0f}")
-    Console(file=sys.stdout).print(table)
+    show(table)
 
 
 def worst_gain(entries: list[dict[str, Any]]) -> float:
@@ -86,7 +81,7 @@ def worst_gain(entries: list[dict[str, Any]]) -> float:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     recipes = RECIPES[:1] if arguments.quick else RECIPES
     num_seeds = 1 if arguments.quick else arguments.rounds or NUM_SEEDS
     steps = ["trainer.max_steps=5", "evaluation.every_steps=5"] if arguments.quick else []

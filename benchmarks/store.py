@@ -10,16 +10,12 @@ store does with the same batches: put, get, and one copy.
 
 import resource
 import statistics
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.harness import ROOT, Child, Target, parse_arguments, print_targets, write_json
+from benchmarks.harness import ROOT, Child, Target, new_table, parse_arguments, print_targets, show, write_json
 from benchmarks.store_scale import measure_scale, print_scale
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.store.ledger.facts import Facts
@@ -86,18 +82,18 @@ def latency(rounds: list[dict[str, Any]], case: str, op: str, side: str) -> str:
 
 
 def print_rounds(rounds: list[dict[str, Any]], cases: list[str]) -> None:
-    table = Table(title="Store: medians over rounds")
-    for column in ("case", "operation", "side"):
-        table.add_column(column)
-    for column in ("rows/s", "MB/s", "p50 / p99 ms", "x TransferQueue"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        "Store: medians over rounds",
+        ["case", "operation", "side"],
+        ["rows/s", "MB/s", "p50 / p99 ms", "x TransferQueue"],
+    )
     for case in cases:
         for op, side in [(op, side) for op in OPS for side in ("TransferQueue", "Penstock")] + [("raw", "Ray")]:
             rows, peer = rate(rounds, case, op, side), rate(rounds, case, op, "TransferQueue")
             ratio = f"{rows / peer:.1f}" if peer and side == "Penstock" else ""
             megabytes = rate(rounds, case, op, side, "bytes") / 1e6
             table.add_row(case, op, side, f"{rows:,.0f}", f"{megabytes:,.1f}", latency(rounds, case, op, side), ratio)
-    Console(file=sys.stdout, width=110).print(table)
+    show(table, 110)
 
 
 # The ledger alone.
@@ -203,7 +199,7 @@ def targets_of(rounds: list[dict[str, Any]], cases: list[str], ledger: dict[str,
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     if not TQ_PYTHON.exists():
         raise SystemExit("There is no .venv-tq: run `make bench-env` first.")
     cases = ["a", "c"] if arguments.quick else list(CASES)

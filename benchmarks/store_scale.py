@@ -2,14 +2,10 @@
 holds."""
 
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.harness import Child
+from benchmarks.harness import Child, new_table, show
 
 CONTROL = {"op": "control", "consumers": 1024, "seconds": 5, "rows": 65_536}
 SPILL = {"op": "spill", "memory_mib": 64, "times": 3, "rows_mib": 4}
@@ -37,22 +33,26 @@ def measure_scale(work: Path, num_rounds: int, quick: bool) -> list[dict[str, An
 
 
 def print_scale(rounds: list[dict[str, Any]]) -> None:
-    table = Table(title=f"{rounds[0]['consumers']:,} consumers: lease a row, write a number")
-    for column in ("rows/s", "p50 / p99 ms", "of a core, the store's process"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        f"{rounds[0]['consumers']:,} consumers: lease a row, write a number",
+        [],
+        ["rows/s", "p50 / p99 ms", "of a core, the store's process"],
+    )
     some = [entry for entry in rounds if entry["op"] == "control"]
     rate = statistics.median(entry["rows"] / entry["seconds"] for entry in some)
     latencies = sorted(value for entry in some for value in entry["latencies_ms"])
     share = statistics.median(entry["cpu_share"] for entry in some)
     p50, p99 = latencies[len(latencies) // 2], latencies[int(0.99 * len(latencies))]
     table.add_row(f"{rate:,.0f}", f"{p50:.0f} / {p99:.0f}", f"{share:.2f}")
-    Console(file=sys.stdout).print(table)
-    table = Table(title=f"{SPILL['times'] * SPILL['memory_mib']} MiB of rows, put, then read and checked")
-    for column in ("shared memory", "on disk", "put MB/s", "read MB/s"):
-        table.add_column(column, justify="right")
+    show(table)
+    table = new_table(
+        f"{SPILL['times'] * SPILL['memory_mib']} MiB of rows, put, then read and checked",
+        [],
+        ["shared memory", "on disk", "put MB/s", "read MB/s"],
+    )
     for request in (SPILL, FITTING):
         some = [e for e in rounds if e["op"] == "spill" and e["memory_mib"] == request["memory_mib"]]
         put, read = (statistics.median(e["bytes"] / e[key] / 1e6 for e in some) for key in ("put_s", "read_s"))
         on_disk = f"{some[0]['spilled_bytes'] / 2**20:,.0f} MiB"
         table.add_row(f"{request['memory_mib']} MiB", on_disk, f"{put:,.0f}", f"{read:,.0f}")
-    Console(file=sys.stdout).print(table)
+    show(table)

@@ -10,16 +10,13 @@ not depend on who else is at work. Linux only: it reads /proc.
 """
 
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import psutil
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import Child, Target, parse_arguments, print_targets, write_json
+from benchmarks.harness import Child, Target, new_table, parse_arguments, print_targets, show, write_json
 
 NUM_ROUNDS = 5
 LOGITS = {"hidden": 256, "layers": 2, "vocabulary": 150_000, "rows": 8, "response_tokens": 512, "longest": 512}
@@ -98,11 +95,11 @@ def tokens_per_s(rounds: list[Round], side: str) -> float:
 
 
 def print_rounds(rounds: list[Round], logits: dict[str, int], lengths: dict[str, int]) -> None:
-    table = Table(title="One update: medians over rounds")
-    for column in ("what", "side"):
-        table.add_column(column)
-    for column in ("s", "CPU s", "tokens/s", "peak MiB", "padding"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        "One update: medians over rounds",
+        ["what", "side"],
+        ["s", "CPU s", "tokens/s", "peak MiB", "padding"],
+    )
     titles = {
         "whole": f"{logits['rows'] * logits['response_tokens']:,} tokens x {logits['vocabulary']:,} words",
         "fixed": f"{lengths['rows']} rows of median {lengths['response_tokens']}, at most {lengths['longest']} tokens",
@@ -117,7 +114,7 @@ def print_rounds(rounds: list[Round], logits: dict[str, int], lengths: dict[str,
             f"{median(rounds, side, 'peak_bytes') / 2**20:,.0f}",
             f"{median(rounds, side, 'padding'):.1%}",
         )
-    Console(file=sys.stdout, width=110).print(table)
+    show(table, 110)
 
 
 def targets_of(rounds: list[Round]) -> list[Target]:
@@ -133,7 +130,7 @@ def targets_of(rounds: list[Round]) -> list[Target]:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     logits, lengths = (LOGITS | QUICK_LOGITS, LENGTHS | QUICK_LENGTHS) if arguments.quick else (LOGITS, LENGTHS)
     num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
     require_memory(logits)

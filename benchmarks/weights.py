@@ -16,9 +16,7 @@ The 500M size needs 14 GB of free memory, most of it for the naive side.
 """
 
 import shutil
-import socket
 import statistics
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,10 +25,8 @@ from typing import Any
 
 import psutil
 import ray
-from rich.console import Console
-from rich.table import Table
 
-from benchmarks.harness import Child, Target, parse_arguments, print_targets, write_json
+from benchmarks.harness import Child, Target, free_address, new_table, parse_arguments, print_targets, show, write_json
 from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, private_bytes
 from penstock.conf.model import FreshModelConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
@@ -91,9 +87,7 @@ class Cluster:
 
 
 def start(model: Path, work: Path, root: Path, address: str) -> Cluster:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        meeting = f"127.0.0.1:{probe.getsockname()[1]}"
+    meeting = free_address()
     common = ["--model", str(model), "--dtype", DTYPE, "--ray", address]
     ranks = []
     for rank in range(NUM_RANKS):
@@ -211,14 +205,11 @@ class Summary:
 
 
 def print_rounds(rounds: list[dict[str, Any]], sizes: list[str]) -> None:
-    table = Table(title=f"Weights: float32 FSDP2 on {NUM_RANKS} ranks to vLLM in {DTYPE}, medians over rounds")
-    for column in ("size", "side"):
-        table.add_column(column)
-    for column in (
-        "publish ms", "load ms", "pause ms", "vLLM ms", "publish GB/s", "of memcpy x1", "of memcpy x2", "private",
-        "shared",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
+    table = new_table(
+        f"Weights: float32 FSDP2 on {NUM_RANKS} ranks to vLLM in {DTYPE}, medians over rounds",
+        ["size", "side"], ["publish ms", "load ms", "pause ms", "vLLM ms", "publish GB/s", "of memcpy x1",
+        "of memcpy x2", "private", "shared"],
+    )  # fmt: skip
     for size in sizes:
         for side in ("Penstock", "naive"):
             one = Summary.of(rounds, size, side)
@@ -226,7 +217,7 @@ def print_rounds(rounds: list[dict[str, Any]], sizes: list[str]) -> None:
             times = [f"{1000 * value:,.0f}" for value in (one.publish_s, one.load_s, one.pause_s, one.vllm_load_s)]
             shares = [f"{rate / one.memcpy_1:.2f}", f"{rate / one.memcpy_2:.2f}", f"{one.private:.2f}x"]
             table.add_row(size, side, *times, f"{rate / 1e9:.2f}", *shares, f"{one.shared:.2f}x")
-    Console(file=sys.stdout, width=130).print(table)
+    show(table, 130)
 
 
 def targets_of(rounds: list[dict[str, Any]], size: str) -> list[Target]:
@@ -243,7 +234,7 @@ def targets_of(rounds: list[dict[str, Any]], size: str) -> list[Target]:
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     sizes = ["3M"] if arguments.quick else list(SIZES)
     num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
     rounds: list[dict[str, Any]] = []

@@ -6,16 +6,12 @@ Whole runs of `penstock run recipe=arithmetic` in bfloat16. One GPU: trainer and
 by `ipc`. Two: `nccl` as well, one GPU each. Accuracy is greedy, on held-out problems, before and after.
 """
 
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from benchmarks.gpu.machine import count_gpus, gpu_names
-from benchmarks.harness import Target, parse_arguments, print_targets, write_json
+from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 from benchmarks.learning import MARGIN, accuracies, penstock, worst_gain
 
 SHARES = {"shm": (0.5, 0.5), "ipc": (0.5, 0.5), "nccl": (1, 1)}
@@ -53,9 +49,7 @@ def measure(transport: str, seed: int, work: Path, *, quick: bool) -> dict[str, 
 
 
 def print_rounds(rounds: list[dict[str, Any]]) -> None:
-    table = Table(title="Held-out accuracy, greedy")
-    for column in ("transport", "seed", "start", "end", "seconds"):
-        table.add_column(column, justify="left" if column == "transport" else "right")
+    table = new_table("Held-out accuracy, greedy", ["transport"], ["seed", "start", "end", "seconds"])
     for entry in rounds:
         table.add_row(
             entry["transport"],
@@ -64,11 +58,11 @@ def print_rounds(rounds: list[dict[str, Any]]) -> None:
             f"{entry['end']:.1%}",
             f"{entry['seconds']:.0f}",
         )
-    Console(file=sys.stdout).print(table)
+    show(table)
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     transports = ["shm", "ipc"] + (["nccl"] if count_gpus("learning") > 1 else [])
     rounds: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from penstock.conf.model import FreshModelConfig
-from penstock.workers.models.fresh import BOS_ID, EOS_ID, PAD_ID, character_tokenizer
+from penstock.workers.models.fresh import EOS_ID, character_tokenizer, qwen2_config
 
 NO_GPU = 2
 """Exit code."""
@@ -21,10 +21,11 @@ INITIALIZER_RANGE = 0.05
 SIZES = {
     "0.5b": FreshModelConfig(
         num_layers=24, hidden_size=896, intermediate_size=4864, num_heads=14, num_kv_heads=2,
-        max_position_embeddings=4096,
+        max_position_embeddings=4096, initializer_range=INITIALIZER_RANGE,
     ),
     "small": FreshModelConfig(
-        num_layers=2, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=1, max_position_embeddings=4096
+        num_layers=2, hidden_size=128, intermediate_size=256, num_heads=2, num_kv_heads=1,
+        max_position_embeddings=4096, initializer_range=INITIALIZER_RANGE,
     ),
 }  # fmt: skip
 """Qwen2's of that name; `small` is for `--quick`."""
@@ -54,28 +55,8 @@ def write_model(directory: Path, size: str, device: torch.device) -> int:
     sizes = SIZES[size]
     with device:
         torch.manual_seed(0)
-        model: Any = Qwen2ForCausalLM(_config(sizes)).float()
+        model: Any = Qwen2ForCausalLM(qwen2_config(sizes, VOCABULARY)).float()
     model.generation_config.eos_token_id = EOS_ID
     model.save_pretrained(directory)
     character_tokenizer(sizes).save_pretrained(directory)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _config(sizes: FreshModelConfig) -> Any:
-    from transformers import Qwen2Config
-
-    return Qwen2Config(
-        vocab_size=VOCABULARY,
-        hidden_size=sizes.hidden_size,
-        intermediate_size=sizes.intermediate_size,
-        num_hidden_layers=sizes.num_layers,
-        num_attention_heads=sizes.num_heads,
-        num_key_value_heads=sizes.num_kv_heads,
-        max_position_embeddings=sizes.max_position_embeddings,
-        initializer_range=INITIALIZER_RANGE,
-        tie_word_embeddings=True,
-        bos_token_id=BOS_ID,
-        eos_token_id=EOS_ID,
-        pad_token_id=PAD_ID,
-        dtype="float32",
-    )

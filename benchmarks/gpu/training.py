@@ -7,9 +7,7 @@ weights, GRPO's loss, responses of long-tailed lengths. `flash_attention_2` is m
 """
 
 import importlib.util
-import socket
 import statistics
-import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,11 +15,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu.machine import count_gpus, gpu_names, write_model
-from benchmarks.harness import parse_arguments, write_json
+from benchmarks.harness import free_address, new_table, parse_arguments, show, write_json
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
@@ -74,10 +70,7 @@ def measure(
     options = TrainerConfig(
         activation_checkpointing=setting.checkpointing, optimizer=OptimizerConfig(lr=1e-7), **config
     )
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    trainer = PolicyTrainer(options, str(model_path), attention=setting.attention, address=address)
+    trainer = PolicyTrainer(options, str(model_path), attention=setting.attention, address=free_address())
     num_tokens = int(rows.lengths("prompt_ids").sum() + rows.lengths("response_ids").sum())
     rounds = []
     try:
@@ -104,20 +97,18 @@ def measure(
 
 
 def print_rounds(rounds: list[dict[str, Any]]) -> None:
-    table = Table(title="One policy update, medians")
-    for column in ("setting", "seconds", "tokens/s", "peak memory"):
-        table.add_column(column, justify="left" if column == "setting" else "right")
+    table = new_table("One policy update, medians", ["setting"], ["seconds", "tokens/s", "peak memory"])
     for name in dict.fromkeys(entry["setting"] for entry in rounds):
         some = [entry for entry in rounds if entry["setting"] == name]
         seconds, speed, peak = (
             statistics.median(entry[key] for entry in some) for key in ("seconds", "tokens_per_s", "peak_gpu_bytes")
         )
         table.add_row(name, f"{seconds:.2f}", f"{speed:,.0f}", f"{peak / 2**30:.1f} GiB")
-    Console(file=sys.stdout).print(table)
+    show(table)
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     count_gpus("training")
     num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
     num_rows, longest = (16, 256) if arguments.quick else (NUM_ROWS, MAX_RESPONSE_TOKENS)

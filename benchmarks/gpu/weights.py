@@ -11,7 +11,6 @@ loses something shows there.
 import asyncio
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -21,11 +20,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.gpu.machine import count_gpus, gpu_names, write_model
-from benchmarks.harness import parse_arguments, write_json
+from benchmarks.harness import new_table, parse_arguments, show, write_json
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
@@ -159,17 +156,11 @@ async def measure(
 
 
 def print_rounds(rounds: list[dict[str, Any]], num_bytes: int) -> None:
-    table = Table(title=f"Weights of {num_bytes / 1e9:.2f} GB (bfloat16) to one engine, medians")
-    for column in (
-        "transport",
-        "prepare",
-        "engines paused",
-        "in all",
-        "GB/s",
-        "extra GPU memory",
-        "logprob difference",
-    ):
-        table.add_column(column, justify="left" if column == "transport" else "right")
+    table = new_table(
+        f"Weights of {num_bytes / 1e9:.2f} GB (bfloat16) to one engine, medians",
+        ["transport"],
+        ["prepare", "engines paused", "in all", "GB/s", "extra GPU memory", "logprob difference"],
+    )
     for name in dict.fromkeys(entry["transport"] for entry in rounds):
         some = [entry for entry in rounds if entry["transport"] == name]
         middle = {key: statistics.median(entry[key] for entry in some) for key in some[0] if key != "transport"}
@@ -182,11 +173,11 @@ def print_rounds(rounds: list[dict[str, Any]], num_bytes: int) -> None:
             f"{middle['extra_gpu_bytes'] / 2**20:.0f} MiB",
             f"{middle['logprob_difference']:.4f}",
         )
-    Console(file=sys.stdout).print(table)
+    show(table)
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__.splitlines()[0] if __doc__ else "")
+    arguments = parse_arguments(__doc__)
     num_gpus = count_gpus("weights")
     num_rounds = 2 if arguments.quick else arguments.rounds or NUM_ROUNDS
     device = torch.device("cuda", 0)

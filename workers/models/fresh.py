@@ -45,7 +45,7 @@ def build_fresh_model(directory: str | Path, config: FreshModelConfig, seed: int
     target.mkdir(parents=True, exist_ok=True)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = Qwen2ForCausalLM(_qwen2_config(config)).float()
+        model = Qwen2ForCausalLM(qwen2_config(config, vocabulary_size(config))).float()
     model.generation_config.eos_token_id = EOS_ID
     model.generation_config.pad_token_id = PAD_ID
     model.generation_config.bos_token_id = BOS_ID
@@ -66,11 +66,11 @@ def _check_sizes(config: FreshModelConfig) -> None:
         )
 
 
-def _qwen2_config(config: FreshModelConfig) -> Any:
+def qwen2_config(config: FreshModelConfig, vocab_size: int) -> Any:
     from transformers import Qwen2Config
 
     return Qwen2Config(
-        vocab_size=vocabulary_size(config),
+        vocab_size=vocab_size,
         hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
         num_hidden_layers=config.num_layers,
