@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+from penstock.algorithms.function_names import name_of
+
 Function = Callable[..., Any]
 GROUP_IDS = "group_ids"
 """Given to whoever has a parameter of that name; no column."""
@@ -24,7 +26,7 @@ class Renamed:
 
     def __init__(self, function: Function, parameter: str, column: str) -> None:
         self.function, self.parameter, self.column = function, parameter, column
-        self.__name__ = str(getattr(getattr(function, "func", function), "__name__", "compute"))
+        self.__name__ = name_of(function, "compute")
 
     @property
     def __signature__(self) -> inspect.Signature:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.algorithms.function_names import name_of
 from penstock.algorithms.graph.checks import check_stages
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS, Column, as_column
 from penstock.algorithms.graph.stage import PROVIDED_BY_TRAINER, Stage, reads_of, written_by
@@ -134,7 +135,7 @@ class Dataflow:
         rank computes its own. Checkpoints hold it, so it is plain data (numbers, strings, bytes, containers and arrays
         of them) or a dataclass of it. Its `metrics`, if it has any, are reported.
         """
-        stage_name = name or _name_of(function)
+        stage_name = name or name_of(function, "compute")
         columns = _columns(tuple(writes), stage_name)
         return self._add(Stage(stage_name, "compute", per, tuple(reads), columns, function=function, state=state))
 
@@ -150,7 +151,7 @@ class Dataflow:
         """Drop what is not worth training, counted as dropped/`reason`. `function`: True, or `[G]` bools, for what is
         kept; called like that of `compute`. Groups that end give their place to new ones at once, whatever else the
         step waits for."""
-        stage_name = name or _name_of(function)
+        stage_name = name or name_of(function, "compute")
         kept = Column(f"{stage_name}_kept", "bool")
         return self._add(Stage(stage_name, "filter", per, tuple(reads), (kept,), function=function, reason=reason))
 
@@ -225,11 +226,6 @@ def _columns(names: tuple[str | Column, ...], stage: str) -> tuple[Column, ...]:
             f"stage {stage!r} writes column {unknown!r}, which is not standard{suggest(unknown, STANDARD_COLUMNS)} "
             f'Declare a new one with its type: Column("{unknown}", "float32").'
         ) from None
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    inner = getattr(function, "func", function)
-    return str(getattr(inner, "__name__", "compute"))
 
 
 def _loss_columns(loss: Callable[..., Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -13,6 +13,7 @@ rail of its own; where another stage reads some of it, an arrow with the columns
 import textwrap
 from dataclasses import dataclass
 
+from penstock.algorithms.function_names import name_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 
@@ -74,7 +75,7 @@ def in_order(flow: Dataflow) -> list[Stage]:
 
 def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
     """What stands in a stage's cell: name and unit, and a line about how it is done."""
-    name = getattr(getattr(stage.function, "func", stage.function), "__name__", "")
+    name = name_of(stage.function, "")
     details = {
         "source": "the dataset",
         "rollout": f"{stage.model}, {flow.samples_per_prompt} samples a prompt",

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.algorithms.aggregation import aggregate
 from penstock.algorithms.checks import non_negative, positive
+from penstock.algorithms.function_names import name_of
 from penstock.algorithms.losses.policy import LossAndMetrics
 from penstock.conf.algorithms.base import AGGREGATIONS
 from penstock.conf.checks import one_of
@@ -48,7 +49,7 @@ class EntropyBonus:
 
     @property
     def __name__(self) -> str:
-        return str(getattr(getattr(self.loss, "func", self.loss), "__name__", "loss"))
+        return name_of(self.loss, "loss")
 
     def __call__(self, *, entropy: Any, mask: Any, totals: Any, **arguments: Any) -> LossAndMetrics:
         if "entropy" in inspect.signature(self.loss).parameters:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from penstock.algorithms.function_names import name_of
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import DataflowError, LeaseExpired
@@ -183,8 +184,7 @@ class ComputeWorker:
         return np.asarray(tensor.numpy())
 
     def _error(self, text: str) -> DataflowError:
-        function = getattr(self.stage.function, "func", self.stage.function)
-        return DataflowError(f"stage {self.stage.name!r}: {getattr(function, '__name__', 'its function')} {text}")
+        return DataflowError(f"stage {self.stage.name!r}: {name_of(self.stage.function, 'its function')} {text}")
 
 
 def _taken(values: Any, positions: list[int]) -> Any:
