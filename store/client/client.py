@@ -95,9 +95,9 @@ class StoreClient:
     ) -> Lease | None:
         """At least one unit and up to `max_units` (samples or groups, as the stage's is), of the oldest groups. Waits.
 
-        What is free is shared among those that ask. `owner`: who it is, for `describe` and `abandon`. `max_held`: for a
-        client that asks whenever it holds fewer units of the stage, one of `num_peers` (`service/sharing.py`). None
-        when the store is closed.
+        What is free is shared among those that ask (`service/waiting/sharing.py`). `owner`: who it is, for `describe`
+        and `abandon`. `max_held`: for a client that asks whenever it holds fewer units of the stage, one of
+        `num_peers`. None when the store is closed.
         """
         leases = await self._ask(Ask(stage, max_units, owner, max_held=max_held, num_peers=num_peers))
         return leases[0] if leases else None

@@ -1,5 +1,5 @@
 """What comes in: a parcel, checked against the schema, becomes a block. Used by `service/store.py` and
-`service/puts.py`."""
+`service/waiting/puts.py`."""
 
 from collections.abc import Iterable
 

@@ -1,7 +1,8 @@
 """What an event of the ledger asks of whoever drives it: values to free, callers to wake. Plain data.
 
-Every event that can free or wake returns one of these; `service/pump.py` carries it out. Naming too many callers
-costs a look at them, naming too few would leave somebody waiting for ever: tests hold events to what became possible.
+Every event that can free or wake returns one of these; `service/waiting/pump.py` carries it out. Naming too many
+callers costs a look at them, naming too few would leave somebody waiting for ever: tests hold every event to what has
+become possible.
 """
 
 from dataclasses import dataclass, field

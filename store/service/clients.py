@@ -1,5 +1,5 @@
 """Who speaks to the store: the leases that each client was given, and whose owner is known to be dead. Used by
-`store.py` and `consumers.py`.
+`store.py` and `waiting/consumers.py`.
 
 The ledger knows leases and their owners' names; an owner that was replaced has the same name and another client.
 """

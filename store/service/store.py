@@ -29,13 +29,13 @@ from penstock.store.ledger.ledger import Ledger
 from penstock.store.service import snapshot
 from penstock.store.service.calls import Ask, Granted, Result, Write
 from penstock.store.service.clients import Clients
-from penstock.store.service.consumers import Consumers
-from penstock.store.service.expiry import Expiry
-from penstock.store.service.pump import Pump
-from penstock.store.service.puts import Puts
-from penstock.store.service.ranks import Ranks
 from penstock.store.service.report import describe, stats
 from penstock.store.service.server import Endpoint, Server
+from penstock.store.service.waiting.consumers import Consumers
+from penstock.store.service.waiting.expiry import Expiry
+from penstock.store.service.waiting.pump import Pump
+from penstock.store.service.waiting.puts import Puts
+from penstock.store.service.waiting.ranks import Ranks
 from penstock.store.spec import StoreSpec
 
 Clock = Callable[[], float]

@@ -27,8 +27,9 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.engine_output import EngineOutput, explained
+from penstock.workers.rollout.vllm_requests import completion_of, init_request, sampling_params, update_request
 from penstock.workers.rollout.vllm_setup import engine_arguments, shares_gpu, vllm_environment
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import MappedWeights, mapped_publication
 from penstock.workers.weights.streaming.received_parts import Inbox
 from penstock.workers.weights.transport import Delivery, Info, Part
 
@@ -105,7 +106,7 @@ class VllmEngine:
             output = await self._request(list(prompt_ids), num_samples, sampling)
         finally:
             self._in_flight -= 1
-        return [self._completion(sample, detokenized=bool(sampling.stop)) for sample in output.outputs]
+        return [completion_of(sample, self._tokenizer, detokenized=bool(sampling.stop)) for sample in output.outputs]
 
     async def load(self, delivery: Delivery) -> None:
         """Load a publication; or, of a streamed version, what `deliver` brings meanwhile.
@@ -132,7 +133,7 @@ class VllmEngine:
     async def connect(self, init_info: Info) -> None:
         """Meet the trainer, where weights are streamed. Returns when both are there; raises as `load` does."""
         self._check_alive()
-        call = self._llm.init_weight_transfer_engine(_init_request(init_info))
+        call = self._llm.init_weight_transfer_engine(init_request(init_info))
         await self._in_time("connecting to the trainer", call, self._phase_timeout_s, PHASE_KEY)
 
     async def deliver(self, part: Part) -> None:
@@ -212,7 +213,7 @@ class VllmEngine:
     async def _request(self, prompt_ids: list[int], num_samples: int, sampling: Sampling) -> Any:
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        parameters = _sampling_params(num_samples, sampling)
+        parameters = sampling_params(num_samples, sampling)
         request_id = str(next(self._request_ids))
         output = None
         try:
@@ -230,21 +231,13 @@ class VllmEngine:
         """vLLM's, of the adapter that a request is to have; None for none."""
         return None
 
-    def _completion(self, sample: Any, detokenized: bool) -> Completion:
-        token_ids = list(sample.token_ids)
-        flat = sample.logprobs
-        logprobs = [flat.logprobs[start] for start in flat.start_indices]
-        versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
-        text = sample.text if detokenized else self._tokenizer.decode(token_ids, skip_special_tokens=True)
-        return Completion(token_ids, logprobs, versions, text, sample.finish_reason)
-
     # Loading
 
     async def _open(self, publication: Publication) -> "Opened":
         """All that can be done before the engine pauses: map the file here and in the engine's processes, verify it."""
         info = {"directory": publication.directory, "version": publication.version}
         mapped = await self._phase(publication, "open", asyncio.to_thread(mapped_publication, publication))
-        await self._phase(publication, "prepare", self._llm.init_weight_transfer_engine(_init_request(info)))
+        await self._phase(publication, "prepare", self._llm.init_weight_transfer_engine(init_request(info)))
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
         return Opened(mapped, info | {"verified_inode": mapped.inode})
 
@@ -294,10 +287,7 @@ class VllmEngine:
         await self._phase(delivery, "finish", call)
 
     async def _load_part(self, delivery: Delivery, info: Info) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        request = WeightTransferUpdateRequest(update_info=info)
-        await self._phase(delivery, "load", self._llm.update_weights(request))
+        await self._phase(delivery, "load", self._llm.update_weights(update_request(info)))
 
     async def _pause(self, delivery: Delivery) -> None:
         try:
@@ -356,35 +346,3 @@ class Opened:
 
     mapped: MappedWeights
     info: Info
-
-
-def mapped_publication(publication: Publication) -> MappedWeights:
-    return MappedWeights(open_publication(publication))
-
-
-def _init_request(info: Info) -> Any:
-    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
-    return WeightTransferInitRequest(init_info=info)
-
-
-def _sampling_params(num_samples: int, sampling: Sampling) -> Any:
-    """Without stop strings the text is decoded once at the end (`_completion`), not token by token."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    return SamplingParams(
-        n=num_samples,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        stop=list(sampling.stop) or None,
-        ignore_eos=sampling.ignore_eos,
-        seed=sampling.seed,
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=bool(sampling.stop),
-        output_kind=RequestOutputKind.FINAL_ONLY,
-    )

@@ -21,11 +21,11 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.workers.protocols import Publication
-from penstock.workers.rollout.engine_vllm import Opened, VllmEngine, mapped_publication
+from penstock.workers.rollout.engine_vllm import Opened, VllmEngine
 from penstock.workers.rollout.vllm_setup import adapter_arguments
 from penstock.workers.weights.publication.adapter import CONFIG_NAME, FILE_NAME, layer_shapes, layout_of, peft_config
 from penstock.workers.weights.publication.layout import Layout
-from penstock.workers.weights.publication.reading import MappedWeights
+from penstock.workers.weights.publication.reading import MappedWeights, mapped_publication
 from penstock.workers.weights.transport import Delivery, Info
 
 NAME, NUMBER = "policy", 1

@@ -5,8 +5,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from penstock.store.client.client import StoreClient
-from penstock.store.service.sharing import PATIENCE_S
 from penstock.store.service.store import Store
+from penstock.store.service.waiting.sharing import PATIENCE_S
 from tests.store.driver import make_spec
 from tests.store.players import group, values_of
 from tests.virtual_time import run_virtually

@@ -180,6 +180,11 @@ class MappedWeights:
             yield name, self.tensor(name)
 
 
+def mapped_publication(publication: Publication) -> MappedWeights:
+    """Its file, mapped and locked. Raises `WeightError`."""
+    return MappedWeights(open_publication(publication))
+
+
 def _reclaimed(manifest: Manifest) -> WeightError:
     return WeightError(
         f"{manifest.directory}: version {manifest.version} was reclaimed before it could be mapped; its file holds, or "

@@ -11,8 +11,8 @@ from functools import partial
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.calls import Ask, Granted
 from penstock.store.service.clients import Clients
-from penstock.store.service.sharing import PATIENCE_S, Sharing
-from penstock.store.service.wait_queue import WaitQueue
+from penstock.store.service.waiting.sharing import PATIENCE_S, Sharing
+from penstock.store.service.waiting.wait_queue import WaitQueue
 
 
 class Consumers:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.wait_queue import WaitQueue
+from penstock.store.service.waiting.wait_queue import WaitQueue
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger, check_group_bytes
 from penstock.store.service.calls import WITHDRAWN
-from penstock.store.service.wait_queue import WaitQueue
+from penstock.store.service.waiting.wait_queue import WaitQueue
 
 
 class Puts:

@@ -1,0 +1,52 @@
+"""Penstock's requests in vLLM's words, and vLLM's answers in Penstock's. Used by `engine_vllm.py`."""
+
+from typing import Any
+
+from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.weights.transport import Info
+
+
+def sampling_params(num_samples: int, sampling: Sampling) -> Any:
+    """Without stop strings the text is decoded once at the end (`completion_of`), not token by token."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        n=num_samples,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        stop=list(sampling.stop) or None,
+        ignore_eos=sampling.ignore_eos,
+        seed=sampling.seed,
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=bool(sampling.stop),
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool) -> Completion:
+    """One sample of a request. `detokenized`: vLLM has decoded its text already."""
+    token_ids = list(sample.token_ids)
+    flat = sample.logprobs
+    logprobs = [flat.logprobs[start] for start in flat.start_indices]
+    versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
+    text = sample.text if detokenized else tokenizer.decode(token_ids, skip_special_tokens=True)
+    return Completion(token_ids, logprobs, versions, text, sample.finish_reason)
+
+
+def init_request(info: Info) -> Any:
+    """What a weight-transfer engine is told before weights come."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info=info)
+
+
+def update_request(info: Info) -> Any:
+    """What a weight-transfer engine is to load."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info=info)
