@@ -152,7 +152,7 @@ class StoreClient:
         self._heartbeat.finished(lease.id, rows)
 
     async def release(self, lease: Lease) -> None:
-        """Give the unfinished rows back. Of a train lease: its update was lost, and its groups form a batch again."""
+        """Give the unfinished rows back. Of a train lease: its step was lost, and its groups form a batch again."""
         self._heartbeat.unhold(lease.id)
         await self._outbox.call("release", lease.id)
 
@@ -166,7 +166,7 @@ class StoreClient:
         return int(await self._link.call("abandon", owner))
 
     async def published(self, version: int) -> None:
-        """All engines serve `version`: the groups trained by updates up to it return their credits."""
+        """All engines serve `version`: the groups trained by steps up to it return their credits."""
         await self._link.call("published", version)
 
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
@@ -182,7 +182,7 @@ class StoreClient:
         return str(await self._link.call("snapshot", root, number, keep))
 
     async def batch_ready(self) -> bool:
-        """Wait until as many groups are complete as the next update takes. False when the store is closed."""
+        """Wait until as many groups are complete as the next step takes. False when the store is closed."""
         return bool(await self._link.call("batch_ready"))
 
     async def cut(self) -> int:

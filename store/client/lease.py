@@ -20,7 +20,7 @@ class Lease:
 
 @dataclass(frozen=True)
 class SharedLease(Lease):
-    """This rank's share of a round; `rows` may be empty. `version`: updates before this one (train)."""
+    """This rank's share of a round; `rows` may be empty. `version`: that the step begins with (train)."""
 
     round: int = 0
     rank: int = 0

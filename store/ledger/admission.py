@@ -1,8 +1,8 @@
 """Backpressure: who may put another group, by credits (groups) and by bytes.
 
-A group is *active* from its admission until `published(v)` covers the update that trained it, or until drops end it.
+A group is *active* from its admission until `published(v)` covers the step that trained it, or until drops end it.
 With at most `(S + 1) P` of them, a group admitted while version p is out has fewer than `(S + 1) P` active ones before
-it, so the update that makes version `p + S + 1` trains it at the latest, and its tokens are of version p or newer:
+it, so the step that makes version `p + S + 1` trains it at the latest, and its tokens are of version p or newer:
 staleness at most S. A window w lets at most w - 1 later groups overtake it, which adds at most `ceil((w - 1) / P)`.
 
 This needs versions to be published no sooner than every engine samples under them.
@@ -39,7 +39,7 @@ class Credits:
         self.active -= 1
 
     def trained(self, version: int, num_groups: int) -> None:
-        """`num_groups` were trained by the update that makes `version`."""
+        """`num_groups` were trained by the step that makes `version`."""
         if version <= self.published:
             self.active -= num_groups
         elif num_groups:

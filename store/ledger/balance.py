@@ -1,4 +1,4 @@
-"""Rows over the ranks of a data-parallel group, so that no rank waits long for another. Pure and deterministic."""
+"""Rows over data-parallel ranks, so that no rank waits long for another. Pure and deterministic."""
 
 import heapq
 from collections.abc import Sequence

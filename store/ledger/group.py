@@ -53,7 +53,7 @@ class Group:
         self.row_bytes = [0] * size
         self.shared_bytes = 0
         self.trained_in: int | None = None
-        """Number of the update that trains or trained it."""
+        """The version that the step began with that trains or trained it."""
 
     @property
     def nbytes(self) -> int:

@@ -10,7 +10,7 @@ to be woken. Costs do not depend on how many rows are resident.
 
 What it promises:
 - a row is trained at most once, and every row ends trained or dropped with a counted reason;
-- no token of a trained row is more than `max_staleness` updates old (see `admission.py` for the proof);
+- no token of a trained row is more than `max_staleness` versions old (see `admission.py` for the proof);
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
 - results of a row enter once, whoever computed them; a writer whose lease is over is told unless they are there.
 """
@@ -156,7 +156,7 @@ class Ledger:
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
 
     def release(self, lease_id: int) -> Effects:
-        """Give the open rows back. Of a train lease: its update was lost, and the batch is formed again."""
+        """Give the open rows back. Of a train lease: its step was lost, and the batch is formed again."""
         effects = Effects()
         lease = self.residents.leases.held.get(lease_id)
         if lease is None:
@@ -238,12 +238,12 @@ class Ledger:
         return effects
 
     def published(self, version: int) -> Effects:
-        """Version `version` of the policy serves everywhere: groups trained by updates up to it return their
+        """Version `version` of the policy serves everywhere: groups trained by steps up to it return their
         credits."""
         if version > self.rounds.formed:
             raise StoreError(
                 f"published({version}): only {self.rounds.formed} batches were formed, so the newest version can be "
-                f"{self.rounds.formed}. Versions count updates, from 0."
+                f"{self.rounds.formed}. Versions count steps, from 0."
             )
         self.residents.credits.publish(version)
         return Effects(credits=True)

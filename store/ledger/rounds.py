@@ -1,6 +1,6 @@
-"""Leases that all ranks of a data-parallel group share: the first to ask forms one, each gets its part of it.
+"""Leases that all data-parallel ranks of a stage share: the first to ask forms one, each gets its part of it.
 
-The train stage's round is the batch of one policy update: exactly `groups_per_step` whole groups in order, each token
+The train stage's round is the batch of one step: exactly `groups_per_step` whole groups in order, each token
 fresh enough. Called by `ledger.py` only.
 """
 
@@ -29,7 +29,7 @@ class Round:
     parts: list[list[int]]
     """Row ids of each rank, ascending."""
     version: int
-    """Updates formed before this one: the policy version that the batch is trained on. 0 outside of training."""
+    """The version of the policy that the batch is trained on: steps before this one. 0 outside of training."""
     completed: set[int] = field(default_factory=set)
     """Ranks that have trained their share."""
     ended: bool = False
@@ -44,14 +44,14 @@ class Rounds:
     def __init__(self, residents: Residents) -> None:
         self._residents = residents
         self.formed = 0
-        """Updates whose batch was formed: the version that the next batch is trained on."""
+        """Steps whose batch was formed: the version that the next batch is trained on."""
         self.by_lease: dict[int, Round] = {}
         self._rounds: dict[str, dict[int, Round]] = {}
         self._newest: dict[str, int] = {}
         self.last_batch: list[int] = []
         """Row ids of the batch trained last, ascending; they stay resident until the next one is."""
         self.staleness_max = 0
-        """Largest staleness of any row ever put into a batch, in updates."""
+        """Largest staleness of any row ever put into a batch, in versions."""
 
     def may_form(self, stage: Stage) -> bool:
         """Whether the next round of a stage is there to be formed."""
@@ -150,11 +150,11 @@ class Rounds:
             effects.rounds |= 1 << self._residents.stage(made.stage).index
 
     def take_back(self, made: Round, effects: Effects) -> None:
-        """Undo the formation of the newest batch, whose update was lost. Raises `StoreError` for older ones."""
+        """Undo the formation of the newest batch, whose step was lost. Raises `StoreError` for older ones."""
         residents = self._residents
         if made.version != self.formed - 1:
             raise StoreError(
-                f"round {made.number} formed the batch of update {made.version}, but update {self.formed - 1} was "
+                f"round {made.number} formed the batch of step {made.version + 1}, but that of step {self.formed} was "
                 "formed since; "
                 "release the newest first."
             )
@@ -213,7 +213,7 @@ class Rounds:
         age = self.formed - group.oldest_version()
         if self._residents.spec.strict:
             raise StalenessViolation(
-                f"group {group.id} has a token of version {group.oldest_version()}, which the update that makes "
+                f"group {group.id} has a token of version {group.oldest_version()}, which the step that makes "
                 f"version {self.formed + 1} would train at staleness {age} > "
                 f"max_staleness={self._residents.spec.max_staleness}. Admission should "
                 "have made this impossible: were versions published before the engines had loaded them?"

@@ -2,7 +2,7 @@
 
 The cut is as if every lease had just been given back, so it can be restored for other workers, and other numbers of
 them. A batch that is formed but not yet trained by all ranks is formed again: whoever restores the ledger restores the
-weights from before that update as well.
+weights from before that step as well.
 """
 
 from collections import Counter

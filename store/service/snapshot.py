@@ -205,7 +205,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         if manifest["format"] != FORMAT:
-            raise StoreError(f"{path}: format {manifest['format']}, and this version reads format {FORMAT}.")
+            raise StoreError(f"{path}: format {manifest['format']}, and this release reads format {FORMAT}.")
         return dict(manifest)
     except (ValueError, KeyError, TypeError) as error:
         raise _corrupt(path, "manifest.json", f"is no manifest ({error})") from None

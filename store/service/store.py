@@ -199,7 +199,7 @@ class Store:
         return take() if granted is None else granted
 
     async def batch_ready(self) -> bool:
-        """Wait until as many groups are complete as the next update takes. False when the store is closed."""
+        """Wait until as many groups are complete as the next step takes. False when the store is closed."""
         train = self.ledger.residents.train
         assert train is not None
 
