@@ -2,7 +2,7 @@
 
     make bench-env && python -m benchmarks.store --json store.json
 
-Four cases: (a) batches of 64 rows of 512-1024 tokens, (b) 256 rows of 8-16k tokens, (c) single rows, (d) as (a) with
+Four cases: (a) batches of 64 rows of 512-1024 tokens, (b) 1,024 rows of 8-16k tokens, (c) single rows, (d) as (a) with
 100,000 rows resident. Three operations: put, lease and read, and *stages*: prompts in, responses and log-probabilities
 written, rewards written, trained and gone, by four processes at once. Medians over rounds. `raw` is what Ray's object
 store does with the same batches: put, get, and one copy.

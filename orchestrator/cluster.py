@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import math
 import os
 import uuid
 from collections.abc import Iterator
@@ -81,7 +82,7 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
                 "`ray start --head`, or unset RAY_ADDRESS to use this machine."
             ) from error
         return
-    wanted = max(1, round(needed(actors)[0] + 0.5))
+    wanted = max(1, math.ceil(needed(actors)[0]))
     # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that
     # shares its core with any other process: a step becomes twenty times slower.
     os.environ.setdefault("RAY_worker_niceness", "0")

@@ -35,7 +35,7 @@ MANY_CALLS = 10_000
 
 @dataclass
 class Fleet:
-    """Lifecycle: `Fleet(...)` creates the actors, `start` loads models and engines side by side, `close` ends them.
+    """Lifecycle: `create` makes the actors, `start` loads models and engines side by side, `close` ends them.
 
     `actors` maps names to handles; `role(...)` picks those of one role, in rank order.
     """

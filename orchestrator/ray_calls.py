@@ -14,6 +14,15 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, WorkerDied, WorkerFailed
 from penstock.orchestrator.failures import CAUSE_GRACE_S, cause_of, is_cause
 
+MEMORY_KEYS = {
+    "Rollout": "lower rollout.kv_cache_gib, or rollout.gpu_memory_utilization on a GPU",
+    "Trainer": "lower trainer.max_tokens_per_microbatch, or raise trainer.num_ranks",
+    "Scorer": "lower trainer.max_tokens_per_microbatch, or raise trainer.num_ranks",
+    "Reward": "lower reward.num_processes",
+    "Store": "lower store.max_bytes or store.shared_memory_mib",
+}
+"""What an actor's memory goes by, by the first word of its name."""
+
 _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
 
 
@@ -29,9 +38,8 @@ def translate(error: Exception, name: str) -> Exception:
         return WorkerFailed(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
     if isinstance(error, RayActorError):
         return WorkerDied(
-            f"{name} has died ({_first_line(str(error))}). Its log is in Ray's session directory, "
-            "/tmp/ray/session_latest/logs; out of memory is the usual reason (rollout.kv_cache_gib, "
-            "trainer.max_tokens_per_microbatch)."
+            f"{name} has died ({_first_line(str(error))}). Its log is in Ray's session directory on its node "
+            f"(/tmp/ray/session_latest/logs if Ray was started there). {_usual_reason(name)}"
         )
     if isinstance(error, RayError):
         return WorkerDied(f"{name} did not answer: {type(error).__name__}: {_first_line(str(error))}")
@@ -116,6 +124,13 @@ class _Wait:
             elif error is not None:
                 raise error
         return found
+
+
+def _usual_reason(name: str) -> str:
+    """Of an actor's death, by its role: what can be done about it."""
+    kind = name.partition("-")[0]
+    keys = MEMORY_KEYS.get(kind)
+    return f"Out of memory is the usual reason: {keys}." if keys else "Out of memory is the usual reason."
 
 
 async def _as_coroutine(ref: Awaitable[Any]) -> Any:

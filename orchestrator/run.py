@@ -28,6 +28,7 @@ from penstock.orchestrator.evaluation import Evaluator, HeldOut
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.placement import ActorPlan, plan_actors
 from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.closing import print_unfinished
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
@@ -88,6 +89,7 @@ def run(
             raise
         kind = "interrupted" if interrupted else "failed"
         directory.event(kind, error=type(error).__name__, message=str(error))
+        print_unfinished(config, directory, console)
         raise
     finally:
         directory.close()

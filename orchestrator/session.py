@@ -34,7 +34,7 @@ from penstock.orchestrator.placement import ActorPlan, plan_actors
 from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
-from penstock.orchestrator.run import is_refusal, starting_model, weights_root
+from penstock.orchestrator.run import is_refusal, starting_model, weights_root, with_other_models
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.balance import balance, row_cost
@@ -228,19 +228,22 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
     sinks: list[Sink] = []
     with connect(plan, config, directory.run_id) as namespace, weights_root(directory.run_id) as root:
         model_path = starting_model(config, directory)
+        config = with_other_models(config, directory, model_path)
         fleet = Fleet(plan, config, flow, model_path, namespace, with_store=False)
         try:
             fleet.create()
             fleet.start()
             sinks = make_sinks(config.tracking, directory)
-            scorers = fleet.role("scorer")
+            judged = {stage.name for stage in flow.of_kind("logprobs")[:1]}
+            reference = {actor.name for actor in plan if actor.role == "scorer" and actor.stage in judged}
+            ranks = [(name, handle) for name, handle in fleet.role("scorer") if name in reference]
             yield Session(
                 config,
                 directory.path,
                 Policy(fleet, config, root),
                 Prompts(open_source(config, model_path)),
                 Reward(fleet, config),
-                Model(scorers, config) if scorers else None,
+                Model(ranks, config) if ranks else None,
                 sinks,
                 time.monotonic(),
             )

@@ -22,7 +22,7 @@ from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Delivery
 
 PUBLICATIONS_KEPT = 2
-PHASES = 5
+PHASES = 10
 """Of one side of a sync at most, each with `weights.phase_timeout_s`."""
 
 

@@ -34,7 +34,7 @@ class StoreSpec:
     max_staleness: int
     window: int = 1
     max_bytes: int = 4 * 2**30
-    lease_timeout_s: float = 600.0
+    lease_timeout_s: float = 60.0
     inline_bytes: int = 2**16
     shared_bytes: int = 2**30
     spill_dir: str | None = None

@@ -103,7 +103,7 @@ Loss = Callable[..., Any]
 
 @dataclass
 class UpdateReport:
-    """What one rank says of its share of one update. Sums over ranks give the batch's value."""
+    """What one rank says of its share of one update. Counts add up over ranks; `metrics` are the batch's on each."""
 
     metrics: dict[str, float] = field(default_factory=dict)
     """Already reduced over ranks: the same on each, e.g. actor/pg_loss, actor/grad_norm, mismatch/logprob_abs_mean."""

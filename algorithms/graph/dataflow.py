@@ -157,7 +157,7 @@ class Dataflow:
 
     def train(self, model: str = "policy", *, loss: Callable[..., Any]) -> "Dataflow":
         """Update `model` on the step's batch and end the rows' life. What the loss reads is what its parameters are
-        named: columns, or what the trainer provides (logprobs, old_logprobs, entropy, mask, totals)."""
+        named: columns, or what the trainer provides (`PROVIDED_BY_TRAINER` in `stage.py`)."""
         required, optional = _loss_columns(loss)
         reads = tuple(dict.fromkeys(("prompt_ids", "response_ids", *required)))
         stage = Stage("train", "train", "batch", reads, (), model=model, function=loss, optional_reads=optional)

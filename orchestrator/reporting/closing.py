@@ -1,4 +1,4 @@
-"""The last screen of `penstock run`: what came out, where it lies, and what to try next."""
+"""The last screen of `penstock run`: what came out, where it lies, and what to try next, or how to go on."""
 
 from pathlib import Path
 
@@ -31,6 +31,18 @@ def print_summary(directory: Path, config: RunConfig, console: Console | None = 
     for command, meaning in next_steps(config, run):
         console.print(f"  {command}", markup=False, soft_wrap=True)
         console.print(f"      [dim]{meaning}[/]", soft_wrap=True)
+
+
+def print_unfinished(config: RunConfig, run: RunDirectory, console: Console) -> None:
+    """Called when a run has failed or was interrupted, before its error is told: where it lies, and how it goes on."""
+    name = run.path.name
+    if config.checkpoint.every_steps:
+        way_on = f"the same command with name={name} resume=auto goes on from the newest checkpoint, if there is one"
+    else:
+        way_on = "it took no checkpoints to go on from; checkpoint.every_steps=N takes them"
+    console.print(f"\nrun       {_short(run.path)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report    {_short(run.report)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"go on     {way_on}", markup=False, highlight=False, soft_wrap=True)
 
 
 def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:

@@ -8,7 +8,7 @@ A worker's loop, which is what every stage looks like:
             scores = score(lease.rows.strings("response_text"))
             await client.write(lease, lease.rows.row_ids, {"reward": scores})
 
-Behind it: `links.py` (where the store is), `outbox.py` (calls that travel together), `heartbeat.py` (leases of a
+Behind it: `links.py` (where the store is), `call_batcher.py` (calls that travel together), `heartbeat.py` (leases of a
 living worker do not run out), `stream.py` (the next lease while this one is computed).
 """
 
@@ -25,11 +25,11 @@ import pyarrow as pa
 
 from penstock.algorithms.graph.columns import Column
 from penstock.conf.errors import WorkerDied, suggest
+from penstock.store.client.call_batcher import CallBatcher
 from penstock.store.client.heartbeat import Heartbeat
-from penstock.store.client.inlet import Inlet
 from penstock.store.client.lease import Lease, SharedLease, Values
 from penstock.store.client.links import link_to
-from penstock.store.client.outbox import Outbox
+from penstock.store.client.put_batcher import PutBatcher
 from penstock.store.client.stream import LeaseStream
 from penstock.store.data.arena import Slot
 from penstock.store.data.payload import assemble
@@ -38,7 +38,7 @@ from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, StoreUnreachable, UnknownColumn
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import check_group_bytes
-from penstock.store.service.calls import Ask, Granted, Write
+from penstock.store.service.calls import Granted, LeaseRequest, Write
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 
@@ -59,8 +59,8 @@ class StoreClient:
         around one. `node`: Ray's id of this machine; None: to be asked for."""
         self._name = uuid.uuid4().hex
         self._link = link_to(handle, self._name, node)
-        self._outbox = Outbox(self._link)
-        self._inlet = Inlet(self._link, self._name)
+        self._calls = CallBatcher(self._link)
+        self._puts_out = PutBatcher(self._link, self._name)
         self._heartbeat = Heartbeat()
         self._tickets = itertools.count()
         self._known: StoreSpec | None = None
@@ -88,7 +88,7 @@ class StoreClient:
             if slot is not None:
                 slot.give_back()
             raise
-        return await self._inlet.put(batch, facts, spec.inline_bytes, slot)
+        return await self._puts_out.put(batch, facts, spec.inline_bytes, slot)
 
     async def lease(
         self, stage: str, max_units: int, owner: str, *, max_held: int = 0, num_peers: int = 1
@@ -99,12 +99,12 @@ class StoreClient:
         and `abandon`. `max_held`: for a client that asks whenever it holds fewer units of the stage, one of
         `num_peers`. None when the store is closed.
         """
-        leases = await self._ask(Ask(stage, max_units, owner, max_held=max_held, num_peers=num_peers))
+        leases = await self._ask(LeaseRequest(stage, max_units, owner, max_held=max_held, num_peers=num_peers))
         return leases[0] if leases else None
 
     def leases(self, stage: str, max_units: int, owner: str, *, ahead: int = 1) -> LeaseStream:
         """One lease after the other, `ahead` of them fetched while the present one is worked on."""
-        return LeaseStream(lambda count: self._ask(Ask(stage, max_units, owner, count)), self.release, ahead)
+        return LeaseStream(lambda count: self._ask(LeaseRequest(stage, max_units, owner, count)), self.release, ahead)
 
     async def lease_shared(
         self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1, owner: str = ""
@@ -127,7 +127,7 @@ class StoreClient:
 
     async def complete_shared(self, lease: SharedLease) -> None:
         """This rank has trained its rows. They end when all ranks have said so; saying it twice is harmless."""
-        await self._outbox.call("complete_shared", lease.id, lease.rank)
+        await self._calls.call("complete_shared", lease.id, lease.rank)
 
     async def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
         """Results of some rows of a lease.
@@ -138,7 +138,7 @@ class StoreClient:
         """
         write = await self._prepare(lease, row_ids, columns)
         try:
-            await self._outbox.call("write", write)
+            await self._calls.call("write", write)
         except LeaseExpired:
             self._heartbeat.unhold(lease.id)
             raise
@@ -148,17 +148,17 @@ class StoreClient:
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
         """These rows end here, counted under dropped/<reason>; `detail` is kept for `describe`."""
         rows = _ids(row_ids)
-        await self._outbox.call("drop", lease.id, lease.stage, rows, reason, detail)
+        await self._calls.call("drop", lease.id, lease.stage, rows, reason, detail)
         self._heartbeat.finished(lease.id, rows)
 
     async def release(self, lease: Lease) -> None:
         """Give the unfinished rows back. Of a train lease: its step was lost, and its groups form a batch again."""
         self._heartbeat.unhold(lease.id)
-        await self._outbox.call("release", lease.id)
+        await self._calls.call("release", lease.id)
 
     async def renew(self, lease: Lease) -> None:
         """Start the lease's time anew; the client does so by itself. Raises `LeaseExpired`."""
-        if await self._outbox.call("renew", [lease.id]):
+        if await self._calls.call("renew", [lease.id]):
             raise LeaseExpired(f"lease {lease.id} is over: it was completed, released or not renewed in time.")
 
     async def abandon(self, owner: str) -> int:
@@ -211,7 +211,7 @@ class StoreClient:
             self._known = spec
         return self._known
 
-    async def _ask(self, ask: Ask) -> list[Lease] | None:
+    async def _ask(self, ask: LeaseRequest) -> list[Lease] | None:
         """None when the store has closed. Whatever else goes wrong, it leaves nobody waiting and nothing leased."""
         await self.spec()
         ask = replace(ask, client=self._name, ticket=next(self._tickets))
@@ -225,7 +225,7 @@ class StoreClient:
                 self._heartbeat.hold(lease.id, lease.rows.row_ids)
             return leases
         except StoreUnreachable:  # nobody knows whether it waits, or was granted
-            await self._outbox.call("withdraw", ask.stage, ask.client, ask.ticket)
+            await self._calls.call("withdraw", ask.stage, ask.client, ask.ticket)
             return await self._ask(ask)
         except BaseException:
             undoing = asyncio.ensure_future(self._withdraw(ask))
@@ -235,11 +235,11 @@ class StoreClient:
         finally:
             self._heartbeat.answered(ask.ticket)
 
-    async def _withdraw(self, ask: Ask) -> None:
+    async def _withdraw(self, ask: LeaseRequest) -> None:
         """Nobody waits for this answer any more: what it brings, or would bring, goes back. If the store is gone, or
-        has refused the wish, there is nothing to go back."""
+        has refused the request, there is nothing to go back."""
         with suppress(StoreError, WorkerDied):
-            await self._outbox.call("withdraw", ask.stage, ask.client, ask.ticket)
+            await self._calls.call("withdraw", ask.stage, ask.client, ask.ticket)
 
     def _read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
         """All of them, or the store hears that none is read."""

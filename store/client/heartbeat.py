@@ -25,7 +25,7 @@ class Heartbeat:
     """Beats while anything is held or asked for, and the event loop of the client is open.
 
     heartbeat.begin(pulse, timeout_s)
-    heartbeat.asked(ticket)         # what the store gives to this wish is renewed before it arrives
+    heartbeat.asked(ticket)         # what the store gives to this request is renewed before it arrives
     heartbeat.hold(lease_id, rows)  # renewed until these rows have their result
     heartbeat.answered(ticket)
     heartbeat.finished(lease_id, rows)
@@ -41,7 +41,7 @@ class Heartbeat:
         self._open: dict[int, set[int]] = {}
         """Lease -> rows whose result is due."""
         self._tickets: set[int] = set()
-        """Wishes whose answer is due."""
+        """Requests whose answer is due."""
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
         self._failure: Exception | None = None
@@ -63,7 +63,7 @@ class Heartbeat:
         self._pulse, self._timeout_s = pulse, timeout_s
 
     def asked(self, ticket: int) -> None:
-        """A wish goes out. Raises `StoreError` if leases cannot be renewed any more."""
+        """A request goes out. Raises `StoreError` if leases cannot be renewed any more."""
         if self._failure is not None:
             raise StoreError(f"leases are not renewed any more: {self._failure!r}.") from self._failure
         with self._lock:

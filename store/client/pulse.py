@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class Pulse(Protocol):
     def renew(self, lease_ids: list[int], tickets: list[int], timeout_s: float) -> list[int]:
-        """Renew these leases, and what was given to these wishes and is on its way; those that are over. Raises
+        """Renew these leases, and what was given to these requests and is on its way; those that are over. Raises
         `OSError` if there was no answer in time, `PartnerGone` if there will be none."""
 
     def close(self) -> None: ...

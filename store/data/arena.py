@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from penstock.store.data.layout import Placed, Span, aligned, buffers_of
+from penstock.store.data.layout import ByteRange, Placed, aligned, buffers_of
 
 STEP = 1 << 16
 """Bytes by which a file grows at least."""
@@ -131,7 +131,7 @@ class Arena:
         for name in names:
             self._out.pop(name, None)
 
-    def _new_file(self, arrays: Sequence[Sequence[pa.Buffer]]) -> tuple[Slot, list[Span]]:
+    def _new_file(self, arrays: Sequence[Sequence[pa.Buffer]]) -> tuple[Slot, list[ByteRange]]:
         """All buffers one after the other, in the first place that has room."""
         name = f"{self._writer}-{next(self._numbers)}"
         for place in self._places:
@@ -144,7 +144,7 @@ class Arena:
         raise OSError(f"no place to write {name} to")
 
 
-def _write_new(path: str, arrays: Sequence[Sequence[pa.Buffer]]) -> list[Span]:
+def _write_new(path: str, arrays: Sequence[Sequence[pa.Buffer]]) -> list[ByteRange]:
     """A name that exists is another's, and stays. Raises `OSError`; then nothing is left behind."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -156,14 +156,14 @@ def _write_new(path: str, arrays: Sequence[Sequence[pa.Buffer]]) -> list[Span]:
         raise
 
 
-def _write(file: BinaryIO, buffer: pa.Buffer) -> Span:
+def _write(file: BinaryIO, buffer: pa.Buffer) -> ByteRange:
     offset = file.tell()
     file.write(buffer)
     file.write(bytes(aligned(buffer.size) - buffer.size))
     return offset, buffer.size
 
 
-def _put(slot: Slot, buffer: pa.Buffer) -> Span:
+def _put(slot: Slot, buffer: pa.Buffer) -> ByteRange:
     offset = slot.where(buffer)
     if offset is None:
         offset = slot.used

@@ -21,7 +21,7 @@ ALIGN = 64
 _EMPTY = pa.py_buffer(bytes(ALIGN))
 """Of an array without entries."""
 
-Span = tuple[int, int]
+ByteRange = tuple[int, int]
 """Offset and length, in bytes."""
 
 
@@ -32,7 +32,7 @@ class Placed:
     segment: str
     serial: int
     num_rows: int
-    columns: tuple[tuple[str, str, tuple[Span, ...]], ...]
+    columns: tuple[tuple[str, str, tuple[ByteRange, ...]], ...]
     """Name, type as Arrow prints it, buffers without the validity bitmaps, of which there are none."""
     nbytes: int
     """Up to the end of the last buffer."""

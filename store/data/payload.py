@@ -22,7 +22,7 @@ from penstock.store.data.blocks import Block, Blocks, Place
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.group import spans_of
 
-Span = tuple[int, int, range]
+RowSpan = tuple[int, int, range]
 """Of rows that are gathered: group, position of the first, and which samples."""
 Columns = tuple[list[str], np.ndarray]
 """Columns that lie side by side, and `[K, 4]` int64: source, start, stride and count of places one after the other."""
@@ -101,7 +101,7 @@ def by_value(payload: Payload, fetched: Sequence[pa.RecordBatch]) -> Payload:
     return values
 
 
-def _joined(spans: Sequence[Span], found: Sequence[Place | tuple[Place, ...]]) -> list[tuple[Place, int]]:
+def _joined(spans: Sequence[RowSpan], found: Sequence[Place | tuple[Place, ...]]) -> list[tuple[Place, int]]:
     """Places one after the other, each with its number of rows, and as few as can be."""
     joined: list[tuple[Place, int]] = []
     block, start, stride, count = None, 0, 1, 0

@@ -102,7 +102,7 @@ class Ledger:
         return [row for group, mask in lease.granted.items() for row in row_ids(group, mask, size)]
 
     def write(
-        self, lease_id: int, stage: str, rows: Sequence[int], columns: Iterable[str], facts: Facts, now: float
+        self, lease_id: int, stage: str, rows: Sequence[int], columns: Sequence[str], facts: Facts, now: float
     ) -> tuple[list[int], Effects]:
         """`columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
 
@@ -252,7 +252,7 @@ class Ledger:
         """For tests: recompute everything that is kept by counting. Raises `BrokenInvariant`."""
         audit(self.residents, self.rounds)
 
-    def _columns(self, stage: Stage, columns: Iterable[str]) -> list[int]:
+    def _columns(self, stage: Stage, columns: Sequence[str]) -> list[int]:
         index = self.residents.readiness.column_index
         for name in columns:
             if name not in index:

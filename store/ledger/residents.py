@@ -1,4 +1,4 @@
-"""The resident groups and the few moves that all events are made of: admit, hold, let go, drop, forget.
+"""The resident groups and the few moves that all events are made of: admit, hold, unhold, release, drop, forget.
 
 `ledger.py` turns events into these moves; `rounds.py` forms batches with them. Each keeps groups, leases,
 credits and counters consistent with one another, and `audit.py` checks that they are.
@@ -17,7 +17,7 @@ from penstock.store.spec import StoreSpec
 
 
 class Residents:
-    """All control state of a store."""
+    """The groups, leases, credits and counters that events change."""
 
     def __init__(self, spec: StoreSpec) -> None:
         self.spec = spec

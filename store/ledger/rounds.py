@@ -72,13 +72,13 @@ class Rounds:
                     f"round {number} of stage {stage.name!r} is over; the newest is {newest}. Ask for {newest + 1}."
                 )
             return None
-        if known.void or (known.ended and stage.unit == "batch"):
+        if known.void or known.ended:
             how = "expired or was released" if known.void else "is trained already"
             raise LeaseExpired(f"round {number} of stage {stage.name!r} {how}. Ask for round {number + 1}.")
         if len(known.parts) != num_ranks:
             raise StoreError(
                 f"round {number} of stage {stage.name!r} was split over {len(known.parts)} ranks, not {num_ranks}. "
-                "All ranks of a group must give the same num_ranks."
+                "All ranks of a stage must give the same num_ranks."
             )
         return known
 
@@ -143,7 +143,7 @@ class Rounds:
             self._consume(made, effects)
 
     def void(self, lease_id: int, effects: Effects) -> None:
-        """The lease of a round was given back or expired; its number may be formed again if it was a batch."""
+        """The lease of a round that is no batch was released or has expired; its number is not formed again."""
         made = self.by_lease.get(lease_id)
         if made is not None:
             made.void = True

@@ -1,4 +1,4 @@
-"""What travels between clients and a store: wishes, writes, leases. Plain data, pickled as it is.
+"""What travels between clients and a store: requests, writes, leases. Plain data, pickled as it is.
 
 Made by `client/client.py` and `store.py`; carried by `client/links.py` and `server.py`.
 """
@@ -31,8 +31,8 @@ class Write:
 
 
 @dataclass(frozen=True)
-class Ask:
-    """Somebody's wish for leases of a stage."""
+class LeaseRequest:
+    """Somebody's request for leases of a stage."""
 
     stage: str
     max_units: int
@@ -47,7 +47,7 @@ class Ask:
     """Clients of that kind that the stage has."""
     client: str = ""
     ticket: int = 0
-    """What `withdraw` names the wish by: unique in the client, which is unique."""
+    """What `withdraw` names the request by: unique in the client, which is unique."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.calls import Ask
+from penstock.store.service.calls import LeaseRequest
 
 SWEEP_AT = 64
 """Leases of a client after which those that are over are forgotten."""
@@ -20,24 +20,24 @@ class Clients:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._leases: dict[str, dict[int, int]] = {}
-        """Client -> its leases, and the tickets of its wishes for them; swept now and then."""
+        """Client -> its leases, and the tickets of its requests for them; swept now and then."""
         self._of_owner: dict[str, set[str]] = {}
         """Owner -> its clients that have asked for leases."""
         self._dead: set[str] = set()
         """Clients whose owner is known to be dead: what they asked for on their way is not given."""
 
-    def asked(self, ask: Ask) -> bool:
+    def asked(self, ask: LeaseRequest) -> bool:
         """False if its owner is dead."""
         if ask.client in self._dead:
             return False
         self._of_owner.setdefault(ask.owner, set()).add(ask.client)
         return True
 
-    def gave(self, ask: Ask, lease_id: int) -> None:
+    def gave(self, ask: LeaseRequest, lease_id: int) -> None:
         self._swept(ask.client)[lease_id] = ask.ticket
 
     def given(self, client: str, tickets: Collection[int]) -> list[int]:
-        """Leases that a client was given for some of its wishes; they may be over."""
+        """Leases that a client was given for some of its requests; they may be over."""
         return [lease_id for lease_id, ticket in self._leases.get(client, {}).items() if ticket in tickets]
 
     def held_by(self, stage: str, client: str) -> int:

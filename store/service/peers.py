@@ -25,10 +25,10 @@ def is_same_user(connection: socket.socket) -> bool:
 
 def bind(path: Path) -> socket.socket:
     """A socket at `path`, to listen on. Raises `OSError`."""
-    door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with _short(path) as name:
-        door.bind(name)
-    return door
+        listener.bind(name)
+    return listener
 
 
 def connect(path: Path) -> socket.socket:

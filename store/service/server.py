@@ -1,4 +1,4 @@
-"""The store's door for processes of its own machine: calls over a Unix socket, a tenth of what an actor call costs.
+"""The store's socket for processes of its own machine: calls over a Unix socket, a tenth of what an actor call costs.
 
 A connection is a client. When it ends, its process has ended, however that came: what it waited for is withdrawn and
 what it held goes back, at once and without a deadline. Made by `Store.endpoint`; the other end is `client/links.py`.
@@ -53,11 +53,11 @@ class Server:
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: Door(self), sock=bind(self.path), backlog=MANY)
+        self._server = await loop.create_unix_server(lambda: PeerCheck(self), sock=bind(self.path), backlog=MANY)
 
-    def enter(self) -> Wire:
+    def accept(self) -> Wire:
         """A visitor's end of its connection."""
-        return Visitor(self._store, self._segments).wire
+        return Connection(self._store, self._segments).wire
 
     def close(self) -> None:
         """Take no more connections; those that are open stay."""
@@ -65,7 +65,7 @@ class Server:
             self._server.close()
 
 
-class Door(asyncio.BaseProtocol):
+class PeerCheck(asyncio.BaseProtocol):
     """What a connection meets first: nothing is read before it is known whose it is."""
 
     def __init__(self, server: Server) -> None:
@@ -77,12 +77,12 @@ class Door(asyncio.BaseProtocol):
             self._server.refused += 1
             transport.abort()
             return
-        wire = self._server.enter()
+        wire = self._server.accept()
         transport.set_protocol(wire)
         wire.connection_made(transport)
 
 
-class Visitor:
+class Connection:
     """One client's connection. Its first message is its name, the others are calls."""
 
     def __init__(self, store: Served, segments: Segments) -> None:

@@ -23,11 +23,10 @@ from penstock.store.data.layout import Parcel
 from penstock.store.data.payload import gather
 from penstock.store.data.segments import Segments
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
-from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service import snapshot
-from penstock.store.service.calls import Ask, Granted, Result, Write
+from penstock.store.service.calls import Granted, LeaseRequest, Result, Write
 from penstock.store.service.clients import Clients
 from penstock.store.service.report import describe, stats
 from penstock.store.service.server import Endpoint, Server
@@ -149,8 +148,8 @@ class Store:
         """The groups of that ticket that are not admitted yet never will be. Those that are stay."""
         self._puts.withdraw(client, ticket)
 
-    async def lease(self, ask: Ask) -> list[Granted] | None:
-        """Waits for at least one free unit. None when the store is closed, or the wish was withdrawn."""
+    async def lease(self, ask: LeaseRequest) -> list[Granted] | None:
+        """Waits for at least one free unit. None when the store is closed, or the request was withdrawn."""
         self.ledger.residents.stage(ask.stage)
         consumers = self._consumers[ask.stage]
         if not self._clients.asked(ask):
@@ -173,7 +172,7 @@ class Store:
         return await consumers.wait(take, ask)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
-        """The wish of that ticket is no more: its call returns None, and what it was given goes back."""
+        """The request of that ticket is no more: its call returns None, and what it was given goes back."""
         self.ledger.residents.stage(stage)
         self._consumers[stage].withdraw(client, ticket)
         self._release_all(self._clients.given(client, (ticket,)))
@@ -228,7 +227,7 @@ class Store:
         self._pump.carry_out(self.ledger.release(lease_id))
 
     async def renew(self, lease_ids: list[int], client: str = "", tickets: Sequence[int] = ()) -> list[int]:
-        """Their time starts anew; those that are over are returned. `tickets`: wishes of the client that it has no
+        """Their time starts anew; those that are over are returned. `tickets`: requests of the client that it has no
         answer to yet; what they were given is renewed as well."""
         over = []
         for lease_id in self._clients.given(client, tickets):
@@ -336,7 +335,7 @@ class Store:
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None
     ) -> Granted:
         names = self._reads[stage] if names is None else names
-        self._pump.carry_out(Effects())  # its deadline may be the next
+        self._pump.schedule()
         return Granted(lease_id, stage, names, gather(self._blocks, rows, names), version)
 
     def _release_all(self, lease_ids: Iterable[int]) -> None:

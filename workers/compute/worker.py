@@ -1,7 +1,7 @@
 """The compute role: calls pure functions of columns (advantages and the like) on whole units, and writes their results.
 
-Run by the controller's process or by `workers/compute/actor.py`; `run` ends when the store closes. `apply` is the same
-without a store, for the imperative API and for reference loops.
+Run by `actor.py`; `run` ends when the store closes. `apply` is the same without a store, for what the trainers compute
+per batch (`workers/trainer/preparation.py`), for the imperative API and for reference loops.
 """
 
 import inspect

@@ -307,7 +307,7 @@ class VllmEngine:
         phase = f"weight sync to version {delivery.version}, phase {name}"
         start = time.perf_counter()
         result = await self._in_time(phase, call, self._phase_timeout_s, PHASE_KEY)
-        self.phase_seconds[name] = time.perf_counter() - start
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - start
         return result
 
     # Failures

@@ -4,8 +4,8 @@ decodes.
     lease groups ─▶ engine.generate (one task a group) ─▶ write response_ids, behavior_logprobs, token_versions, …
 
 Run by the Ray shell `actor.py` and, in-process, by tests and simulations. The loop never waits for a group while
-another could start; the store's credits say how many there may be. An engine that dies ends the loop with `WorkerDied`;
-the controller restarts the worker and the store hands its leases to others.
+another could start; the store's credits say how many there may be. An engine that dies ends the loop with `WorkerDied`,
+which ends the run; its leases go back.
 """
 
 import asyncio

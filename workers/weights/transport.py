@@ -6,13 +6,13 @@
                           send(version)                  ‖    load(delivery)
                             └─ part, part, …, end ──────────▶ deliver(part)
 
-`shm` writes the whole version in `prepare`, while engines go on generating; its `send` does nothing. The others stream
-from GPU to GPU: `prepare` costs nothing, and `send` and the engines' `load` must run *at the same time*, since each
-waits for the other, and before the trainer's next update changes the weights that are under way. Calling `prepare` and
-then both at once is right for all of them.
+`shm` writes the whole version in `prepare`, while engines go on generating; its `send` does nothing. A run calls the
+trainer's `publish` in its place, which is all of it. The others stream from GPU to GPU: `prepare` costs nothing, and
+`send` and the engines' `load` must run *at the same time*, since each waits for the other, and before the trainer's
+next update changes the weights that are under way.
 
 Here are the interface, the words that cross between the two sides, and `shm`; `streaming/senders.py` has the others,
-`streaming/received_parts.py` an engine's side of a stream. Which one a run takes: `conf/weights.py`.
+`streaming/received_parts.py` an engine's side of a stream. Which one a run takes: `conf/transports.py`.
 """
 
 from collections.abc import Callable, Sequence

@@ -9,14 +9,14 @@ from collections.abc import Callable
 from functools import partial
 
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.service.calls import Ask, Granted
+from penstock.store.service.calls import Granted, LeaseRequest
 from penstock.store.service.clients import Clients
 from penstock.store.service.waiting.sharing import PATIENCE_S, Sharing
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
 
 class Consumers:
-    """Lifecycle: `wait` for each wish, `wake` whenever the stage may have become ready, `close`."""
+    """Lifecycle: `wait` for each request, `wake` whenever the stage may have become ready, `close`."""
 
     def __init__(self, stage: str, ledger: Ledger, clients: Clients, schedule: Callable[[], None]) -> None:
         """`schedule`: has `wake` called soon."""
@@ -29,35 +29,35 @@ class Consumers:
         """Until when units are kept for consumers that are not there."""
 
     def __len__(self) -> int:
-        """Wishes that wait."""
+        """Requests that wait."""
         return len(self._queue)
 
     @property
     def waiting(self) -> list[object]:
-        """Clients, in the order of their wishes."""
+        """Clients, in the order of their requests."""
         return list(self._queue.clients)
 
-    async def wait(self, take: Callable[[], list[Granted] | None], ask: Ask) -> list[Granted] | None:
-        """What `take` gives in this wish's turn. None when closed, or when it was withdrawn."""
+    async def wait(self, take: Callable[[], list[Granted] | None], ask: LeaseRequest) -> list[Granted] | None:
+        """What `take` gives in this request's turn. None when closed, or when it was withdrawn."""
         self._sharing.asked(ask)
         return await self._queue.wait(take, ask.client, ask.ticket, ask)
 
-    def share_of(self, ask: Ask) -> int:
+    def share_of(self, ask: LeaseRequest) -> int:
         """Units of what is free now that this one may take. 0 with units free: they are kept for others, which come
         or are given up soon."""
         free = self._stage.num_free
         if not free:
             return 0
-        share = self._sharing.share(free, ask, self._queue.wishes, self._held_by)
+        share = self._sharing.share(free, ask, self._queue.requests, self._held_by)
         if not share and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._lose_patience)
         return share
 
-    def took(self, ask: Ask, num_units: int) -> None:
+    def took(self, ask: LeaseRequest, num_units: int) -> None:
         self._sharing.took(ask.client, num_units)
 
     def withdraw(self, client: str, ticket: int | None = None) -> None:
-        """Its wish of that ticket, or all, are no more: their calls return None."""
+        """Its request of that ticket, or all, are no more: their calls return None."""
         self._queue.withdraw(client, ticket)
 
     def left(self, client: str) -> None:
@@ -67,7 +67,7 @@ class Consumers:
     def wake(self) -> None:
         """Whoever is next tries, if something is free."""
         if self._stage.num_free:
-            self._queue.wake_first(lambda ask: self._sharing.rank(ask, self._held_by(ask.client)))
+            self._queue.wake_first(lambda ask: self._sharing.priority(ask, self._held_by(ask.client)))
         else:
             self._be_patient_again()
 

@@ -14,13 +14,13 @@ from penstock.store.data.blocks import Blocks
 from penstock.store.ledger.effects import Effects
 
 
-class Leases(Protocol):
+class LeaseWaiters(Protocol):
     """Those that wait for leases of one stage."""
 
     def wake(self) -> None: ...
 
 
-class Rounds(Protocol):
+class RoundWaiters(Protocol):
     """The ranks that wait for rounds of one stage."""
 
     def wake(self, *, moved: bool) -> None: ...
@@ -37,12 +37,12 @@ class Pump:
 
     def connect(
         self,
-        consumers: Sequence[Leases],
-        ranks: Sequence[Rounds],
+        consumers: Sequence[LeaseWaiters],
+        ranks: Sequence[RoundWaiters],
         wake_puts: Callable[[], None],
         settled: Callable[[], None],
     ) -> None:
-        """`consumers`, `ranks`: in the order of the stages. `settled`: called after each round of waking."""
+        """`consumers`, `ranks`: in the order of the stages. `settled`: called after each wake-up."""
         self._consumers, self._ranks = consumers, ranks
         self._wake_puts, self._settled = wake_puts, settled
         self.every_stage = (1 << len(consumers)) - 1
@@ -58,6 +58,10 @@ class Pump:
         if not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._wake)
+
+    def schedule(self) -> None:
+        """Nothing was asked for; the deadline of a lease may be nearer."""
+        self.carry_out(Effects())
 
     def wake_stage(self, index: int) -> None:
         """For what the ledger does not know: a caller came or left, or is waited for no more."""

@@ -5,9 +5,9 @@
 So that engines of a run have equally much to do, whoever asks first. What is nobody's share is never kept: one that
 asks alone gets everything it can take. Used by `consumers.py`, which counts what they hold.
 
-A consumer that always asks again while it can take more (`Ask.max_held`: rollout workers) is expected to: what is free
-is shared with it too, if it is not there at the moment, for `PATIENCE_S` and no longer. Whoever is still not there then
-is expected no more until it asks again.
+A consumer that always asks again while it can take more (`LeaseRequest.max_held`: rollout workers) is expected to:
+what is free is shared with it too, if it is not there at the moment, for `PATIENCE_S` and no longer. Whoever is still
+not there then is expected no more until it asks again.
 """
 
 import math
@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from penstock.store.service.calls import Ask
+from penstock.store.service.calls import LeaseRequest
 
 PATIENCE_S = 5.0
 """How long units are kept for a consumer that should be there and is not: others work on their own share meanwhile."""
@@ -64,7 +64,7 @@ class Sharing:
         self._taken: Counter[str] = Counter()
         """Client -> units that it has had."""
 
-    def asked(self, ask: Ask) -> None:
+    def asked(self, ask: LeaseRequest) -> None:
         if ask.max_held and ask.client not in self._regulars:
             self._regulars[ask.client] = ask.max_held
             if self._num_peers >= 0:
@@ -78,7 +78,7 @@ class Sharing:
             self._num_peers -= 1  # it has come, and need not be waited for
         self._taken.pop(client, None)
 
-    def rank(self, ask: Ask, held: int) -> tuple[float, int]:
+    def priority(self, ask: LeaseRequest, held: int) -> tuple[float, int]:
         """The lowest is next: whoever holds the fewest units, of those that can take more, and has had the fewest."""
         has_room = not ask.max_held or held < ask.max_held
         return (held if has_room else math.inf, self._taken[ask.client])
@@ -89,13 +89,15 @@ class Sharing:
         self._regulars = {client: most for client, most in self._regulars.items() if client in there}
         self._num_peers = -1
 
-    def share(self, free: int, ask: Ask, wishes: Sequence[Ask], held_by: Callable[[str], int]) -> int:
-        """Units for `ask`, beside those that wait (`wishes`, it may be among them) and those that are expected."""
-        if ask.max_held == 0 and all(wish is ask for wish in wishes):
+    def share(
+        self, free: int, ask: LeaseRequest, requests: Sequence[LeaseRequest], held_by: Callable[[str], int]
+    ) -> int:
+        """Units for `ask`, beside those that wait (`requests`, it may be among them) and those that are expected."""
+        if ask.max_held == 0 and all(request is ask for request in requests):
             return free  # alone
-        others = [_claim(wish, held_by(wish.client)) for wish in wishes if wish is not ask]
+        others = [_claim(request, held_by(request.client)) for request in requests if request is not ask]
         if ask.max_held:
-            there = {ask.client, *(wish.client for wish in wishes)}
+            there = {ask.client, *(request.client for request in requests)}
             for client, most in self._regulars.items():
                 if client not in there:
                     held = held_by(client)
@@ -104,7 +106,7 @@ class Sharing:
         return fair_share(free, _claim(ask, held_by(ask.client)), others)
 
 
-def _claim(ask: Ask, held: int) -> Claim:
+def _claim(ask: LeaseRequest, held: int) -> Claim:
     if ask.max_held:
         return Claim(held, min(ask.max_units, max(0, ask.max_held - held)))
     return Claim(held, ask.max_units * max(1, ask.max_leases))

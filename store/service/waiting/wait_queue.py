@@ -21,7 +21,7 @@ class Waiting:
     turn: "asyncio.Future[bool]"
     client: Hashable
     ticket: int
-    wish: Any
+    request: Any
     """What it waits for, for whoever chooses among those that wait."""
 
 
@@ -52,16 +52,16 @@ class WaitQueue:
         return [waiting.client for waiting in self._queue]
 
     @property
-    def wishes(self) -> list[Any]:
+    def requests(self) -> list[Any]:
         """Of the first that wait, in order."""
-        return [waiting.wish for waiting in itertools.islice(self._queue, LOOK)]
+        return [waiting.request for waiting in itertools.islice(self._queue, LOOK)]
 
     async def wait(
         self,
         attempt: Callable[[], T | None],
         client: Hashable = None,
         ticket: int = 0,
-        wish: Any = None,
+        request: Any = None,
         *,
         at_once: bool = False,
     ) -> T | None:
@@ -76,7 +76,7 @@ class WaitQueue:
             result = attempt()
             if result is not None:
                 return result
-        waiting = Waiting(asyncio.get_running_loop().create_future(), client, ticket, wish)
+        waiting = Waiting(asyncio.get_running_loop().create_future(), client, ticket, request)
         self._queue[waiting] = None
         if len(self._queue) > 1:
             self._pass_on()
@@ -104,13 +104,13 @@ class WaitQueue:
             _wake(waiting, goes_on=False)
         return len(leaving)
 
-    def wake_first(self, rank: Callable[[Any], Any] | None = None) -> None:
-        """One caller tries, unless another is about to. `rank`: of a wish; the first one of the lowest rank is
-        chosen. None: the first of all."""
+    def wake_first(self, priority: Callable[[Any], Any] | None = None) -> None:
+        """One caller tries, unless another is about to. `priority`: of a request; the lowest is chosen, the first of
+        several. None: the first of all."""
         self._missed = self._woken is not None
         if self._queue and not self._missed:
-            first = itertools.islice(self._queue, LOOK if rank else 1)
-            self._woken = min(first, key=lambda one: rank(one.wish) if rank else 0)
+            first = itertools.islice(self._queue, LOOK if priority else 1)
+            self._woken = min(first, key=lambda one: priority(one.request) if priority else 0)
             _wake(self._woken)
 
     def wake_all(self) -> None:

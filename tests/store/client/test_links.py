@@ -19,7 +19,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.links import OverRay
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreUnreachable
-from penstock.store.service.calls import Ask, with_values
+from penstock.store.service.calls import LeaseRequest, with_values
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import group, values_of
@@ -186,7 +186,7 @@ def test_rows_that_end_before_their_grant_arrives_are_read_all_the_same(tmp_path
 def test_a_grant_carries_no_more_than_the_rows_and_columns_that_are_wanted(tmp_path: Path) -> None:
     async def body(actor: Actor, client: StoreClient) -> None:
         await client.put_groups([{"prompt_ids": [number] * LONG, "task": "t" * LONG} for number in range(4)])
-        answer = await client._link.call("lease", Ask("rollout", 1, "engine", client="c"))
+        answer = await client._link.call("lease", LeaseRequest("rollout", 1, "engine", client="c"))
         batches = answer[0].payload.sources
         assert answer[0].payload.refs == []
         assert [batch.schema.names for batch in batches] == [["prompt_ids"]]

@@ -13,7 +13,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.client.links import Lazy, OverRay, OverSocket
 from penstock.store.errors import LeaseExpired, UnknownStage
-from penstock.store.service.calls import Ask
+from penstock.store.service.calls import LeaseRequest
 from tests.store.driver import make_spec
 from tests.store.players import group, train, values_of
 
@@ -84,7 +84,7 @@ def test_large_values_come_and_go_by_value_and_are_those_that_were_written(handl
 def test_rows_that_end_after_they_were_granted_are_there_to_be_read(handle: Any) -> None:
     async def body(far: StoreClient, near: StoreClient) -> None:
         await near.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
-        (granted,) = await far._link.call("lease", Ask("rollout", 1, "engine", client="far"))
+        (granted,) = await far._link.call("lease", LeaseRequest("rollout", 1, "engine", client="far"))
         await near._link.call("drop", granted.lease_id, "rollout", granted.payload.row_ids.tolist(), "test", "")
         while (await near.stats())["store/shared_bytes"]:  # until nobody reads it
             await asyncio.sleep(0.01)

@@ -196,9 +196,9 @@ class Histories(RuleBasedStateMachine):
     def share_a_round(self, stage: str, max_units: int, owner: str, shuffled: Random) -> None:
         """All ranks ask for it, the first forms it. Each writes its share later, or never, or dies."""
         number, had = self.shared[stage], self.ledger.residents.stage(stage).num_free
-        wishes = [max_units + rank for rank in range(self.num_ranks)]  # whoever comes first decides
-        shuffled.shuffle(wishes)
-        made = [self.ledger.lease_shared(stage, number, self.num_ranks, units, owner, self.now) for units in wishes]
+        requests = [max_units + rank for rank in range(self.num_ranks)]  # whoever comes first decides
+        shuffled.shuffle(requests)
+        made = [self.ledger.lease_shared(stage, number, self.num_ranks, units, owner, self.now) for units in requests]
         first = made[0]
         assert (first is None) == (not had)
         if first is None:

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.store.service.calls import Ask
+from penstock.store.service.calls import LeaseRequest
 from penstock.store.service.waiting.sharing import Claim, Sharing, fair_share
 
 claims = st.lists(st.builds(Claim, st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=6)
@@ -34,8 +34,8 @@ def test_whoever_holds_the_fewest_gets_something(free: int, claims: list[Claim])
         assert fair_share(free, least, others) >= 1
 
 
-def ask(client: str, max_held: int = 8, num_peers: int = 1) -> Ask:
-    return Ask("rollout", max_held, client, client=client, max_held=max_held, num_peers=num_peers)
+def ask(client: str, max_held: int = 8, num_peers: int = 1) -> LeaseRequest:
+    return LeaseRequest("rollout", max_held, client, client=client, max_held=max_held, num_peers=num_peers)
 
 
 def none_held(client: str) -> int:
@@ -46,7 +46,7 @@ def test_one_that_is_alone_gets_everything() -> None:
     sharing = Sharing()
     sharing.asked(ask("a"))
     assert sharing.share(8, ask("a"), [], none_held) == 8
-    assert sharing.share(8, Ask("reward", 64, "r"), [], none_held) == 8
+    assert sharing.share(8, LeaseRequest("reward", 64, "r"), [], none_held) == 8
 
 
 def test_units_are_kept_for_those_that_are_expected_until_patience_is_over() -> None:

@@ -1,4 +1,4 @@
-"""Messages arrive whole and in order, however the bytes are cut; a client that goes away takes its wishes along."""
+"""Messages arrive whole and in order, however the bytes are cut; a client that goes away takes its requests along."""
 
 import asyncio
 import gc

@@ -74,8 +74,8 @@ class TrainEngine(Protocol):
         buffers too. Adapters are merged. Collective."""
 
     def adapter_pieces(self) -> Iterator[Piece]:
-        """A and B of every adapter, whole rows, by PEFT's names (`weights/adapter.py`); nothing where there are none.
-        Collective."""
+        """A and B of every adapter, whole rows, by PEFT's names (`weights/publication/adapter.py`); nothing where there
+        are none. Collective."""
 
     def state(self) -> Iterator[Piece]:
         """What a resumed run needs, bit for bit: `weights/<name>` (float32), `exp_avg/<name>`, `exp_avg_sq/<name>` of

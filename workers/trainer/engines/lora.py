@@ -1,7 +1,7 @@
 """LoRA (2106.09685) around a model: PEFT's layers in place of linear ones, of which only A and B are trained.
 
     open ─▶ add_adapters ─▶ engine shards it ─▶ updates change A, B ─┬▶ pieces: W + scale * B @ A under W's own name
-                                                                      └▶ adapter_pieces: A and B (weights/adapter.py)
+                                                                      └▶ adapter_pieces: A and B
 
 The first make a publication that is a whole model, of which engines need not know that adapters made it; the second,
 with `trainer.lora.publish=adapter`, one of A and B alone. Called by `trainer.py` before the engine is made, by

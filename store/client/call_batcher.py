@@ -12,7 +12,7 @@ from penstock.store.client.links import Link
 Outgoing = tuple[str, tuple[Any, ...], "asyncio.Future[Any]"]
 
 
-class Outbox:
+class CallBatcher:
     """Calls of one client to one store, in the order in which they were made; at most one message is under way."""
 
     def __init__(self, link: Link) -> None:

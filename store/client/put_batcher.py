@@ -27,7 +27,7 @@ class Incoming:
     numbers: "asyncio.Future[list[int]]"
 
 
-class Inlet:
+class PutBatcher:
     """Puts of one client to one store."""
 
     def __init__(self, link: Link, client: str) -> None:
