@@ -27,7 +27,6 @@ from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.trainer import deadlines, writing
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.engines.factory import make_engine
 from penstock.workers.trainer.engines.layers import compile_layers, use_liger
 from penstock.workers.trainer.engines.lora import add_adapters
@@ -40,6 +39,7 @@ from penstock.workers.trainer.update.loss_inputs import LossInputs
 from penstock.workers.trainer.update.minibatches import Cutter, Minibatch
 from penstock.workers.trainer.update.schedule import learning_rate
 from penstock.workers.trainer.update.tally import Tally, add_mismatch
+from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout
 
 

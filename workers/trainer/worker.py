@@ -13,27 +13,14 @@ Legend: _N rows (samples) of this rank.
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from penstock.conf.errors import LeaseExpired
+from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport, TrainedRows
-
-
-class Store(Protocol):
-    """What a rank needs of `store.client.SyncStoreClient`."""
-
-    def lease_shared(
-        self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1, owner: str = ""
-    ) -> Any: ...
-
-    def complete_shared(self, lease: Any) -> None: ...
-
-    def write(self, lease: Any, row_ids: np.ndarray, columns: dict[str, Any]) -> None: ...
 
 
 class TrainerWorker:
@@ -42,7 +29,7 @@ class TrainerWorker:
     def __init__(
         self,
         trainer: Trainer,
-        store: Store,
+        store: SyncStoreClient,
         rank: int,
         num_ranks: int,
         loss: Loss,
@@ -94,7 +81,7 @@ class ScorerWorker:
     def __init__(
         self,
         compute: Callable[[Rows], Any],
-        store: Store,
+        store: SyncStoreClient,
         stage: str,
         column: str,
         rank: int,

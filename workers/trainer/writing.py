@@ -12,9 +12,10 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from penstock.workers.protocols import Publication
-from penstock.workers.trainer.engines.engine import Piece, TrainEngine
+from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, publication_directory, seal
 from penstock.workers.weights.publication.reading import WEIGHTS_NAME

@@ -10,8 +10,9 @@ from torch import nn
 from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.weights import TRANSPORTS
 from penstock.workers.protocols import Publication
+from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.streaming.senders import INIT_INFOS, SenderPlace, StreamTransport
-from penstock.workers.weights.streaming.weight_stream import Piece, WeightStream
+from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.transport import ShmTransport, Transport
 
 PATIENCE = 1.5

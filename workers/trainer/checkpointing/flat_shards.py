@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from penstock.workers.trainer.engines.engine import Piece
+from penstock.workers.weights.piece import Piece
 
 
 class FlatSavePlanner(DefaultSavePlanner):

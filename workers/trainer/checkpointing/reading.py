@@ -15,8 +15,8 @@ from penstock.workers.files import SavedFile, download, is_url, saved_file
 from penstock.workers.trainer.checkpointing.flat_shards import FlatLoadPlanner, values_of
 from penstock.workers.trainer.checkpointing.saver import CARRIED, local_place
 from penstock.workers.trainer.checkpointing.shard_files import ShardReader
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece
 
 
 def load(pieces: Iterable[Piece], directory: str, ranks: Ranks, optional: Collection[str] = ()) -> set[str]:

@@ -33,8 +33,8 @@ from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.files import SavedFile, is_url, remove, saved_file, upload
 from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
 from penstock.workers.trainer.checkpointing.shard_files import INDEX, ShardWriter, file_of
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece
 
 LOWEST = 19
 """Niceness of a thread that takes what others leave."""

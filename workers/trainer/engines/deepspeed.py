@@ -22,12 +22,12 @@ from penstock.workers.trainer.engines.deepspeed_runtime import (
     load_whole,
     settings,
 )
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.engines.fsdp import MOMENTS, buffer_pieces, make_adamw, moments_of
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece
 
 
 class DeepSpeedEngine:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from penstock.workers.trainer.engines.engine import Piece
+from penstock.workers.weights.piece import Piece
 
 
 @dataclass(frozen=True)

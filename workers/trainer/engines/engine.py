@@ -5,7 +5,6 @@ is. Every rank makes the same calls in the same order, since most of them commun
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,21 +12,7 @@ from torch import Tensor
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
 from penstock.workers.trainer.ranks import Ranks
-
-
-@dataclass(frozen=True)
-class Piece:
-    """Elements of one tensor that one rank has. Over all ranks every element is in exactly one piece."""
-
-    name: str
-    shape: tuple[int, ...]
-    """Of the full tensor."""
-    first: int
-    """Index of `values[0]` in the flattened full tensor."""
-    values: Tensor
-    """`[n]`, where the engine keeps it; empty where this rank has nothing of it. That of `state` shares memory with
-    what the engine computes with, so that writing into it changes the engine's state; that of `pieces` is to be
-    read."""
+from penstock.workers.weights.piece import Piece
 
 
 class TrainEngine(Protocol):

@@ -18,18 +18,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.engines.layers import decoder_layers
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
+from penstock.workers.trainer.engines.sharded import local
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
 from penstock.workers.trainer.models.policy_model import PolicyModel
 from penstock.workers.trainer.models.scalar_model import ScalarModel
 from penstock.workers.trainer.models.starting_weights import ALL, StartingWeights
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece
 
 KEEP_WHOLE_BYTES = 2 * 2**30
 """A model up to this size (float32) is gathered once an optimizer step, and its gradients are reduced once: less
@@ -304,11 +304,6 @@ def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:
     for name, buffer in lm.named_buffers():
         if name in persistent:
             yield Piece(name, tuple(buffer.shape), 0, buffer.reshape(-1) if rank == 0 else buffer.reshape(-1)[:0])
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; shares memory with it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def first_row(num_rows: int, rank: int, num_ranks: int) -> int:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.models.adapted_layers import target_layers
+from penstock.workers.trainer.engines.sharded import local
 from penstock.workers.trainer.models.starting_weights import take_weights
 from penstock.workers.weights.publication.adapter import FILE_NAME, tensor_name
 
@@ -42,7 +43,7 @@ class Adapter:
 
     def delta(self) -> Tensor:
         """What is added to this rank's part of W, with its shape. Collective: A's rows are gathered, B's are not."""
-        return (_local(self.b) @ _whole_rows(self.a)) * self.scale
+        return (local(self.b) @ _whole_rows(self.a)) * self.scale
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """A and B with the names that PEFT and vLLM give them in a file."""
@@ -119,10 +120,6 @@ def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / FILE_NAME, metadata={"format": "pt"})
         lm.peft_config[ADAPTER].save_pretrained(str(directory))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _whole_rows(tensor: Tensor) -> Tensor:

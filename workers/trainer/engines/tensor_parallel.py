@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from penstock.conf.errors import ConfigError
+from penstock.workers.trainer.engines.sharded import local
 from penstock.workers.trainer.ranks import Ranks
 
 KEY = "trainer.tensor_parallel_size"
@@ -64,7 +65,7 @@ class TensorParallel:
         """Of parameters whose every rank saw only its own heads. Once an optimizer step, before its norm."""
         for parameter in (parameter for module in self._summed for parameter in module.parameters()):
             if parameter.grad is not None:
-                dist.all_reduce(_local(parameter.grad), group=self.peers)
+                dist.all_reduce(local(parameter.grad), group=self.peers)
 
     def whole_columns(self, part: Tensor) -> Tensor:
         """`[rows, columns / T]` of each rank as `[rows, columns]`. Collective over the T ranks."""
@@ -137,7 +138,3 @@ def _check_divides(size: int, **extents: int | None) -> None:
     for name, extent in extents.items():
         if extent is not None and extent % size:
             raise ConfigError(f"{KEY}={size} must divide the model's {name}={extent}. Set it to a divisor of that.")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

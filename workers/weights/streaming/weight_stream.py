@@ -10,32 +10,14 @@ Made by `senders.py`.
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from penstock.conf.errors import WeightError
-
-
-class Piece(Protocol):
-    """Elements of one tensor that this rank has. Over all ranks every element is in exactly one piece."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the full tensor."""
-
-    @property
-    def first(self) -> int:
-        """Index of `values[0]` in the flattened full tensor."""
-
-    @property
-    def values(self) -> Tensor:
-        """`[n]`, n may be 0."""
+from penstock.workers.weights.piece import Piece
 
 
 @dataclass(frozen=True)
