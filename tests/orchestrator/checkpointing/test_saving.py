@@ -142,7 +142,7 @@ from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.trainer.checkpointing.reading import check_files
 from penstock.workers.trainer.checkpointing.saver import Saver
-from penstock.workers.trainer.engines.engine import Piece
+from penstock.workers.weights.piece import Piece
 from penstock.workers.trainer.ranks import Ranks
 
 place = Path(sys.argv[1])

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.weights.piece import Piece
 
 
 def whole_state(trainer: PolicyTrainer) -> dict[str, Tensor]:

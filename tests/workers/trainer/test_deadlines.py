@@ -16,6 +16,7 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.deadlines import named
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
+from tests.rank_processes import free_address
 from tests.workers.trainer.conftest import random_rows
 
 TIMEOUT_S = 3.0
@@ -53,7 +54,7 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
 ) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    address = f"127.0.0.1:{free_port()}"
+    address = free_address()
     arguments = [(rank, what, address, model_path, answers) for rank in range(2)]
     processes = [context.Process(target=one_rank, args=own, daemon=True) for own in arguments]
     for process in processes:
@@ -67,14 +68,6 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
     assert "update 2, micro-batch 1 of 1" in str(error)
     assert "rank 0 of 2" in str(error)
     assert seconds < 3 * TIMEOUT_S
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def test_errors_that_are_no_collectives_stay_what_they_are() -> None:

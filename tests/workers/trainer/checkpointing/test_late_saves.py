@@ -5,9 +5,7 @@ A pipe in the place of a rank's file holds a save up: it is full, and nobody rea
 
 import fcntl
 import os
-import socket
 import struct
-import subprocess
 import sys
 import termios
 import time
@@ -21,10 +19,10 @@ from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.trainer.checkpointing.reading import load
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import file_of
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece
+from tests.rank_processes import run_ranks
 
-ROOT = Path(__file__).parents[4]
 NUM_ELEMENTS = 50_000
 """More than a pipe holds."""
 
@@ -119,9 +117,9 @@ def test_a_save_that_nobody_asked_for_is_given_up_by_the_next(ranks: Ranks, tmp_
     assert not held.path.parent.exists()
 
 
-def two_ranks(rank: int, address: str, place: Path) -> None:
-    """One of them: the first save of rank 1 is held up."""
-    ranks = Ranks.join(rank, 2, address, 60, False)
+def one_of_two(rank: int, num_ranks: int, address: str, place: Path) -> None:
+    """The first save of rank 1 is held up."""
+    ranks = Ranks.join(rank, num_ranks, address, 60, False)
     saver = Saver(ranks, timeout_s=60)
     half = [replace(piece, shape=(2, NUM_ELEMENTS), first=rank * NUM_ELEMENTS) for piece in holding(1.0)]
     held = HeldUp(place / "1", rank) if rank == 1 else None
@@ -149,20 +147,9 @@ def two_ranks(rank: int, address: str, place: Path) -> None:
 
 
 def test_no_rank_begins_while_one_of_them_still_holds_its_copy(tmp_path: Path, warm_python: list[str]) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    module = "tests.workers.trainer.checkpointing.test_late_saves"
-    ranks = [
-        subprocess.Popen(
-            [*warm_python, "-m", module, str(rank), address, str(tmp_path)], stderr=subprocess.PIPE, cwd=ROOT
-        )
-        for rank in range(2)
-    ]
-    errors = [rank.communicate(timeout=240)[1].decode() for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    run_ranks([*warm_python, "-m", "tests.workers.trainer.checkpointing.test_late_saves"], 2, tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3"]
 
 
 if __name__ == "__main__":
-    two_ranks(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))
+    one_of_two(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Path(sys.argv[4]))

@@ -18,11 +18,11 @@ from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.trainer.checkpointing.reading import load
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.checkpointing.shard_files import INDEX
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
+from penstock.workers.weights.piece import Piece
 
 Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]

@@ -199,7 +199,7 @@ def test_vllm_serves_the_exported_adapter_with_the_trainers_logprobs(
         trainer.update(rows, sft_loss)
     trainer.export(str(tmp_path / "model"))
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    command = [*warm_python, str(Path(__file__).parents[1] / "vllm_adapter.py")]
+    command = [*warm_python, str(Path(__file__).with_name("vllm_adapter.py"))]
     words = [base, str(tmp_path / "model" / "adapter"), "5,6,7,8,7,8,9,10,11,12"]
     done = subprocess.run([*command, *words], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from penstock.conf.errors import WeightError
-from penstock.workers.trainer.engines.engine import Piece
 from penstock.workers.trainer.writing import publish
+from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import open_publication
 from penstock.workers.weights.publication.reading import MappedWeights

@@ -1,4 +1,5 @@
-"""One rank of `test_weight_stream.py`, in a process of its own: `python gathering.py RANK NUM_RANKS ADDRESS DIRECTORY`.
+"""One rank of `test_weight_stream.py`, in a process of its own:
+`python -m tests.workers.weights.streaming.gathering RANK NUM_RANKS ADDRESS DIRECTORY`.
 
 Gathers a stream of whole tensors twice, once as the rank that sends and once, on other ranks, through vLLM's own
 sender, which only joins in.
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.streaming.senders import StreamTransport
 from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.trainer_side import TrainerSide, make_transport
@@ -27,14 +29,14 @@ def full(name: str) -> torch.Tensor:
     return values.reshape(SHAPES[name])
 
 
-def pieces(rank: int, num_ranks: int) -> list[Any]:
+def pieces(rank: int, num_ranks: int) -> list[Piece]:
     """Flat pieces of this rank, float32 but for `steps`."""
     found = []
     for name, shape in SHAPES.items():
         flat = full(name).reshape(-1)
         cut = CUTS[name] if num_ranks == 2 else flat.numel()
         first, last = (0, cut) if rank == 0 else (cut, flat.numel())
-        found.append(SimpleNamespace(name=name, shape=shape, first=first, values=flat[first:last].clone()))
+        found.append(Piece(name, shape, first, flat[first:last].clone()))
     return found
 
 

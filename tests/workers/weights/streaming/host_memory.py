@@ -15,6 +15,7 @@ import torch
 
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
+from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
 from penstock.workers.weights.streaming.engine_calls import LoopEngines
 from penstock.workers.weights.trainer_side import TrainerSide
@@ -185,12 +186,9 @@ def weights() -> dict[str, torch.Tensor]:
     return {"model.embed.weight": torch.randn(900, 512, generator=generator)} | tensors | {"scale": torch.tensor(0.1)}
 
 
-def pieces_of(tensors: dict[str, torch.Tensor]) -> Callable[[], Iterator[Any]]:
+def pieces_of(tensors: dict[str, torch.Tensor]) -> Callable[[], Iterator[Piece]]:
     """Of the only rank."""
-    return lambda: (
-        SimpleNamespace(name=name, shape=tuple(tensor.shape), first=0, values=tensor.reshape(-1))
-        for name, tensor in tensors.items()
-    )
+    return lambda: (Piece(name, tuple(tensor.shape), 0, tensor.reshape(-1)) for name, tensor in tensors.items())
 
 
 def lone_rank(

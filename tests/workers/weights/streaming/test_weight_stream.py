@@ -1,11 +1,8 @@
 """Whole tensors from the ranks' pieces: the same on every rank, in the engines' dtype, one at a time."""
 
 import math
-import socket
-import subprocess
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
+from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.streaming.weight_stream import WeightStream, _spans_by_tensor
+from tests.rank_processes import run_ranks
 from tests.workers.weights.streaming import gathering
 
 
@@ -22,13 +21,13 @@ def alone(pieces: Any, dtype: str = "bfloat16") -> WeightStream:
     return WeightStream(pieces, dtype, torch.device("cpu"), lambda value: [value])
 
 
-def piece(name: str, *shape: int) -> Any:
+def piece(name: str, *shape: int) -> Piece:
     values = torch.arange(math.prod(shape), dtype=torch.float32)
-    return SimpleNamespace(name=name, shape=shape, first=0, values=values)
+    return Piece(name, shape, 0, values)
 
 
 def test_one_rank_has_whole_tensors_and_only_casts_them() -> None:
-    own = [piece("a", 2, 3), SimpleNamespace(name="n", shape=(2,), first=0, values=torch.tensor([4, 5]))]
+    own = [piece("a", 2, 3), Piece("n", (2,), 0, torch.tensor([4, 5]))]
     stream = alone(lambda: own)
     metas = [(meta.name, meta.dtype, meta.shape, meta.num_bytes) for meta in stream.metadata()]
     assert metas == [("a", torch.bfloat16, (2, 3), 12), ("n", torch.int64, (2,), 16)]
@@ -86,19 +85,7 @@ def two(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Pat
     """What two processes left."""
     pytest.importorskip("vllm", reason="vLLM is not installed: its sender is not tested")
     directory = tmp_path_factory.mktemp("two")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    processes = [
-        subprocess.Popen(
-            [*warm_python, str(gathering.__file__), str(rank), "2", address, str(directory)],
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    run_ranks([*warm_python, "-m", gathering.__name__], 2, directory, timeout_s=120)
     return directory
 
 

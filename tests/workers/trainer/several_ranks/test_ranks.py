@@ -1,8 +1,6 @@
 """Two ranks over gloo, in small micro-batches, against one rank with all rows in one: the same mathematics, whichever
 engine shards it."""
 
-import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,12 @@ from safetensors.torch import load_file
 
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.trainer import PolicyTrainer
-from tests.workers.trainer import ranks
+from tests.rank_processes import run_ranks
 from tests.workers.trainer.conftest import ENGINES
+from tests.workers.trainer.several_ranks import ranks
 from tests.workers.trainer.states import put_state, whole_state
 
 pytestmark = pytest.mark.slow
-ROOT = Path(__file__).parents[3]
 EVERY = [(engine, scenario) for engine in ENGINES for scenario in ranks.scenarios_of(engine)]
 EXACT = [(engine, scenario) for engine, scenario in EVERY if not scenario.endswith("bfloat16")]
 ROUNDED = [(engine, scenario) for engine, scenario in EVERY if scenario.endswith("bfloat16")]
@@ -28,21 +26,8 @@ ROUNDED = [(engine, scenario) for engine, scenario in EVERY if scenario.endswith
 def two(model_path: str, tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Path:
     """What two processes left."""
     directory = tmp_path_factory.mktemp("two")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [*warm_python, "-m", "tests.workers.trainer.ranks"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), "2", address, model_path, str(directory), *ENGINES],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(2)
-    ]
-    errors = [process.communicate(timeout=480)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(errors)
+    command = [*warm_python, "-m", ranks.__name__]
+    run_ranks(command, 2, model_path, directory, *ENGINES, timeout_s=480)
     return directory
 
 

@@ -1,5 +1,5 @@
 """One rank of `test_ranks_parallel.py`, in a process of its own:
-`python ranks_parallel.py RANK NUM_RANKS ADDRESS MODELS DIRECTORY`.
+`python -m tests.workers.trainer.several_ranks.ranks_parallel RANK NUM_RANKS ADDRESS MODELS DIRECTORY`.
 
 Runs every scenario of that number of ranks and leaves what the tests look at in DIRECTORY. The same scenarios with one
 rank and none of their ways to split the work are what they are compared to.

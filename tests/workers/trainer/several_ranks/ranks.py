@@ -1,5 +1,5 @@
 """One rank of `test_ranks.py`, in a process of its own:
-`python -m tests.workers.trainer.ranks RANK NUM_RANKS ADDRESS MODEL DIRECTORY ENGINE...`.
+`python -m tests.workers.trainer.several_ranks.ranks RANK NUM_RANKS ADDRESS MODEL DIRECTORY ENGINE...`.
 
 Runs every scenario with each engine and leaves what the tests look at in DIRECTORY. The same scenarios with one rank of
 FSDP2 are what they are compared to.

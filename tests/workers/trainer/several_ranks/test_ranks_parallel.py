@@ -2,8 +2,6 @@
 all."""
 
 import json
-import socket
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.conf.model import FreshModelConfig
 from penstock.workers.models.fresh import build_fresh_model
-from tests.workers.trainer import ranks_parallel as ranks
+from tests.rank_processes import run_ranks
+from tests.workers.trainer.several_ranks import ranks_parallel as ranks
 
 pytestmark = pytest.mark.slow
 FRESH = FreshModelConfig(
@@ -51,7 +50,7 @@ def several(models: str, tmp_path_factory: pytest.TempPathFactory, warm_python: 
     def of(num_ranks: int) -> Path:
         if num_ranks not in made:
             made[num_ranks] = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-            run_processes(warm_python, num_ranks, models, made[num_ranks])
+            run_ranks([*warm_python, "-m", ranks.__name__], num_ranks, models, made[num_ranks])
         return made[num_ranks]
 
     return of
@@ -62,21 +61,6 @@ def one(models: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("one")
     ranks.run(0, 1, None, models, directory)
     return directory
-
-
-def run_processes(python: list[str], num_ranks: int, models: str, directory: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    command = [*python, ranks.__file__]
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(num_ranks), address, models, str(directory)], stderr=subprocess.PIPE, text=True
-        )
-        for rank in range(num_ranks)
-    ]
-    errors = [process.communicate(timeout=300)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * num_ranks, "\n".join(errors)
 
 
 def result(directory: Path, scenario: str, rank: int = 0) -> dict[str, Any]:
