@@ -17,7 +17,7 @@ demo: setup ## a tiny model learns arithmetic by reinforcement learning, within 
 # wait by spinning would keep the cores from those that compute.
 WORKERS := 2
 SLOWEST := --durations=10 --durations-min=1
-test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick round, WORKERS=0 for one process
+test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
 
 soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
@@ -44,7 +44,7 @@ bench-env: setup .venv-trl/.locked .venv-tq/.locked ## the environments of the p
 	  .venv-$*/bin/python -m pip install --quiet --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r $<
 	@touch $@
 
-bench: bench-env ## every benchmark, results in benchmarks/results/
+bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	@mkdir -p benchmarks/results
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
 	$(BIN)/python -m benchmarks.store --json benchmarks/results/store.json $(ARGS)

@@ -195,7 +195,7 @@ class Controller:
             return str(error)
 
     async def _publish(self, version: int) -> tuple[Delivery, float]:
-        """Let go of this version: from here on weights may change again."""
+        """Publish this version: once it returns the trainers may go on to the next step."""
         start = time.time()
         delivery = await self._weights.publish(version)
         self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)

@@ -1,5 +1,5 @@
-"""Which of several failures is the cause of the others, and how all of them are told. Used by `ray_calls.py` and
-`controller.py`.
+"""Which of several failures is the cause of the others, and how all of them are told. Used by `ray_calls.py`,
+`controller.py` and `checkpointing/saving.py`.
 
     user's data or code, settings, bugs  ▸  the death of a process  ▸  deadlines  ▸  a partner or the store is gone
 
@@ -26,8 +26,8 @@ MAX_OTHER_CHARS = 200
 _ERROR, _DEATH, _LATE, _CONSEQUENCE = range(4)
 
 
-def _place(error: BaseException) -> int:
-    """Smaller ones make larger ones."""
+def _blame_order(error: BaseException) -> int:
+    """Lower ones explain higher ones."""
     if isinstance(error, PartnerGone | StoreClosed):
         return _CONSEQUENCE
     if isinstance(error, DeadlineExceeded | LeaseExpired):
@@ -39,12 +39,12 @@ def _place(error: BaseException) -> int:
 
 def is_cause(error: BaseException) -> bool:
     """It needs no other failure to be explained."""
-    return _place(error) <= _DEATH
+    return _blame_order(error) <= _DEATH
 
 
 def cause_of(failures: Sequence[BaseException]) -> BaseException:
     """The failure that explains the others, the first of its kind; its message lists them in short."""
-    cause = min(failures, key=_place)  # the first of several that are equal
+    cause = min(failures, key=_blame_order)  # the first of several that are equal
     told = {_line(cause)}
     others = [line for line in dict.fromkeys(map(_line, failures)) if line not in told]
     if not others:

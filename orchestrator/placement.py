@@ -25,7 +25,7 @@ class ActorPlan:
 
 
 def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
-    """Every actor of the run, in the order in which they are started."""
+    """Every actor of the run, in the order in which they are created."""
     cpus = config.cluster.cpus_per_worker
     trainer = config.trainer
     actors = [ActorPlan(STORE, "store"), ActorPlan("Prompts", "prompts", stage="source")]
@@ -34,8 +34,8 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
         for index in range(config.rollout.num_workers):
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
-    judges = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * samples
-    actors.extend(ActorPlan(f"Reward-{index}", "reward", stage=name) for index, name in enumerate(judges))
+    reward_stages = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * samples
+    actors.extend(ActorPlan(f"Reward-{index}", "reward", stage=name) for index, name in enumerate(reward_stages))
     for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores")):
         for rank in range(trainer.num_ranks):
             name = f"Scorer-{stage.name}-{rank}"

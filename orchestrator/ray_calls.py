@@ -1,6 +1,6 @@
 """Waiting for actors: every wait has a deadline, and every failure arrives as one of Penstock's own errors.
 
-Used by the fleet, the controller and the imperative handles.
+Used by whatever in `orchestrator/` calls an actor.
 """
 
 import asyncio

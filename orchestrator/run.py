@@ -19,7 +19,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.orchestrator.checkpoint import Checkpoint
-from penstock.orchestrator.checkpointing.resuming import finished, open_run
+from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.cluster import connect
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
@@ -63,7 +63,7 @@ def run(
     """
     validate(config)
     console = Console(quiet=quiet)
-    if (done := finished(config)) is not None:
+    if (done := finished_run(config)) is not None:
         return _nothing_left(done, console)
     start = time.monotonic()
     flow = flow.check() if flow is not None else build_dataflow(config.algorithm)

@@ -1,4 +1,4 @@
-"""The streaming store, in four wings that import one another downwards:
+"""The streaming store, in four packages that import one another downwards:
 
 client/    how workers speak to it
 service/   the process that answers them

@@ -6,7 +6,7 @@
         manifest.json    step, prompts' place, model, sizes and checksums of the trainer's files
         COMPLETE         written last: without it, it is none
 
-Written by `saving.py` while training goes on, opened by `run.py` and `export.py`. The place may be an fsspec URL.
+Written by `saving.py` while training goes on, opened by `resuming.py` and `export.py`. The place may be an fsspec URL.
 """
 
 import json

@@ -70,7 +70,7 @@ def _newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     return resumed
 
 
-def finished(config: RunConfig) -> RunDirectory | None:
+def finished_run(config: RunConfig) -> RunDirectory | None:
     """With resume=auto, the run in its directory if nothing is left to do of it: it came to its end with as many
     steps as are asked for now, or reached its goal, and its model is there."""
     if config.resume != "auto" or not _there(config):

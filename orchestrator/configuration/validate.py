@@ -1,7 +1,7 @@
 """Everything that can be wrong with a run and can be known without starting anything.
 
-`check_run` is the first thing that `run` does: the first fault ends it. `penstock validate` shows the same checks one
-by one, with the resolved configuration, the dataflow and the plan of actors.
+`check_run` is the last thing that `run` does before it makes a directory: the first fault ends it. `penstock validate`
+shows the same checks one by one, with the resolved configuration, the dataflow and the plan of actors.
 """
 
 import os

@@ -126,7 +126,7 @@ class RunDirectory:
         self.write_text("config.yaml", to_yaml(config))
 
     def discard(self) -> None:
-        """Close, and remove what was made: the name is free again. Files of other hands stay."""
+        """Close, and remove what was made: the name is free again. Files that something else wrote stay."""
         self._close_files()
         self._clear()
         for lock in self._locks:

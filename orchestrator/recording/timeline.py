@@ -1,12 +1,10 @@
 """Who did what when, as a Chrome trace: `timeline.json` opens in chrome://tracing or ui.perfetto.dev.
 
-One track per worker or phase. The controller adds spans as they end; `RunDirectory.close` writes the file.
+One track each for trainer, engines and checkpoints. The controller adds spans as they end; `RunDirectory.close` writes
+the file.
 """
 
 import json
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 
@@ -27,15 +25,6 @@ class Timeline:
             self.num_dropped += 1
             return
         self._spans.append((track, name, start, max(start, end), details))
-
-    @contextmanager
-    def measure(self, track: str, name: str, **details: Any) -> Iterator[None]:
-        """A span around a block, kept also if the block raises."""
-        start = time.time()
-        try:
-            yield
-        finally:
-            self.span(track, name, start, time.time(), **details)
 
     def to_json(self) -> str:
         """Chrome's trace-event format: complete events in microseconds from the first span on, a thread name a

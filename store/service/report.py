@@ -16,7 +16,6 @@ def stats(ledger: Ledger) -> dict[str, float]:
         "store/active_groups": residents.credits.active,
         "store/bytes": residents.credits.bytes,
         "store/leases": len(residents.leases.held),
-        "store/updates_formed": ledger.rounds.formed,
         "staleness/worst": ledger.rounds.staleness_max,
     }
     for stage in residents.readiness.stages:

@@ -9,7 +9,7 @@ from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.errors import CheckpointError, ConfigError, RunInUse
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
-from penstock.orchestrator.checkpointing.resuming import finished, open_run
+from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.files import saved_file
 from penstock.workers.prompts.order import PromptCursor
@@ -202,28 +202,28 @@ def ended(tmp_path, steps, *events):
 )
 def test_nothing_is_left_of_a_run_that_has_made_all_steps(tmp_path, words, is_finished):
     ended(tmp_path, 4)
-    assert (finished(run_words(tmp_path, "name=past", *words)) is not None) == is_finished
+    assert (finished_run(run_words(tmp_path, "name=past", *words)) is not None) == is_finished
 
 
 def test_nothing_is_left_of_a_run_that_reached_its_goal_unless_the_goal_is_another(tmp_path):
     ended(tmp_path, 4, ("stopped_early", {"step": 4, "accuracy": 0.9, "goal": 0.8}), ("end", {"steps": 4}))
     words = ["name=past", "trainer.max_steps=9", "resume=auto"]
-    assert finished(run_words(tmp_path, *words, "evaluation.stop_at_accuracy=0.8")) is not None
-    assert finished(run_words(tmp_path, *words, "evaluation.stop_at_accuracy=0.95")) is None
-    assert finished(run_words(tmp_path, *words)) is None
+    assert finished_run(run_words(tmp_path, *words, "evaluation.stop_at_accuracy=0.8")) is not None
+    assert finished_run(run_words(tmp_path, *words, "evaluation.stop_at_accuracy=0.95")) is None
+    assert finished_run(run_words(tmp_path, *words)) is None
 
 
 def test_a_run_that_failed_after_its_last_update_or_lacks_its_model_is_not_finished(tmp_path):
     words = ["name=past", "trainer.max_steps=4", "resume=auto"]
     ended(tmp_path, 4, ("end", {"steps": 4}), ("resume", {}), ("failed", {}))
-    assert finished(run_words(tmp_path, *words)) is None
+    assert finished_run(run_words(tmp_path, *words)) is None
     directory, _ = open_run(run_words(tmp_path, *words))
     directory.event("end", steps=4)
     directory.close()
-    assert finished(run_words(tmp_path, *words)) is not None
+    assert finished_run(run_words(tmp_path, *words)) is not None
     directory.model.rmdir()
-    assert finished(run_words(tmp_path, *words)) is None
-    assert finished(run_words(tmp_path, *words, "tracking.export_model=false")) is not None
+    assert finished_run(run_words(tmp_path, *words)) is None
+    assert finished_run(run_words(tmp_path, *words, "tracking.export_model=false")) is not None
 
 
 def test_resume_auto_wants_a_name(tmp_path):
