@@ -123,3 +123,13 @@ def test_what_crossed_ray_has_one_of_penstocks_names() -> None:
 def test_one_answer_that_does_not_come_is_named() -> None:
     with pytest.raises(DeadlineExceeded, match=r"evaluation: Reward-0 did not answer within 0\.01 s"):
         asyncio.run(answer(asyncio.sleep(60), name="Reward-0", phase="evaluation", timeout_s=0.01))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("Reward-0", "reward.num_processes"), ("Trainer-policy-1", "max_tokens_per_microbatch")]
+)
+def test_a_dead_actor_is_told_with_what_its_own_memory_goes_by(name: str, key: str) -> None:
+    said = str(translate(ActorDiedError(), name))
+    assert said.startswith(f"{name} has died")
+    assert key in said
+    assert "kv_cache" not in said

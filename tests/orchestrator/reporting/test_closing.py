@@ -1,0 +1,28 @@
+"""What a person reads when a run has ended before its end."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.closing import print_unfinished
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "way_on"),
+    [(2, "name=run resume=auto goes on from the newest checkpoint"), (0, "checkpoint.every_steps=N takes them")],
+)
+def test_a_run_that_failed_says_where_it_lies_and_how_it_goes_on(tmp_path: Path, every_steps: int, way_on: str) -> None:
+    words = [f"output_dir={tmp_path}", "name=run", f"checkpoint.every_steps={every_steps}"]
+    config = load_config(words)
+    run = RunDirectory.create(config)
+    text = io.StringIO()
+    print_unfinished(config, run, Console(file=text, width=60))
+    lines = text.getvalue().strip().splitlines()
+    assert [line.split()[0] for line in lines] == ["run", "report", "go"]
+    assert lines[0].endswith("/run")
+    assert lines[1].endswith("/run/report.html")
+    assert way_on in lines[2]
