@@ -68,14 +68,8 @@ def link_to(handle: "Store | Any", client: str, node: str | None = None) -> Link
     return Lazy(lambda: find_actor(handle, client, node))
 
 
-class InProcess:
-    """Direct calls; all values are in the answers."""
-
-    def __init__(self, store: Store, client: str) -> None:
-        self._store, self._client = store, client
-
-    async def call(self, method: str, *args: Any) -> Any:
-        return await getattr(self._store, method)(*args)
+class ByValue:
+    """Data goes with the call or the answer: there is nothing to place and nothing to fetch."""
 
     async def reserve(self, nbytes: int) -> Slot | None:
         return None
@@ -88,6 +82,16 @@ class InProcess:
 
     def skip(self, refs: Sequence[Any]) -> None:
         pass
+
+
+class InProcess(ByValue):
+    """Direct calls."""
+
+    def __init__(self, store: Store, client: str) -> None:
+        self._store, self._client = store, client
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return await getattr(self._store, method)(*args)
 
     def pulse(self) -> Pulse:
         return pulse.InProcess(self._store, self._client)
@@ -148,8 +152,8 @@ async def find_actor(handle: Any, client: str, node: str | None) -> Link:
     return await OverSocket.connect(endpoint, client) or through_ray
 
 
-class OverRay:
-    """Actor calls. Data goes by value, with the call or the answer."""
+class OverRay(ByValue):
+    """Actor calls."""
 
     def __init__(self, handle: Any, client: str, patience_s: float = RETRY_S) -> None:
         """`patience_s`: how long calls that may be repeated are, while the actor cannot be reached."""
@@ -177,18 +181,6 @@ class OverRay:
                 raise PartnerGone(f"the store's process is gone: {error}") from None
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-
-    async def reserve(self, nbytes: int) -> Slot | None:
-        return None
-
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
-        return batch
-
-    def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
-        return []
-
-    def skip(self, refs: Sequence[Any]) -> None:
-        pass
 
     def pulse(self) -> Pulse:
         return pulse.OverRay(self._handle, self._client)
