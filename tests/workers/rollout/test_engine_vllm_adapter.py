@@ -174,7 +174,7 @@ def test_a_failure_from_loading_on_marks_the_engine_broken(
 ) -> None:
     llm = FakeAdapterLLM()
     engine = made(llm, tiny_model, in_flight=1)
-    llm._troubles[phase] = fail
+    llm.troubles[phase] = fail
     with pytest.raises(PenstockError, match=r"version 1, phase .*: the worker says: cannot"):
         asyncio.run(engine.load(next(publications)))
     assert is_serving(engine) == serves
