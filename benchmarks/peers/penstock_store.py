@@ -16,7 +16,6 @@ them are under way in a process at a time.
 import asyncio
 import os
 import time
-from collections import deque
 from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -146,19 +145,22 @@ class Worker:
         """Stage 3: the batches in order."""
         nbytes, start = 0, time.perf_counter()
         tasks: list[asyncio.Task[None]] = []
-        asking: deque[asyncio.Future[Any]] = deque()
-        for number in range(self.rows // self.batch + self.ahead):
-            if number < self.rows // self.batch:
-                asking.append(asyncio.ensure_future(self.client.lease_shared("train", number, 0, 1)))
-            if number < self.ahead:
-                continue
+        ready: asyncio.Queue[Any] = asyncio.Queue(self.ahead)
+        fetching = asyncio.ensure_future(self._fetch_rounds(ready))
+        for _ in range(self.rows // self.batch):
             asked = time.perf_counter()
-            lease = await asking.popleft()
+            lease = await ready.get()
             nbytes += read(lease, RESPONSE)
             tasks.append(await self._start(self.client.complete_shared(lease)))
             self.latencies.append(1000 * (time.perf_counter() - asked))
+        await fetching
         await asyncio.gather(*tasks)
         return self._answer(start, nbytes)
+
+    async def _fetch_rounds(self, ready: "asyncio.Queue[Any]") -> None:
+        """One after the other, as they are numbered, while those before are read."""
+        for number in range(self.rows // self.batch):
+            await ready.put(await self.client.lease_shared("train", number, 0, 1))
 
     async def _serve(self, stage: str, values: Any) -> Request:
         left, start = self.rows, time.perf_counter()
