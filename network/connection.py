@@ -1,0 +1,155 @@
+"""A connection between two processes of a run on different machines: frames with a fixed header, and files' bytes.
+
+    kind │ bytes of the body │ bytes that follow it │ body │ bytes …
+
+The body is small plain data (`msgspec`), which whoever uses the connection encodes; the bytes that follow it are a
+file's, sent by the kernel (`sendfile`), or an array's. Blocking, for threads: every call ends within the connection's
+silence. Used by the node agents and by the store's readers.
+"""
+
+import contextlib
+import socket
+import struct
+from dataclasses import dataclass
+from types import TracebackType
+from typing import BinaryIO, Self
+
+from penstock.network.handshake import REPLY, ClientHandshake
+
+HEADER = struct.Struct("!BIQ")
+MOST_BODY = 2**28
+"""A longer one is no message of ours."""
+SILENCE_S = 30.0
+"""A connection on which nothing could be sent or received for so long is lost. A cable that was pulled for a few
+seconds is not noticed."""
+KEEPALIVE = ((socket.TCP_KEEPIDLE, 5), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 5))
+"""Seconds, seconds, probes: an idle connection to a machine that is gone ends after `SILENCE_S`."""
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a process listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a message begins with. `num_bytes` follow on the connection, and are to be received next."""
+
+    kind: int
+    body: bytes
+    num_bytes: int = 0
+
+
+class Connection:
+    """One end. Not thread-safe: one thread sends, one receives.
+
+    Raises `ConnectionError` when the other end is gone, `TimeoutError` when it is silent.
+    """
+
+    def __init__(self, connected: socket.socket, silence_s: float = SILENCE_S) -> None:
+        """`connected`: past its handshake."""
+        self.socket = connected
+        prepare(connected, silence_s)
+
+    def send(self, kind: int, body: bytes = b"", num_bytes: int = 0) -> None:
+        """A frame. The caller sends `num_bytes` next, by `send_file` or `send_bytes`."""
+        more = socket.MSG_MORE if num_bytes else 0
+        view = memoryview(HEADER.pack(kind, len(body), num_bytes) + body)
+        while len(view):
+            view = view[self.socket.send(view, more) :]
+
+    def send_bytes(self, values: "bytes | bytearray | memoryview") -> None:
+        self.socket.sendall(values)
+
+    def send_file(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
+        """By the kernel, without a copy in this process. Raises `ConnectionError` if the file ends before."""
+        sent = self.socket.sendfile(file, offset, num_bytes)
+        if sent != num_bytes:
+            raise ConnectionAbortedError(f"{file.name}: {sent} bytes from {offset} instead of {num_bytes}.")
+
+    def receive(self) -> Frame:
+        kind, length, num_bytes = HEADER.unpack(self._exactly(HEADER.size))
+        if length > MOST_BODY:
+            raise ConnectionAbortedError(f"a message of {length} bytes: the other end speaks something else.")
+        return Frame(kind, bytes(self._exactly(length)), num_bytes)
+
+    def receive_into(self, target: memoryview) -> None:
+        """As many bytes as there is room for."""
+        while len(target):
+            count = self.socket.recv_into(target)
+            if not count:
+                raise ConnectionResetError("the other end has closed the connection.")
+            target = target[count:]
+
+    def hang_up(self) -> None:
+        """End it from any thread: who sends or receives at either end is told. It is still to be closed."""
+        hang_up(self.socket)
+
+    def close(self) -> None:
+        self.socket.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _exactly(self, count: int) -> bytearray:
+        data = bytearray(count)
+        self.receive_into(memoryview(data))
+        return data
+
+
+def connect(address: Address, service: int, token: bytes, timeout_s: float, silence_s: float = SILENCE_S) -> Connection:
+    """Raises `TimeoutError`, `Stranger`, or another `OSError`, each within about `timeout_s`."""
+    connected = socket.create_connection((address.host, address.port), timeout_s)
+    try:
+        greet(connected, service, token)
+        return Connection(connected, silence_s)
+    except BaseException:
+        connected.close()
+        raise
+
+
+def greet(connected: socket.socket, service: int, token: bytes) -> None:
+    """The client's side of the handshake, within the socket's timeout for each message."""
+    handshake = ClientHandshake(token, service)
+    connected.sendall(handshake.hello)
+    connected.sendall(handshake.finish(read_exactly(connected, REPLY.size)))
+
+
+def read_exactly(connected: socket.socket, count: int) -> bytes:
+    """Raises `ConnectionResetError` if the connection ends before."""
+    data = bytearray()
+    while len(data) < count:
+        some = connected.recv(count - len(data))
+        if not some:
+            raise ConnectionResetError("the other end has closed the connection: is it of the same run?")
+        data += some
+    return bytes(data)
+
+
+def prepare(connected: socket.socket, silence_s: float = SILENCE_S) -> None:
+    """Have the kernel notice a machine that is gone, also where neither end says anything."""
+    connected.settimeout(silence_s)
+    if connected.family in (socket.AF_INET, socket.AF_INET6):
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(silence_s * 1000))
+        for option, value in KEEPALIVE:
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def hang_up(connected: socket.socket) -> None:
+    """End it for whoever uses it, who closes it: a descriptor that another thread closes may be another file's by
+    then."""
+    with contextlib.suppress(OSError):  # it has ended already
+        connected.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,150 @@
+"""A port of this machine that the run's processes on other machines connect to.
+
+One thread accepts; each connection gets a thread, which has it prove that it is of this run (`handshake.py`) and then
+calls the handler of the service that it asked for. Whoever proves nothing hears nothing, and is counted.
+"""
+
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+
+from penstock.network.connection import SILENCE_S, Address, hang_up, prepare, read_exactly
+from penstock.network.handshake import FINISH_BYTES, HELLO, ServerHandshake, Stranger
+
+MANY = 1024
+"""Connections that wait to be accepted: all machines of a run come at once."""
+MOST_STRANGERS = 128
+"""Connections that may be within the handshake at a time; more are hung up on."""
+HANDSHAKE_S = 10.0
+"""After so long a connection that has not proved anything is hung up on."""
+JOIN_S = 5.0
+
+Handler = Callable[[socket.socket], None]
+"""Serves an authenticated connection in its own thread, and may hand it over and return. The socket is the handler's,
+who closes it."""
+
+
+class Listener:
+    """Lifecycle: made with its handlers, `address` says where it is, `close` ends it with all connections that its
+    handlers serve.
+
+        with Listener("10.0.0.1", token, {ROWS: serve_rows}) as listener:
+            tell_others(listener.address)
+    """
+
+    def __init__(
+        self,
+        host: str,
+        token: bytes,
+        handlers: Mapping[int, Handler],
+        ports: range = range(1),
+        silence_s: float = SILENCE_S,
+        handshake_s: float = HANDSHAKE_S,
+    ) -> None:
+        """`host`: an address of this machine. `ports`: the first that is free is taken; 0: any. Raises `OSError` if
+        none is."""
+        self._token, self._handlers = token, dict(handlers)
+        self._silence_s, self._handshake_s = silence_s, handshake_s
+        self._socket = _bound(host, ports)
+        self.address = Address(host, self._socket.getsockname()[1])
+        self.refused = 0
+        """Connections of strangers."""
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, threading.Thread] = {}
+        self._greeting = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._closed = False
+        self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take no more connections and end those that are open. A second time changes nothing."""
+        with self._lock:
+            self._closed = True
+            threads = list(self._open.items())
+        hang_up(self._socket)
+        for connected, _ in threads:
+            hang_up(connected)
+        for thread in [self._thread, *(thread for _, thread in threads)]:
+            if thread is not threading.current_thread():
+                thread.join(JOIN_S)
+        self._socket.close()
+
+    def __enter__(self) -> "Listener":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._socket.accept()
+            except OSError:
+                if self._closed:
+                    return
+                continue  # the visitor was gone before it was let in
+            if not self._greeting.acquire(blocking=False):
+                self._refuse(connected)
+                continue
+            thread = threading.Thread(target=self._serve, args=(connected,), name="connection", daemon=True)
+            with self._lock:
+                if self._closed:
+                    connected.close()
+                    return
+                self._open[connected] = thread
+            thread.start()
+
+    def _serve(self, connected: socket.socket) -> None:
+        try:
+            try:
+                handler = self._welcome(connected)
+            finally:
+                self._greeting.release()
+            if handler is not None:
+                handler(connected)
+        finally:
+            with self._lock:
+                self._open.pop(connected, None)
+
+    def _welcome(self, connected: socket.socket) -> Handler | None:
+        """Who serves it; None if it has proved nothing. A connection that says little, slowly, is cut off."""
+        watch = threading.Timer(self._handshake_s, hang_up, (connected,))
+        watch.daemon = True
+        watch.start()
+        try:
+            connected.settimeout(self._handshake_s)
+            handshake = ServerHandshake(self._token)
+            connected.sendall(handshake.reply(read_exactly(connected, HELLO.size)))
+            handshake.finish(read_exactly(connected, FINISH_BYTES))
+            if handshake.service not in self._handlers:
+                raise Stranger(f"nobody serves {handshake.service} here.")
+        except OSError:  # among them Stranger and TimeoutError
+            self._refuse(connected)
+            return None
+        finally:
+            watch.cancel()
+        with suppress(OSError):
+            prepare(connected, self._silence_s)
+        return self._handlers[handshake.service]
+
+    def _refuse(self, connected: socket.socket) -> None:
+        with self._lock:
+            self.refused += 1
+        connected.close()
+
+
+def _bound(host: str, ports: range) -> socket.socket:
+    for port in ports:
+        listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind((host, port))
+            listening.listen(MANY)
+        except OSError:
+            listening.close()
+            if port == ports[-1]:
+                raise
+        else:
+            return listening
+    raise OSError(f"no port to listen on at {host}: the range is empty.")

@@ -1,0 +1,132 @@
+"""Connections between processes of a run: what is sent arrives, and strangers get nothing."""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.network.connection import Address, Connection, connect
+from penstock.network.handshake import HELLO, Stranger, new_token
+from penstock.network.listener import Listener
+
+TOKEN = new_token()
+ECHO, HAND_OVER = 1, 2
+HOST = "127.0.0.1"
+
+
+def echo(connected: socket.socket) -> None:
+    with Connection(connected) as connection:
+        try:
+            while True:
+                frame = connection.receive()
+                values = bytearray(frame.num_bytes)
+                connection.receive_into(memoryview(values))
+                connection.send(frame.kind, frame.body, len(values))
+                connection.send_bytes(values)
+        except ConnectionError:
+            return
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with Listener(HOST, TOKEN, {ECHO: echo}, handshake_s=0.5) as listener:
+        yield listener
+
+
+def test_frames_and_the_bytes_of_a_file_arrive(listener: Listener, tmp_path: Path) -> None:
+    content = os.urandom(3_000_000)
+    (tmp_path / "values").write_bytes(content)
+    with connect(listener.address, ECHO, TOKEN, 5.0) as connection, (tmp_path / "values").open("rb") as file:
+        receiving = bytearray(2_000_000)
+        sender = threading.Thread(
+            target=lambda: (
+                connection.send(9, b"body", len(receiving)), connection.send_file(file, 500_000, len(receiving))
+            )
+        )  # fmt: skip
+        sender.start()
+        frame = connection.receive()
+        connection.receive_into(memoryview(receiving))
+        sender.join()
+    assert (frame.kind, frame.body, frame.num_bytes) == (9, b"body", 2_000_000)
+    assert bytes(receiving) == content[500_000:2_500_000]
+
+
+def test_a_file_that_ends_too_soon_is_an_error(listener: Listener, tmp_path: Path) -> None:
+    (tmp_path / "short").write_bytes(b"abc")
+    with connect(listener.address, ECHO, TOKEN, 5.0) as connection, (tmp_path / "short").open("rb") as file:
+        connection.send(1, b"", 10)
+        with pytest.raises(ConnectionAbortedError, match="short: 3 bytes"):
+            connection.send_file(file, 0, 10)
+
+
+def test_another_token_is_refused_and_counted(listener: Listener) -> None:
+    with pytest.raises(ConnectionError):
+        connect(listener.address, ECHO, new_token(), 5.0)
+    with pytest.raises(ConnectionError):
+        connect(listener.address, 99, TOKEN, 5.0).receive()  # a service that nobody serves
+    assert listener.refused == 2
+
+
+def test_a_stranger_gets_no_byte(listener: Listener) -> None:
+    for words in (b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n".ljust(HELLO.size, b"x"), os.urandom(HELLO.size)):
+        with socket.create_connection((HOST, listener.address.port), 5.0) as visitor:
+            visitor.sendall(words)
+            with contextlib.suppress(ConnectionResetError):  # hung up on before it was done
+                assert visitor.recv(1) == b""
+
+
+def test_one_that_says_nothing_is_hung_up_on(listener: Listener) -> None:
+    with socket.create_connection((HOST, listener.address.port), 30.0) as visitor:
+        assert visitor.recv(1) == b""  # after handshake_s, not after the 30 s that the visitor would wait
+
+
+def test_a_server_of_another_run_is_found_out() -> None:
+    """It answers the hello with what it has."""
+    with socket.create_server((HOST, 0)) as impostor:
+
+        def answer() -> None:
+            connected, _ = impostor.accept()
+            with connected:
+                connected.recv(HELLO.size, socket.MSG_WAITALL)
+                connected.sendall(bytes(64))
+                connected.recv(1)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(Stranger, match="another run"):
+            connect(Address(HOST, impostor.getsockname()[1]), ECHO, TOKEN, 5.0)
+        thread.join()
+
+
+def test_close_ends_open_connections(listener: Listener) -> None:
+    connection = connect(listener.address, ECHO, TOKEN, 5.0)
+    connection.send(1, b"there")
+    assert connection.receive().body == b"there"
+    listener.close()
+    with pytest.raises(ConnectionError):
+        connection.receive()
+    with pytest.raises(OSError):  # noqa: PT011 - refused, or reset: it depends on the moment
+        connect(listener.address, ECHO, TOKEN, 1.0)
+
+
+def test_silence_is_an_error(listener: Listener) -> None:
+    with connect(listener.address, ECHO, TOKEN, 5.0, silence_s=0.2) as connection, pytest.raises(TimeoutError):
+        connection.receive()
+
+
+def test_the_first_free_port_of_a_range_is_taken(listener: Listener) -> None:
+    taken = listener.address.port
+    with pytest.raises(OSError, match="in use"):
+        Listener(HOST, TOKEN, {}, ports=range(taken, taken + 1))
+    for last in range(taken + 2, taken + 50):  # some port above is free
+        try:
+            with Listener(HOST, TOKEN, {}, ports=range(taken, last)) as second:
+                assert second.address.port != taken
+                return
+        except OSError:
+            continue
+    raise AssertionError("no port was free")
