@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from penstock.conf.checks import above, at_least
+from penstock.conf.errors import ConfigError
 
 
 @dataclass
@@ -16,6 +17,9 @@ class ClusterConfig:
     """Start the Ray dashboard with a local Ray. A cluster has its own."""
     object_store_mib: int = 512
     """Shared memory of a local Ray's object store."""
+    ports: list[int] | None = None
+    """First and last port that the run's node agents and its store may listen on, for a firewall between the nodes: two
+    are taken on the store's node and one on each other, for each run. `null`: any free ones."""
     worker_logs: bool = False
     """Show what actors print in this terminal. They are in Ray's session directory either way."""
     cpus_per_worker: float = 1.0
@@ -27,6 +31,8 @@ class ClusterConfig:
         at_least("cluster.cpus_per_worker", self.cpus_per_worker, 0)
         at_least("cluster.object_store_mib", self.object_store_mib, 80)
         above("cluster.shutdown_timeout_s", self.shutdown_timeout_s, 0)
+        if self.ports is not None and (len(self.ports) != 2 or not 0 < self.ports[0] <= self.ports[1] < 65536):
+            raise ConfigError(f"cluster.ports={self.ports}: write the first and the last port, such as [20000,20099].")
         if self.num_gpus is not None:
             at_least("cluster.num_gpus", self.num_gpus, 0)
 

@@ -19,7 +19,6 @@ import asyncio
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -76,7 +75,6 @@ class Controller:
         directory: RunDirectory,
         progress: Progress,
         sinks: list[Sink],
-        weights_root: Path,
         evaluator: Evaluator | None = None,
     ) -> None:
         self.fleet, self.config, self.flow = fleet, config, flow
@@ -87,7 +85,7 @@ class Controller:
         self.outcome = Outcome()
         self._before = fleet.resumed.step if fleet.resumed is not None else 0
         """The last step before this process."""
-        self._weights = WeightSync(fleet, config, weights_root)
+        self._weights = WeightSync(fleet, config)
         self._turns = Turns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
         self._usage = Usage(fleet, flow)
@@ -99,10 +97,15 @@ class Controller:
         """All steps. Raises the failure that explains the others."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                watching = [
+                    tasks.create_task(held_back(self._serve(name, handle))) for name, handle in self.fleet.role("agent")
+                ]
                 self._start_serving(tasks, "prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))
                 self._closing = True
                 await self.store.close("the run is complete")
+                for agent in watching:  # which outlive the store
+                    agent.cancel()
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
         return self.outcome

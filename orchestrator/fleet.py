@@ -7,6 +7,7 @@ loop.
 import contextlib
 import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -18,11 +19,13 @@ from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.colocation import SharedDevices, plan_sharing
+from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.placement import ActorPlan, threads_per_worker
 from penstock.orchestrator.ray_calls import get_all
 from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
+from penstock.workers.node.agent import WEIGHTS
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
@@ -45,6 +48,7 @@ class Fleet:
     flow: Dataflow
     model_path: str
     namespace: str
+    agents: NodeAgents
     with_store: bool = True
     resumed: Checkpoint | None = None
     """What the run goes on from."""
@@ -57,6 +61,8 @@ class Fleet:
 
     def create(self) -> None:
         """Create every actor; models are not loaded yet."""
+        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+        self.agents.create([(node["NodeID"], node["NodeManagerAddress"]) for node in nodes])
         self._devices.reserve(self.config.rollout.start_timeout_s)
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
@@ -70,6 +76,7 @@ class Fleet:
     def start(self) -> None:
         """Load models and start engines, all at the same time. Raises what the first failing actor raised."""
         timeout_s = self.config.rollout.start_timeout_s
+        self.agents.facts(timeout_s)
         calls = []
         for role in ("trainer", "scorer"):
             ranks = self.role(role)
@@ -91,8 +98,15 @@ class Fleet:
             phase = f"resume {self.resumed.directory}"
             get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
+    @property
+    def weights_root(self) -> Path:
+        """Where publications lie on every node of the run."""
+        return Path(self.agents.root) / WEIGHTS
+
     def role(self, role: str) -> list[tuple[str, Any]]:
-        """Names and handles of one role."""
+        """Names and handles of one role; `agent`: those of the nodes."""
+        if role == "agent":
+            return list(self.agents.members.values())
         return [
             (actor.name, self.actors[actor.name])
             for actor in self.plan
@@ -114,6 +128,7 @@ class Fleet:
                 ray.kill(handle)
         if self.store is not None:  # nobody reads its files any more
             end_store_actor(self.store, self.config.store.spill_dir, grace_s)
+        self.agents.close(grace_s)
         self._devices.release()
         self.actors.clear()
         self.store = None

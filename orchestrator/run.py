@@ -7,8 +7,7 @@ directory is left valid and no process is left behind.
 import asyncio
 import contextlib
 import time
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.controller import Controller, Outcome
 from penstock.orchestrator.evaluation import Evaluator, HeldOut
 from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.placement import ActorPlan, plan_actors
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import print_unfinished
@@ -33,7 +33,6 @@ from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
 from penstock.orchestrator.reporting.status import note_connection
-from penstock.store.data.roots import PREFIX, SHARED_MEMORY, claim_root, remove_root, sweep_stale
 from penstock.workers.models.fresh import build_fresh_model
 
 
@@ -129,22 +128,22 @@ def _train(
     resumed: Checkpoint | None,
 ) -> Outcome:
     """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
-    with weights_root(directory.run_id) as root:
-        fleet = Fleet(plan, config, flow, model_path, namespace, resumed=resumed)
-        try:
-            progress.phase(_starting_text(plan, config))
-            evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None
-            fleet.create()
-            fleet.start()
-            sinks.extend(make_sinks(config.tracking, directory))
-            controller = Controller(fleet, config, flow, directory, progress, sinks, root, evaluator)
-            return asyncio.run(controller.run())
-        finally:
-            progress.phase("stopping")
-            fleet.close()
-            for sink in sinks:
-                sink.close()
-            progress.close()
+    agents = NodeAgents(directory.run_id, namespace, config.cluster)
+    fleet = Fleet(plan, config, flow, model_path, namespace, agents, resumed=resumed)
+    try:
+        progress.phase(_starting_text(plan, config))
+        evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None
+        fleet.create()
+        fleet.start()
+        sinks.extend(make_sinks(config.tracking, directory))
+        controller = Controller(fleet, config, flow, directory, progress, sinks, evaluator)
+        return asyncio.run(controller.run())
+    finally:
+        progress.phase("stopping")
+        fleet.close()
+        for sink in sinks:
+            sink.close()
+        progress.close()
 
 
 def starting_model(config: RunConfig, directory: RunDirectory) -> str:
@@ -193,15 +192,3 @@ def _starting_text(plan: list[ActorPlan], config: RunConfig) -> str:
     roles = {actor.role for actor in plan}
     engine = f"the {config.rollout.engine} engine" + (" (about 30 s)" if config.rollout.engine == "vllm" else "")
     return f"starting {len(plan)} actors" + (f" and {engine}" if "rollout" in roles else "")
-
-
-@contextlib.contextmanager
-def weights_root(run_id: str) -> Iterator[Path]:
-    """A directory in shared memory that only this user may enter, for this run's publications; what dead runs left is
-    swept first."""
-    sweep_stale()
-    root = claim_root(Path(SHARED_MEMORY) / f"{PREFIX}{run_id}-{uuid.uuid4().hex[:12]}")
-    try:
-        yield root
-    finally:
-        remove_root(root)

@@ -30,11 +30,12 @@ from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.cluster import connect
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.placement import ActorPlan, plan_actors
 from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
-from penstock.orchestrator.run import is_refusal, starting_model, weights_root, with_other_models
+from penstock.orchestrator.run import is_refusal, starting_model, with_other_models
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.balance import balance, row_cost
@@ -102,10 +103,10 @@ class Model:
 class Policy(Model):
     """The model that is trained, and the engines that sample from it."""
 
-    def __init__(self, fleet: Fleet, config: RunConfig, root: Path) -> None:
+    def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         super().__init__(fleet.role("trainer"), config)
         self._engines = fleet.role("rollout")
-        self._weights = WeightSync(fleet, config, root)
+        self._weights = WeightSync(fleet, config)
         self._sampling = Sampling.of(config.rollout.sampling)
         self.version = 0
         """Version that the engines serve: the number of `publish` calls."""
@@ -226,10 +227,11 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 @contextlib.contextmanager
 def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
     sinks: list[Sink] = []
-    with connect(plan, config, directory.run_id) as namespace, weights_root(directory.run_id) as root:
+    with connect(plan, config, directory.run_id) as namespace:
         model_path = starting_model(config, directory)
         config = with_other_models(config, directory, model_path)
-        fleet = Fleet(plan, config, flow, model_path, namespace, with_store=False)
+        agents = NodeAgents(directory.run_id, namespace, config.cluster)
+        fleet = Fleet(plan, config, flow, model_path, namespace, agents, with_store=False)
         try:
             fleet.create()
             fleet.start()
@@ -240,7 +242,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
             yield Session(
                 config,
                 directory.path,
-                Policy(fleet, config, root),
+                Policy(fleet, config),
                 Prompts(open_source(config, model_path)),
                 Reward(fleet, config),
                 Model(ranks, config) if ranks else None,

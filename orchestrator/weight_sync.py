@@ -8,7 +8,6 @@ What the two sides do is `workers/weights/`'s business; here are the order of th
 """
 
 import time
-from pathlib import Path
 from typing import Any, cast
 
 from penstock.conf.run import RunConfig
@@ -29,9 +28,9 @@ PHASES = 10
 class WeightSync:
     """Lifecycle: `connect` once the fleet is started; then `publish` and `load` for each version."""
 
-    def __init__(self, fleet: Fleet, config: RunConfig, root: Path) -> None:
-        """`root`: of publications in shared memory."""
-        self._fleet, self._config, self._root = fleet, config, root
+    def __init__(self, fleet: Fleet, config: RunConfig) -> None:
+        self._fleet, self._config = fleet, config
+        self._root = fleet.weights_root
         self._trainers, self._engines = fleet.role("trainer"), fleet.role("rollout")
         self._transport = choose_transport(config) if self._engines else "shm"
         self._streams = self._transport in STREAMS

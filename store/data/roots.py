@@ -2,11 +2,12 @@
 
 A run's publications and a store's large batches lie in such directories, in shared memory and on disk. Each has an
 `owner.pid`; the next run or store that starts on the machine sweeps what dead owners left. Shared memory is RAM: nobody
-else would give it back before a reboot. Used by `segments.py` and `orchestrator/run.py`.
+else would give it back before a reboot. Used by `segments.py` and the node agents (`workers/node/agent.py`).
 """
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm"
@@ -27,6 +28,25 @@ def claim_root(root: str | Path) -> Path:
     return path
 
 
+def guard_root(root: str | Path) -> None:
+    """Have a process of its own remove the directory when this one is gone, however it ends: also by `kill -9`, and
+    with nobody there who would sweep.
+
+    The process is a shell in a session of its own that reads from a pipe; the kernel closes the pipe's other end.
+    """
+    reading, writing = os.pipe()
+    command = ["setsid", "--fork", "sh", "-c", 'read -r _; rm -rf -- "$1"', f"{PREFIX}guard", str(root)]
+    try:
+        subprocess.run(command, stdin=reading, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    finally:
+        os.close(reading)
+    _guards.append(writing)
+
+
+_guards: list[int] = []
+"""Of this process, open until it ends."""
+
+
 def remove_root(root: str | Path) -> None:
     """Give the memory back at the end of a run."""
     shutil.rmtree(root, ignore_errors=True)
@@ -41,7 +61,7 @@ def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
             owner = (path / OWNER_NAME).read_text().split()
         except OSError:
             continue
-        if len(owner) == 4 and owner[2:] == [_namespace(), _boot()] and not _alive(owner):
+        if len(owner) == 4 and owner[2:] == [_namespace(), boot_id()] and not _alive(owner):
             shutil.rmtree(path, ignore_errors=True)
             removed.append(str(path))
     return removed
@@ -50,7 +70,7 @@ def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
 def _identity(pid: int) -> tuple[str, str, str, str]:
     """PID, start time, PID namespace and boot: a PID alone is reused, and means something else in another container
     or on another machine."""
-    return str(pid), _start_ticks(str(pid)) or "0", _namespace(), _boot()
+    return str(pid), _start_ticks(str(pid)) or "0", _namespace(), boot_id()
 
 
 def _start_ticks(pid: str) -> str | None:
@@ -70,7 +90,8 @@ def _namespace() -> str:
         return "0"
 
 
-def _boot() -> str:
+def boot_id() -> str:
+    """Of the running kernel: another one after a reboot, and on another machine."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,6 +1,7 @@
 """Actors that note what they are asked, in the order of all: what the controller's parts say to whom, and when."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from penstock.workers.protocols import Publication
@@ -9,8 +10,9 @@ from penstock.workers.protocols import Publication
 class NotingActors:
     """In place of a fleet. `numbers`: of each role's actors. `said`: `rollout-0 sleep`, ..."""
 
-    def __init__(self, numbers: Mapping[str, int]) -> None:
+    def __init__(self, numbers: Mapping[str, int], weights_root: Path = Path()) -> None:
         self.said: list[str] = []
+        self.weights_root = weights_root
         self._numbers = numbers
 
     def role(self, role: str) -> list[tuple[str, Any]]:

@@ -146,6 +146,7 @@ class ScriptedFleet:
             await asyncio.sleep(random.uniform(0.0, longest_s))
 
         self.flow, self.store, self.resumed, self.model_path = flow, store, resumed, "/"
+        self.weights_root = Path(config.output_dir)
         start = resumed.prompts if resumed is not None else PromptStart()
         size = flow.samples_per_prompt
         self.rollouts = [
@@ -193,10 +194,9 @@ def scripted_config(tmp_path: Path, *words: str) -> RunConfig:
     return load_config(words)
 
 
-def controller_over(fleet: ScriptedFleet, config: RunConfig, directory: RunDirectory, weights_root: Path) -> Controller:
+def controller_over(fleet: ScriptedFleet, config: RunConfig, directory: RunDirectory) -> Controller:
     progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
-    weights_root.mkdir(exist_ok=True)
-    return Controller(fleet, config, fleet.flow, directory, progress, [JsonLines(directory)], weights_root)  # type: ignore[arg-type]
+    return Controller(fleet, config, fleet.flow, directory, progress, [JsonLines(directory)])  # type: ignore[arg-type]
 
 
 def flow_of(config: RunConfig) -> Dataflow:

@@ -108,7 +108,7 @@ class Play:
             role=lambda role: [(role.title(), Actor(self.said, **actors[role] | self.methods.get(role, {})))]
             if role in actors
             else [],
-            store=None, resumed=None, flow=flow, model_path="/",
+            store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
         )  # fmt: skip
 
         async def measure(rollouts: Any, reward: Any) -> float:
@@ -122,7 +122,7 @@ class Play:
         evaluator: Any = SimpleNamespace(accuracy=measure) if accuracy is not None else None
         progress = Progress(self.config, "played", console=Console(quiet=True))
         parts: Any = fleet, self.config, flow, self.directory, progress, [JsonLines(self.directory)]
-        return await Controller(*parts, self.directory.path, evaluator).run()
+        return await Controller(*parts, evaluator).run()
 
     def steps(self) -> list[int]:
         return [argument for method, argument in self.said if method == "step"]

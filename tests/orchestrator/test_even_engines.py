@@ -39,7 +39,7 @@ def test_the_busiest_engine_has_little_more_to_do_than_the_laziest(
         flow = flow_of(config)
         fleet = ScriptedFleet(store_of(config, flow), config, flow, random)
         directory = RunDirectory.create(config)
-        await asyncio.wait_for(controller_over(fleet, config, directory, tmp_path / "weights").run(), 1e6)
+        await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
         directory.close()
 
     run_virtually(main())

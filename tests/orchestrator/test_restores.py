@@ -25,7 +25,7 @@ async def live(config: RunConfig, random: Random, tmp_path: Path) -> bool:
     flow = flow_of(config)
     store = store_of(config, flow, resumed.store if resumed is not None else None)
     fleet = ScriptedFleet(store, config, flow, random, resumed)
-    running = asyncio.ensure_future(controller_over(fleet, config, directory, tmp_path / "weights").run())
+    running = asyncio.ensure_future(controller_over(fleet, config, directory).run())
     done, _ = await asyncio.wait({running}, timeout=random.uniform(5.0, 120.0))
     everybody = asyncio.all_tasks() - {asyncio.current_task()}
     for task in everybody:

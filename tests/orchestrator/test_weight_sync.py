@@ -20,10 +20,10 @@ from tests.orchestrator.noting_actors import NotingActors
 def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
     tmp_path: Path, num_engines: int, expected: list[str]
 ) -> None:
-    actors = NotingActors({"trainer": 2, "rollout": num_engines})
+    actors = NotingActors({"trainer": 2, "rollout": num_engines}, tmp_path)
 
     async def body() -> None:
-        sync = WeightSync(actors, RunConfig(), tmp_path)  # type: ignore[arg-type]
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
         await sync.connect()
         delivery = await sync.publish(3)
         assert delivery.version == 3

@@ -1,0 +1,74 @@
+"""The agents of a run: one light actor on every node that takes part. Made and ended by `fleet.py`.
+
+They come first and go last: what ranks, engines and the store write into a node's shared memory lies in the directory
+that its agent owns. What an agent does is in `workers/node/agent.py`.
+"""
+
+import contextlib
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from penstock.conf.cluster import ClusterConfig
+from penstock.network.handshake import new_token
+from penstock.orchestrator.ray_calls import get_all
+from penstock.store.data.roots import PREFIX, SHARED_MEMORY
+from penstock.workers.node.actor import NodeAgent as Agent
+from penstock.workers.node.agent import NodeFacts
+
+MANY_CALLS = 1_000
+
+
+class NodeAgents:
+    """Lifecycle: `create` on the run's nodes, `facts` once they are needed, `close` after every other actor."""
+
+    def __init__(self, run_id: str, namespace: str, config: ClusterConfig) -> None:
+        self.root = f"{SHARED_MEMORY}/{PREFIX}{run_id}-{uuid.uuid4().hex[:12]}"
+        """The run's directory in the shared memory of each of its nodes."""
+        self._namespace, self._config = namespace, config
+        self._token = new_token()
+        self.members: dict[str, tuple[str, Any]] = {}
+        """Name and handle, by Ray's id of the node."""
+        self._facts: dict[str, NodeFacts] = {}
+
+    def create(self, nodes: Sequence[tuple[str, str]]) -> None:
+        """`nodes`: Ray's id and the address of each."""
+        ports = self._config.ports
+        for node, address in nodes:
+            name = f"Agent-{address}"
+            if any(name == other for other, _ in self.members.values()):  # nodes that share a machine
+                name = f"{name}-{len(self.members)}"
+            options = {
+                "name": name,
+                "namespace": self._namespace,
+                "num_cpus": 0,
+                "max_concurrency": MANY_CALLS,
+                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+            }
+            span = (ports[0], ports[1]) if ports is not None else None
+            self.members[node] = name, ray.remote(Agent).options(**options).remote(self.root, self._token, span)
+
+    def facts(self, timeout_s: float) -> dict[str, NodeFacts]:
+        """By node. Raises what an agent raised, and `DeadlineExceeded` naming those that did not start."""
+        if not self._facts:
+            calls = [(name, handle.facts.remote()) for name, handle in self.members.values()]
+            answers = get_all(calls, phase="start", timeout_s=timeout_s)
+            self._facts = dict(zip(self.members, answers, strict=True))
+        return self._facts
+
+    def close(self, grace_s: float) -> None:
+        """Have them remove the run's directories. Never raises for one that is dead: its directory goes with it."""
+        refs = []
+        for _, handle in self.members.values():
+            with contextlib.suppress(RayError):
+                refs.append(handle.close.remote())
+        with contextlib.suppress(RayError):
+            ray.wait(refs, num_returns=len(refs), timeout=grace_s) if refs else None
+        for _, handle in self.members.values():
+            with contextlib.suppress(RayError):
+                ray.kill(handle)
+        self.members.clear()

@@ -1,0 +1,86 @@
+"""The agent owns the run's directory of its node, however it ends."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from penstock.conf.errors import ResourceError
+from penstock.network.handshake import new_token
+from penstock.store.data.roots import OWNER_NAME
+from penstock.workers.node.agent import ROWS, WEIGHTS, NodeAgent
+
+HOST = "127.0.0.1"
+AGENT = """
+import sys, time
+from penstock.workers.node.agent import NodeAgent
+agent = NodeAgent(sys.argv[1], "127.0.0.1", bytes(32))
+print("there", flush=True)
+time.sleep(600)
+"""
+
+
+def test_it_makes_the_root_and_removes_it(tmp_path: Path) -> None:
+    agent = NodeAgent(tmp_path / "penstock-run", HOST, new_token())
+    try:
+        assert sorted(path.name for path in agent.root.iterdir()) == [OWNER_NAME, ROWS, WEIGHTS]
+        assert agent.root.stat().st_mode & 0o777 == 0o700
+        assert (agent.facts.address.host, agent.facts.cores) == (HOST, len(os.sched_getaffinity(0)))
+    finally:
+        agent.close()
+    agent.close()
+    assert not agent.root.exists()
+
+
+def test_the_root_goes_when_the_agent_is_killed(tmp_path: Path) -> None:
+    root = tmp_path / "penstock-killed"
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(root)], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    assert agent.stdout.readline() == "there\n"
+    (root / WEIGHTS / "large").write_bytes(bytes(1000))
+    agent.send_signal(signal.SIGKILL)
+    agent.wait()
+    agent.stdout.close()
+    deadline = time.monotonic() + 60
+    while root.exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not root.exists()
+
+
+def test_the_next_agent_sweeps_what_an_earlier_run_left(tmp_path: Path) -> None:
+    """As after a kill of everything at once, the guard among it."""
+    stale = tmp_path / "penstock-stale"
+    claim = "import sys; from penstock.store.data.roots import claim_root; claim_root(sys.argv[1])"
+    subprocess.run([sys.executable, "-c", claim, str(stale)], check=True)
+    agent = NodeAgent(tmp_path / "penstock-new", HOST, new_token())
+    agent.close()
+    assert not stale.exists()
+
+
+def test_two_nodes_of_one_machine_share_the_root(tmp_path: Path) -> None:
+    first = NodeAgent(tmp_path / "penstock-run", HOST, new_token())
+    second = NodeAgent(tmp_path / "penstock-run", HOST, new_token())
+    assert first.facts.memory == second.facts.memory
+    second.close()
+    assert first.root.exists()
+    first.close()
+    assert not first.root.exists()
+
+
+def test_a_place_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ResourceError, match="/dev/shm is mounted"):
+        NodeAgent(tmp_path / "file" / "penstock-run", HOST, new_token())
+
+
+def test_no_free_port_is_named(tmp_path: Path) -> None:
+    agent = NodeAgent(tmp_path / "penstock-a", HOST, new_token())
+    port = agent.facts.address.port
+    with pytest.raises(ResourceError, match=r"cluster\.ports"):
+        NodeAgent(tmp_path / "penstock-b", HOST, new_token(), range(port, port + 1))
+    assert not (tmp_path / "penstock-b").exists()
+    agent.close()

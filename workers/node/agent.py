@@ -1,0 +1,108 @@
+"""The agent of one node: it owns the run's directory in that node's shared memory, and speaks for it to other nodes.
+
+    <root>/weights/   publications: written by ranks, read by engines
+    <root>/rows/      large batches of the store
+
+    other nodes' agents ─ TCP, the run's token ─▶ listener ─▶ the service that they ask for
+
+The root has the same path on every node, so whoever is told of a file needs not be told of a node's directories.
+However the agent ends, the root goes: `close` removes it, and so does a process of its own if the agent is killed.
+Plain Python; `actor.py` is the shell.
+"""
+
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.conf.errors import ResourceError
+from penstock.network.connection import Address
+from penstock.network.listener import Handler, Listener
+from penstock.store.data.roots import boot_id, claim_root, guard_root, remove_root, sweep_stale
+
+WEIGHTS, ROWS = "weights", "rows"
+"""Folders of the root."""
+
+
+@dataclass(frozen=True)
+class NodeFacts:
+    """What is to be known of a node that takes part."""
+
+    host: str
+    """Its name, for people."""
+    address: Address
+    """Where the agent listens."""
+    cores: int
+    """That this run's processes may use."""
+    memory: str
+    """Its shared memory: nodes that have the same see each other's files."""
+
+
+def memory_of(root: Path) -> str:
+    """What tells the shared memory that `root` lies in from that of other machines and containers."""
+    return f"{boot_id()}:{root.stat().st_dev}"
+
+
+class NodeAgent:
+    """Lifecycle: made at the start of a run, `close` at its end.
+
+    `root`: the run's directory in shared memory, which must not exist. `host`: this node's address, as other nodes
+    reach it. `ports`: of which the first free one is taken; 0: any.
+    """
+
+    def __init__(self, root: str | Path, host: str, token: bytes, ports: range = range(1)) -> None:
+        """Raises `ResourceError` if the directory cannot be made or no port is free."""
+        self.root = Path(root)
+        sweep_stale(self.root.parent)
+        try:
+            self._owns_root = self._make_root()
+        except OSError as error:
+            raise ResourceError(
+                f"{platform.node()}: the run's directory {self.root} cannot be made: {error}. It lies in shared "
+                "memory: see that /dev/shm is mounted, has room, and may be written to by this user."
+            ) from None
+        try:
+            self.listener = Listener(host, token, self._services(), ports)
+        except OSError as error:
+            self._remove_root()
+            raise ResourceError(
+                f"{platform.node()}: no port to listen on at {host} ({error}). Widen cluster.ports, or set it to null "
+                "for any free port."
+            ) from None
+
+    @property
+    def facts(self) -> NodeFacts:
+        cores = len(os.sched_getaffinity(0))
+        return NodeFacts(platform.node(), self.listener.address, cores, memory_of(self.root))
+
+    def stats(self) -> dict[str, float]:
+        """Counters, since the start."""
+        return {"node/refused_connections": self.listener.refused}
+
+    def close(self) -> None:
+        """Nobody reads or writes any more. A second time changes nothing."""
+        self.listener.close()
+        self._remove_root()
+
+    def _make_root(self) -> bool:
+        """False if another agent of the run has made it: two Ray nodes may share a machine."""
+        try:
+            claim_root(self.root)
+        except FileExistsError:
+            if self.root.stat().st_uid != os.geteuid():
+                raise
+            owns = False
+        else:
+            guard_root(self.root)
+            owns = True
+        for folder in (WEIGHTS, ROWS):
+            (self.root / folder).mkdir(exist_ok=True)
+        return owns
+
+    def _remove_root(self) -> None:
+        if self._owns_root:
+            remove_root(self.root)
+
+    def _services(self) -> Mapping[int, Handler]:
+        return {}
