@@ -20,6 +20,12 @@ class ClusterConfig:
     ports: list[int] | None = None
     """First and last port that the run's node agents and its store may listen on, for a firewall between the nodes: two
     are taken on the store's node and one on each other, for each run. `null`: any free ones."""
+    files_dir: str | None = None
+    """Where nodes that lack the driver's model, checkpoint or code keep a copy while the run lasts. `null`: the
+    temporary directory. A path that all nodes share needs no copies."""
+    files_timeout_s: float = 1800.0
+    """For one model, checkpoint or folder of code to be on every node that reads it: 100 GB over 10 Gbit/s take two
+    minutes."""
     worker_logs: bool = False
     """Show what actors print in this terminal. They are in Ray's session directory either way."""
     cpus_per_worker: float = 1.0
@@ -31,6 +37,7 @@ class ClusterConfig:
         at_least("cluster.cpus_per_worker", self.cpus_per_worker, 0)
         at_least("cluster.object_store_mib", self.object_store_mib, 80)
         above("cluster.shutdown_timeout_s", self.shutdown_timeout_s, 0)
+        above("cluster.files_timeout_s", self.files_timeout_s, 0)
         if self.ports is not None and (len(self.ports) != 2 or not 0 < self.ports[0] <= self.ports[1] < 65536):
             raise ConfigError(f"cluster.ports={self.ports}: write the first and the last port, such as [20000,20099].")
         if self.num_gpus is not None:

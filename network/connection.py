@@ -69,7 +69,7 @@ class Connection:
 
     def send_file(self, file: BinaryIO, offset: int, num_bytes: int) -> None:
         """By the kernel, without a copy in this process. Raises `ConnectionError` if the file ends before."""
-        sent = self.socket.sendfile(file, offset, num_bytes)
+        sent = self.socket.sendfile(file, offset, num_bytes) if num_bytes else 0
         if sent != num_bytes:
             raise ConnectionAbortedError(f"{file.name}: {sent} bytes from {offset} instead of {num_bytes}.")
 

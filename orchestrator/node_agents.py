@@ -37,7 +37,6 @@ class NodeAgents:
 
     def create(self, nodes: Sequence[tuple[str, str]]) -> None:
         """`nodes`: Ray's id and the address of each."""
-        ports = self._config.ports
         for node, address in nodes:
             name = f"Agent-{address}"
             if any(name == other for other, _ in self.members.values()):  # nodes that share a machine
@@ -49,8 +48,8 @@ class NodeAgents:
                 "max_concurrency": MANY_CALLS,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
-            span = (ports[0], ports[1]) if ports is not None else None
-            self.members[node] = name, ray.remote(Agent).options(**options).remote(self.root, self._token, span)
+            arguments = self.root, self._token, self._config.ports, self._config.files_dir
+            self.members[node] = name, ray.remote(Agent).options(**options).remote(*arguments)
 
     def facts(self, timeout_s: float) -> dict[str, NodeFacts]:
         """By node. Raises what an agent raised, and `DeadlineExceeded` naming those that did not start."""

@@ -3,20 +3,23 @@
 """
 
 import asyncio
+from pathlib import Path
 
 import ray
 
+from penstock.network.connection import Address
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
+from penstock.workers.node.file_set import FileSet
 
 
 class NodeAgent:
     """Lifecycle: `facts` once it is there, `run` for whoever wants to hear of its end, `close`."""
 
-    def __init__(self, root: str, token: bytes, ports: tuple[int, int] | None) -> None:
-        """`ports`: first and last; None: any."""
+    def __init__(self, root: str, token: bytes, ports: list[int] | None, files_dir: str | None) -> None:
+        """`ports`, `files_dir`: of `conf/cluster.py`."""
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
-        self._agent = agent.NodeAgent(root, ray.util.get_node_ip_address(), token, span)
+        self._agent = agent.NodeAgent(root, ray.util.get_node_ip_address(), token, span, files_dir)
         self._closed = asyncio.Event()
 
     async def facts(self) -> NodeFacts:
@@ -25,6 +28,14 @@ class NodeAgent:
     async def run(self) -> None:
         """Returns when it is closed: a call that fails before says that the node, or the agent, is gone."""
         await self._closed.wait()
+
+    async def offer(self, files: FileSet, directory: str) -> None:
+        """Let other nodes fetch these files."""
+        self._agent.files.offer(files, Path(directory))
+
+    async def obtain(self, files: FileSet, path: str, source: Address) -> str:
+        """Where this node has these files, once it has them. Raises `ResourceError`."""
+        return await asyncio.to_thread(self._agent.files.obtain, files, Path(path), source)
 
     async def stats(self) -> dict[str, float]:
         return self._agent.stats()

@@ -12,6 +12,7 @@ Plain Python; `actor.py` is the shell.
 
 import os
 import platform
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,8 @@ from penstock.conf.errors import ResourceError
 from penstock.network.connection import Address
 from penstock.network.listener import Handler, Listener
 from penstock.store.data.roots import boot_id, claim_root, guard_root, remove_root, sweep_stale
+from penstock.workers.node.file_service import FileService
+from penstock.workers.node.services import FILES
 
 WEIGHTS, ROWS = "weights", "rows"
 """Folders of the root."""
@@ -51,9 +54,15 @@ class NodeAgent:
     reach it. `ports`: of which the first free one is taken; 0: any.
     """
 
-    def __init__(self, root: str | Path, host: str, token: bytes, ports: range = range(1)) -> None:
-        """Raises `ResourceError` if the directory cannot be made or no port is free."""
+    def __init__(
+        self, root: str | Path, host: str, token: bytes, ports: range = range(1), files_dir: str | None = None
+    ) -> None:
+        """`files_dir`: where copies of other nodes' files are kept; None: the temporary directory.
+
+        Raises `ResourceError` if the root cannot be made or no port is free.
+        """
         self.root = Path(root)
+        self.files = FileService(Path(files_dir or tempfile.gettempdir()) / f"{self.root.name}-files", token)
         sweep_stale(self.root.parent)
         try:
             self._owns_root = self._make_root()
@@ -83,6 +92,7 @@ class NodeAgent:
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
         self.listener.close()
+        self.files.close()
         self._remove_root()
 
     def _make_root(self) -> bool:
@@ -105,4 +115,4 @@ class NodeAgent:
             remove_root(self.root)
 
     def _services(self) -> Mapping[int, Handler]:
-        return {}
+        return {FILES: self.files.serve}

@@ -1,0 +1,124 @@
+"""Files of one node for the others: the agent that has them sends them, another keeps a copy and checks every byte.
+
+    driver's node: offer(set, directory)          another node: obtain(set, path, source)
+                        │                                           │ the same path has the same content: use it
+                        └──────────── TCP, sendfile ◀───────────────┘ else fetch, verify, keep until the run's end
+
+Used by `agent.py`.
+"""
+
+import platform
+import shutil
+import socket
+import threading
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from penstock.conf.errors import ResourceError
+from penstock.network.connection import Address, Connection, connect
+from penstock.store.data.roots import claim_root, guard_root, remove_root, sweep_stale
+from penstock.workers.files import SavedFile
+from penstock.workers.node.file_set import FileSet
+from penstock.workers.node.services import FILES
+
+FOUND, MISSING = 1, 2
+"""Kinds of answers."""
+BLOCK_BYTES = 2**20
+"""Received, summed and written at a time."""
+CONNECT_S = 30.0
+
+
+class FileService:
+    """Lifecycle: `offer` and `obtain` in any order, `serve` for each connection, `close`. Any thread.
+
+    `directory`: on this node's disk, made when the first copy is kept, removed by `close` or with this process.
+    """
+
+    def __init__(self, directory: Path, token: bytes) -> None:
+        self._directory, self._token = directory, token
+        self._offered: dict[str, tuple[FileSet, Path]] = {}
+        self._lock = threading.Lock()
+
+    def offer(self, files: FileSet, directory: Path) -> None:
+        """Serve these files from there."""
+        self._offered[files.address] = files, directory
+
+    def obtain(self, files: FileSet, path: Path, source: Address) -> str:
+        """Where this node has the files, and offers them from now on: at `path`, where another has them, if they lie
+        there as well; else a copy. Raises `ResourceError`."""
+        with self._lock:
+            if files.address not in self._offered:
+                self.offer(files, path if files.lies_in(path) else self._copied(files, source))
+            return str(self._offered[files.address][1])
+
+    def serve(self, connected: socket.socket) -> None:
+        """A connection of another agent, until it ends."""
+        with Connection(connected) as connection:
+            try:
+                while True:
+                    address, number = msgspec.msgpack.decode(connection.receive().body, type=tuple[str, int])
+                    self._send(connection, address, number)
+            except (OSError, msgspec.MsgspecError):
+                return  # it has what it wanted, or is gone
+
+    def close(self) -> None:
+        remove_root(self._directory)
+
+    def _send(self, connection: Connection, address: str, number: int) -> None:
+        try:
+            files, directory = self._offered[address]
+            file = files.files[number]
+            with (directory / file.name).open("rb", buffering=0) as opened:
+                connection.send(FOUND, num_bytes=file.num_bytes)
+                connection.send_file(opened, 0, file.num_bytes)
+        except (LookupError, FileNotFoundError) as error:
+            connection.send(MISSING, f"{type(error).__name__}: {error}".encode())
+
+    def _copied(self, files: FileSet, source: Address) -> Path:
+        target = self._directory / files.address
+        try:
+            self._make_room(files)
+            part = self._directory / f"{files.address}.part"
+            shutil.rmtree(part, ignore_errors=True)
+            with connect(source, FILES, self._token, CONNECT_S) as connection:
+                for number, file in enumerate(files.files):
+                    _fetch(connection, files.address, number, file, part / file.name)
+            part.mkdir(exist_ok=True)
+            part.rename(target)
+        except OSError as error:
+            raise ResourceError(
+                f"{platform.node()}: {len(files.files)} files ({files.num_bytes:,} bytes) could not be fetched from "
+                f"{source} into {self._directory}: {error}. The machines must reach each other on the ports of cluster.ports, "
+                "and each needs room for a copy: cluster.files_dir says where. Or put the files on a path that all "
+                "machines share."
+            ) from None
+        return target
+
+    def _make_room(self, files: FileSet) -> None:
+        if not self._directory.exists():
+            sweep_stale(self._directory.parent)
+            claim_root(self._directory)
+            guard_root(self._directory)
+        free = shutil.disk_usage(self._directory).free
+        if free < files.num_bytes:
+            raise OSError(f"no room: {free:,} bytes are free")
+
+
+def _fetch(connection: Connection, address: str, number: int, file: SavedFile, target: Path) -> None:
+    """One file, checked while it comes."""
+    connection.send(0, msgspec.msgpack.encode((address, number)))
+    answer = connection.receive()
+    if answer.kind != FOUND or answer.num_bytes != file.num_bytes:
+        raise OSError(f"{file.name} is not what it was: {answer.body.decode(errors='replace') or 'another size'}")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
+    with target.open("wb") as copy:
+        for start in range(0, file.num_bytes, BLOCK_BYTES):
+            some = block[: min(BLOCK_BYTES, file.num_bytes - start)]
+            connection.receive_into(some)
+            digest.update(some)
+            copy.write(some)
+    if digest.hexdigest() != file.checksum:
+        raise OSError(f"{file.name} arrived damaged, or changes while it is read")
