@@ -90,9 +90,9 @@ class FileService:
         except OSError as error:
             raise ResourceError(
                 f"{platform.node()}: {len(files.files)} files ({files.num_bytes:,} bytes) could not be fetched from "
-                f"{source} into {self._directory}: {error}. The machines must reach each other on the ports of cluster.ports, "
-                "and each needs room for a copy: cluster.files_dir says where. Or put the files on a path that all "
-                "machines share."
+                f"{source} into {self._directory}: {error}. The machines must reach each other on the ports of "
+                "cluster.ports, and each needs room for a copy: cluster.files_dir says where. Or put the files on a "
+                "path that all machines share."
             ) from None
         return target
 
