@@ -1,9 +1,11 @@
 """The driver's files on every node that reads them: models, checkpoints, a user's code. Used by `fleet.py`.
 
 Nothing reads a path of another machine and hopes: a path means its content. A node where the same path has the same
-content (a shared file system) uses it; another gets a copy from the agents, each of which passes it on.
+content (a shared file system) uses it; another gets a copy from the agents, each of which passes it on. And the other
+way round: what actors of other nodes write to the driver's disk is collected there.
 """
 
+import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import ray
 
 from penstock.orchestrator.node_agents import NodeAgents
-from penstock.orchestrator.ray_calls import get_all
+from penstock.orchestrator.ray_calls import answer, get_all
 from penstock.workers.node.file_set import FileSet
 
 
@@ -59,6 +61,25 @@ class NodeFiles:
     def local(self, node: str, path: str) -> str:
         """Where that node has it."""
         return self._places.get((node, path), path)
+
+    async def collect(self, directory: str, nodes: Collection[str]) -> None:
+        """Have what actors on these nodes have written to that path on the driver's machine, where the path means
+        another disk there. Raises `ResourceError`, `DeadlineExceeded`."""
+        here = ray.get_runtime_context().get_node_id()
+        facts = self._agents.facts(self._timeout_s)
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=directory, prefix=".seen-by-all-nodes-") as probe:
+            for node in nodes:
+                if facts[node].memory == facts[here].memory or await self._ask(node, "sees", probe.name):
+                    continue
+                files = await self._ask(node, "offer_all", directory)
+                await self._ask(here, "collect", files, directory, facts[node].address)
+                await self._ask(node, "withdraw", files)
+
+    async def _ask(self, node: str, method: str, *arguments: Any) -> Any:
+        name, handle = self._agents.members[node]
+        call = getattr(handle, method).remote(*arguments)
+        return await answer(call, name=name, phase="collect files", timeout_s=self._timeout_s)
 
     def _call(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
         named = []

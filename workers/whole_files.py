@@ -15,7 +15,11 @@ def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
     """The file to write within the block; it becomes `target` at its end. `synced`: once its bytes are on the disk, so
     that it is whole after a power cut too."""
     part = target.with_name(f".{target.name}.part")
-    yield part
+    try:
+        yield part
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     if synced:
         _sync(part)
     part.replace(target)

@@ -3,6 +3,7 @@
 """
 
 import asyncio
+import os
 from pathlib import Path
 
 import ray
@@ -36,6 +37,24 @@ class NodeAgent:
     async def obtain(self, files: FileSet, path: str, source: Address) -> str:
         """Where this node has these files, once it has them. Raises `ResourceError`."""
         return await asyncio.to_thread(self._agent.files.obtain, files, Path(path), source)
+
+    async def sees(self, path: str) -> bool:
+        """Whether this node has that path."""
+        return await asyncio.to_thread(os.path.exists, path)
+
+    async def offer_all(self, directory: str) -> FileSet:
+        """What lies in a directory of this node, for another to collect. Raises `ResourceError`."""
+        files = await asyncio.to_thread(FileSet.of_directory, Path(directory))
+        self._agent.files.offer(files, Path(directory))
+        return files
+
+    async def collect(self, files: FileSet, directory: str, source: Address) -> None:
+        """Bring files of another node to a directory of this one. Raises `ResourceError`."""
+        await asyncio.to_thread(self._agent.files.collect, files, Path(directory), source)
+
+    async def withdraw(self, files: FileSet) -> None:
+        """They have been collected: remove them."""
+        await asyncio.to_thread(self._agent.files.withdraw, files)
 
     async def stats(self) -> dict[str, float]:
         return self._agent.stats()

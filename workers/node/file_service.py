@@ -4,6 +4,8 @@
                         │                                           │ the same path has the same content: use it
                         └──────────── TCP, sendfile ◀───────────────┘ else fetch, verify, keep until the run's end
 
+    another node: offer, withdraw ◀──────────────── driver's node: collect(set, directory, source)
+
 Used by `agent.py`.
 """
 
@@ -22,6 +24,7 @@ from penstock.store.data.roots import claim_root, guard_root, remove_root, sweep
 from penstock.workers.files import SavedFile
 from penstock.workers.node.file_set import FileSet
 from penstock.workers.node.services import FILES
+from penstock.workers.whole_files import replacing
 
 FOUND, MISSING = 1, 2
 """Kinds of answers."""
@@ -53,6 +56,33 @@ class FileService:
                 self.offer(files, path if files.lies_in(path) else self._copied(files, source))
             return str(self._offered[files.address][1])
 
+    def collect(self, files: FileSet, directory: Path, source: Address) -> None:
+        """Bring files that another node has written to a directory of this one, each in one step. Raises
+        `ResourceError`."""
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(directory).free
+            if free < files.num_bytes:
+                raise OSError(f"no room: {free:,} bytes are free")
+            with connect(source, FILES, self._token, CONNECT_S) as connection:
+                for number, file in enumerate(files.files):
+                    (directory / file.name).parent.mkdir(parents=True, exist_ok=True)
+                    with replacing(directory / file.name) as part:
+                        _receive(connection, files.address, number, file, part)
+        except OSError as error:
+            raise ResourceError(
+                f"{platform.node()}: {len(files.files)} files ({files.num_bytes:,} bytes) could not be fetched from "
+                f"{source} into {directory}: {error}. The machines must reach each other on the ports of "
+                "cluster.ports, and each needs room for a copy: cluster.files_dir says where. Or put the files on a "
+                "path that all machines share."
+            ) from None
+
+    def withdraw(self, files: FileSet) -> None:
+        """Remove these files here, where they were offered: another node has them."""
+        _, directory = self._offered.pop(files.address)
+        for file in files.files:
+            (directory / file.name).unlink(missing_ok=True)
+
     def serve(self, connected: socket.socket) -> None:
         """A connection of another agent, until it ends."""
         with Connection(connected) as connection:
@@ -78,41 +108,29 @@ class FileService:
 
     def _copied(self, files: FileSet, source: Address) -> Path:
         target = self._directory / files.address
+        part = self._directory / f"{files.address}.part"
         try:
-            self._make_room(files)
-            part = self._directory / f"{files.address}.part"
-            shutil.rmtree(part, ignore_errors=True)
-            with connect(source, FILES, self._token, CONNECT_S) as connection:
-                for number, file in enumerate(files.files):
-                    _fetch(connection, files.address, number, file, part / file.name)
-            part.mkdir(exist_ok=True)
-            part.rename(target)
+            if not self._directory.exists():
+                sweep_stale(self._directory.parent)
+                claim_root(self._directory)
+                guard_root(self._directory)
         except OSError as error:
             raise ResourceError(
-                f"{platform.node()}: {len(files.files)} files ({files.num_bytes:,} bytes) could not be fetched from "
-                f"{source} into {self._directory}: {error}. The machines must reach each other on the ports of "
-                "cluster.ports, and each needs room for a copy: cluster.files_dir says where. Or put the files on a "
-                "path that all machines share."
+                f"{platform.node()}: {self._directory} cannot be made: {error}. Set cluster.files_dir to a directory of "
+                "every machine that this user may write to."
             ) from None
+        shutil.rmtree(part, ignore_errors=True)
+        self.collect(files, part, source)
+        part.rename(target)
         return target
 
-    def _make_room(self, files: FileSet) -> None:
-        if not self._directory.exists():
-            sweep_stale(self._directory.parent)
-            claim_root(self._directory)
-            guard_root(self._directory)
-        free = shutil.disk_usage(self._directory).free
-        if free < files.num_bytes:
-            raise OSError(f"no room: {free:,} bytes are free")
 
-
-def _fetch(connection: Connection, address: str, number: int, file: SavedFile, target: Path) -> None:
+def _receive(connection: Connection, address: str, number: int, file: SavedFile, target: Path) -> None:
     """One file, checked while it comes."""
     connection.send(0, msgspec.msgpack.encode((address, number)))
     answer = connection.receive()
     if answer.kind != FOUND or answer.num_bytes != file.num_bytes:
         raise OSError(f"{file.name} is not what it was: {answer.body.decode(errors='replace') or 'another size'}")
-    target.parent.mkdir(parents=True, exist_ok=True)
     digest, block = xxhash.xxh3_128(), memoryview(bytearray(BLOCK_BYTES))
     with target.open("wb") as copy:
         for start in range(0, file.num_bytes, BLOCK_BYTES):

@@ -102,6 +102,22 @@ def test_a_source_that_is_gone_is_named(agents: tuple[NodeAgent, NodeAgent], mod
         lacks.files.obtain(FileSet.of_directory(model), tmp_path / "elsewhere", address)
 
 
+def test_what_another_node_has_written_is_collected_and_goes_there(
+    agents: tuple[NodeAgent, NodeAgent], model: Path, tmp_path: Path
+) -> None:
+    wrote, collects = agents
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / "of another node").write_text("stays")
+    expected = contents(model)
+    files = FileSet.of_directory(model)
+    wrote.files.offer(files, model)
+    collects.files.collect(files, target, wrote.facts.address)
+    wrote.files.withdraw(files)
+    assert contents(target) == expected | {"of another node": b"stays"}
+    assert contents(model) == {}
+
+
 def test_code_is_a_file_with_its_neighbours_and_packages(tmp_path: Path) -> None:
     taken = "helper.py", "package/__init__.py", "package/deep/part.py", "rewards.py"
     for name in (*taken, "data.bin", "plain/other.py"):
