@@ -8,7 +8,6 @@ import argparse
 import json
 import os
 import platform
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -158,13 +157,6 @@ def print_targets(targets: list[Target]) -> None:
             "met" if target.met else "missed",
         )
     show(table)
-
-
-def free_address() -> str:
-    """Of this machine: `host:port` at which the first of several processes may listen for the others."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
 
 
 def _lines(path: str) -> list[str]:

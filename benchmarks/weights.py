@@ -26,11 +26,12 @@ from typing import Any
 import psutil
 import ray
 
-from benchmarks.harness import Child, Target, free_address, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import Child, Target, new_table, parse_arguments, print_targets, show, write_json
 from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, private_bytes
 from penstock.conf.model import FreshModelConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
 from penstock.workers.models.fresh import character_tokenizer
+from penstock.workers.trainer.meeting import Meeting
 from penstock.workers.weights.publication.publication import reclaim
 
 DTYPE = "bfloat16"
@@ -74,6 +75,7 @@ class Cluster:
     pids: list[int]
     raylet: int
     root: Path
+    meeting: Meeting
 
     def ask_ranks(self, request: dict[str, Any]) -> dict[str, Any]:
         """Both at once; the first one's answer, with the slower one's time."""
@@ -84,21 +86,22 @@ class Cluster:
     def close(self) -> None:
         for child in (*self.ranks, self.engine):
             child.close()
+        self.meeting.close()
 
 
 def start(model: Path, work: Path, root: Path, address: str) -> Cluster:
-    meeting = free_address()
+    meeting = Meeting("127.0.0.1")
     common = ["--model", str(model), "--dtype", DTYPE, "--ray", address]
     ranks = []
     for rank in range(NUM_RANKS):
-        own = ["--address", meeting, "--rank", str(rank), "--num-ranks", str(NUM_RANKS)]
+        own = ["--address", meeting.address, "--rank", str(rank), "--num-ranks", str(NUM_RANKS)]
         ranks.append(Child(f"rank {rank}", "weights_trainer", work / f"rank_{rank}.log", [*common, *own]))
     pids = [child.ready()["pid"] for child in ranks]
     engine = Child("engine", "weights_engine", work / "engine.log", common)
     parent = psutil.Process(engine.ready()["pid"])
     pids += [parent.pid, *(process.pid for process in parent.children(recursive=True))]
     raylet = next(process.pid for process in psutil.Process().children(recursive=True) if process.name() == "raylet")
-    return Cluster(ranks, engine, pids, raylet, root)
+    return Cluster(ranks, engine, pids, raylet, root, meeting)
 
 
 def penstock_round(cluster: Cluster, version: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Addresses of this machine: which network interface has one."""
+"""Addresses of this machine: which network interface has one, and ports that are free."""
 
 import socket
 
@@ -12,3 +12,11 @@ def interface_of(address: str) -> str | None:
             if entry.family in (socket.AF_INET, socket.AF_INET6) and entry.address.partition("%")[0] == address:
                 return str(name)
     return None
+
+
+def free_address(host: str) -> str:
+    """`host:port` with a port that nobody listens on now: for libraries that want to be told where they are to
+    listen. Whoever can listens on port 0 instead, and says which one it got."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return f"{host}:{probe.getsockname()[1]}"

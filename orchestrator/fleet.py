@@ -82,9 +82,7 @@ class Fleet:
             ranks = self.role(role)
             for stage in dict.fromkeys(actor.stage for actor in self.plan if actor.role == role):
                 members = [(name, handle) for name, handle in ranks if self._plan_of(name).stage == stage]
-                address = get_all(
-                    [(members[0][0], members[0][1].address.remote())], phase="start", timeout_s=timeout_s
-                )[0]
+                address = _meeting(members, timeout_s)
                 calls += [(name, handle.start.remote(address)) for name, handle in members]
         calls += [
             (name, handle.start.remote())
@@ -216,6 +214,15 @@ class Fleet:
             "attention": config.model.attention,
             "engine_dtype": config.rollout.dtype,
         }
+
+
+def _meeting(ranks: list[tuple[str, Any]], timeout_s: float) -> str | None:
+    """Where several ranks meet, which the first of them says."""
+    if len(ranks) == 1:
+        return None
+    name, first = ranks[0]
+    (address,) = get_all([(name, first.address.remote())], phase="start", timeout_s=timeout_s)
+    return str(address)
 
 
 def _remote(cls: type, options: dict[str, Any]) -> Any:

@@ -41,7 +41,7 @@ class WeightSync:
         if not self._streams:
             return
         name, first = self._trainers[0]
-        (address,) = await answers([(name, first.address.remote())], phase="connect", timeout_s=self._timeout_s)
+        (address,) = await answers([(name, first.free_address.remote())], phase="connect", timeout_s=self._timeout_s)
         engines = ActorEngines(self._engines, self._config.rollout.tensor_parallel_size)
         arguments = self._transport, engines, address, str(self._root), self._config.weights
         await self._all(self._trainers, "connect", arguments, "connect trainers and engines")

@@ -1,31 +1,26 @@
 """Ranks that meet on this machine, each in a process of its own."""
 
-import socket
 import subprocess
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+
+from penstock.workers.trainer.meeting import Meeting
 
 ROOT = Path(__file__).parents[1]
 
 
-def free_address() -> str:
-    """`host:port` at which the first rank may listen for the others."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{probe.getsockname()[1]}"
-
-
 def run_ranks(command: Sequence[str], num_ranks: int, *words: object, timeout_s: float = 300) -> None:
     """`command RANK NUM_RANKS ADDRESS *words`, once a rank. Asserts that all of them end well."""
-    address = free_address()
-    processes = [
-        subprocess.Popen(
-            [*command, str(rank), str(num_ranks), address, *map(str, words)],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=ROOT,
-        )
-        for rank in range(num_ranks)
-    ]
-    errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
+    with closing(Meeting("127.0.0.1")) as meeting:
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), str(num_ranks), meeting.address, *map(str, words)],
+                stderr=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+            )
+            for rank in range(num_ranks)
+        ]
+        errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
     assert [process.returncode for process in processes] == [0] * num_ranks, "\n".join(errors)

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import count_gpus, gpu_names, write_model
-from benchmarks.harness import free_address, new_table, parse_arguments, show, write_json
+from benchmarks.harness import new_table, parse_arguments, show, write_json
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
@@ -70,7 +70,7 @@ def measure(
     options = TrainerConfig(
         activation_checkpointing=setting.checkpointing, optimizer=OptimizerConfig(lr=1e-7), **config
     )
-    trainer = PolicyTrainer(options, str(model_path), attention=setting.attention, address=free_address())
+    trainer = PolicyTrainer(options, str(model_path), attention=setting.attention)
     num_tokens = int(rows.lengths("prompt_ids").sum() + rows.lengths("response_ids").sum())
     rounds = []
     try:

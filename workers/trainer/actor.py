@@ -10,7 +10,6 @@ collective returns only when every rank has been called.
 Light to import: whoever starts a run has these classes, and torch and transformers wait until an actor is made.
 """
 
-import socket
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -18,6 +17,7 @@ import ray
 
 from penstock.conf.errors import NotStarted
 from penstock.conf.weights import WeightsConfig
+from penstock.network.addresses import free_address
 from penstock.store.data.rows import Rows
 from penstock.workers.files import SavedFile
 from penstock.workers.protocols import Loss, Publication, UpdateReport
@@ -27,12 +27,36 @@ from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:
     from penstock.workers.trainer.assembly import ScorerParts, TrainerParts
+    from penstock.workers.trainer.meeting import Meeting
 
 T = TypeVar("T")
 
 
-class Trainer:
-    """Lifecycle: `address` on rank 0, `start` on all with it, then `step`, `publish` and the rest, then `close`."""
+class _Rank:
+    """What both shells know of the other ranks: where all of them meet."""
+
+    _meeting: "Meeting | None" = None
+
+    def address(self) -> str:
+        """`host:port` where this rank, the first, lets the others meet from now on."""
+        from penstock.workers.trainer.meeting import Meeting
+
+        self._meeting = Meeting(ray.util.get_node_ip_address())
+        return self._meeting.address
+
+    def _use_nodes_interface(self) -> None:
+        from penstock.workers.trainer.meeting import use_interface_of
+
+        use_interface_of(ray.util.get_node_ip_address())
+
+    def _close_meeting(self) -> None:
+        if self._meeting is not None:
+            self._meeting.close()
+
+
+class Trainer(_Rank):
+    """Lifecycle: `address` on the first of several ranks, `start` on all with it, then `step`, `publish` and the rest,
+    then `close`."""
 
     def __init__(self, spec: TrainerSpec, store: Any | None) -> None:
         from penstock.workers.trainer import assembly
@@ -42,12 +66,10 @@ class Trainer:
         self._started: TrainerParts | None = None
         self._connected: Transport | None = None
 
-    def address(self) -> str:
-        """`host:port` where this rank, the first, can listen for the others."""
-        return _free_address()
-
-    def start(self, address: str) -> None:
-        """Load the models and join the other ranks. Collective. Raises `ModelError`, `ConfigError`."""
+    def start(self, address: str | None) -> None:
+        """Load the models and join the other ranks; one rank alone needs no address. Collective. Raises `ModelError`,
+        `ConfigError`, `DeadlineExceeded` with the ranks that do not come."""
+        self._use_nodes_interface()
         self._started = self._assembly.assemble_trainer(self._spec, address, self._store)
 
     def step(self, step: int) -> StepReport | None:
@@ -79,6 +101,10 @@ class Trainer:
     def publish(self, directory: str, version: int) -> Publication:
         """Write a version of the weights into shared memory, below `directory`. Collective. Raises `WeightError`."""
         return self._parts.trainer.publish(directory, version)
+
+    def free_address(self) -> str:
+        """`host:port` on this node for a transport that wants to be told where it is to listen."""
+        return free_address(ray.util.get_node_ip_address())
 
     def connect(self, name: str, engines: Engines, address: str, directory: str, config: WeightsConfig) -> None:
         """Meet the engines, where weights are streamed to them. `address`: where they can meet; `directory`: root of
@@ -118,6 +144,7 @@ class Trainer:
             self._connected.close()
         if self._started is not None:
             self._started.trainer.close()
+        self._close_meeting()
 
     @property
     def _parts(self) -> "TrainerParts":
@@ -131,8 +158,9 @@ class Trainer:
         return _needed(part, self._spec.name, what)
 
 
-class Scorer:
-    """Lifecycle: `address` on rank 0, `start` on all with it, then `run`, or `logprobs` in a session, then `close`."""
+class Scorer(_Rank):
+    """Lifecycle: `address` on the first of several ranks, `start` on all with it, then `run`, or `logprobs` in a
+    session, then `close`."""
 
     def __init__(self, spec: ScorerSpec, store: Any | None) -> None:
         from penstock.workers.trainer import assembly
@@ -141,12 +169,9 @@ class Scorer:
         self._spec, self._store = spec, store
         self._started: ScorerParts | None = None
 
-    def address(self) -> str:
-        """`host:port` where this rank, the first, can listen for the others."""
-        return _free_address()
-
-    def start(self, address: str) -> None:
-        """Load the model and join the other ranks. Collective. Raises `ModelError`, `ConfigError`."""
+    def start(self, address: str | None) -> None:
+        """As `Trainer.start`."""
+        self._use_nodes_interface()
         self._started = self._assembly.assemble_scorer(self._spec, address, self._store)
 
     def run(self) -> None:
@@ -165,18 +190,11 @@ class Scorer:
         """Leave the other ranks, if it has joined them."""
         if self._started is not None:
             self._started.trainer.close()
+        self._close_meeting()
 
     @property
     def _parts(self) -> "ScorerParts":
         return _needed(self._started, self._spec.name, "`start` first")
-
-
-def _free_address() -> str:
-    """Of this machine: a port that nobody listens on."""
-    host = ray.util.get_node_ip_address()
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return f"{host}:{probe.getsockname()[1]}"
 
 
 def _needed(part: T | None, actor: str, what: str) -> T:

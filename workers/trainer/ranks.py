@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from penstock.conf.errors import ConfigError
+from penstock.workers.trainer.meeting import store_of
 
 
 @dataclass
@@ -30,10 +31,10 @@ class Ranks:
     def join(
         cls, rank: int, num_ranks: int, address: str | None, timeout_s: float, use_gpu: bool, num_peers: int = 1
     ) -> "Ranks":
-        """Meet the other ranks at `address` (host:port, on rank 0's node). One rank alone needs none. Collective.
+        """Meet the other ranks at `address` (host:port of a `Meeting`). One rank alone needs none. Collective.
 
         A process is one rank: a second trainer of one rank in the same process shares it. Raises `ConfigError` if
-        sizes differ.
+        sizes differ, `DeadlineExceeded` with the ranks that do not come in time, `PartnerGone`.
         """
         timeout = timedelta(seconds=timeout_s)
         device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
@@ -47,8 +48,8 @@ class Ranks:
         backend = "cpu:gloo,cuda:nccl" if use_gpu else "gloo"
         if num_ranks > 1 and address is None:
             raise ConfigError(f"trainer.num_ranks={num_ranks} needs the address where the ranks meet; none was given.")
-        place = {"init_method": f"tcp://{address}"} if address else {"store": dist.HashStore()}
-        dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout, **place)
+        store = dist.HashStore() if address is None else store_of(rank, num_ranks, address, timeout)
+        dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout, store=store)
         return cls._of(rank, num_ranks, device, True, timeout, num_peers)
 
     @classmethod

@@ -81,7 +81,7 @@ def test_a_call_before_the_one_that_it_needs_is_named(model_path: str) -> None:
 
 def test_a_trainer_without_a_store_takes_no_step_of_it(model_path: str) -> None:
     trainer = Trainer(trainer_spec(model_path), None)
-    trainer.start(trainer.address())
+    trainer.start(None)
     try:
         with pytest.raises(NotStarted, match="needs a store"):
             trainer.step(1)

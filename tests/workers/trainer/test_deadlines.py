@@ -14,9 +14,9 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.deadlines import named
+from penstock.workers.trainer.meeting import Meeting
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
-from tests.rank_processes import free_address
 from tests.workers.trainer.conftest import random_rows
 
 TIMEOUT_S = 3.0
@@ -54,8 +54,8 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
 ) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    address = free_address()
-    arguments = [(rank, what, address, model_path, answers) for rank in range(2)]
+    meeting = Meeting("127.0.0.1")
+    arguments = [(rank, what, meeting.address, model_path, answers) for rank in range(2)]
     processes = [context.Process(target=one_rank, args=own, daemon=True) for own in arguments]
     for process in processes:
         process.start()
@@ -63,6 +63,7 @@ def test_a_rank_that_does_not_answer_ends_the_update_of_the_others(
     for process in processes:
         process.kill()
         process.join(10)
+    meeting.close()
     assert rank == 0
     assert isinstance(error, expected), repr(error)
     assert "update 2, micro-batch 1 of 1" in str(error)

@@ -8,11 +8,10 @@ sender, which only joins in.
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.streaming.senders import StreamTransport
 from penstock.workers.weights.streaming.weight_stream import WeightStream
@@ -54,20 +53,14 @@ class Sender:
 
 
 def run(rank: int, num_ranks: int, address: str, directory: Path) -> None:
-    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=num_ranks)
-
-    def gather(value: Any) -> list[Any]:
-        values: list[Any] = [None] * num_ranks
-        dist.all_gather_object(values, value)
-        return values
-
+    ranks = Ranks.join(rank, num_ranks, address, 60, use_gpu=False)
     device = torch.device("cpu")
-    stream = WeightStream(lambda: pieces(rank, num_ranks), "bfloat16", device, gather)
+    stream = WeightStream(lambda: pieces(rank, num_ranks), "bfloat16", device, ranks.gather_ranks)
     torch.save(dict(stream), directory / f"gathered.{rank}.pt")
 
     side = TrainerSide(
-        rank, num_ranks, device, lambda *_: None, lambda: pieces(rank, num_ranks), gather, torch.nn.Module(),
-        "bfloat16",
+        rank, num_ranks, device, lambda *_: None, lambda: pieces(rank, num_ranks), ranks.gather_ranks,
+        torch.nn.Module(), "bfloat16",
     )  # fmt: skip
     transport = make_transport("nccl", side, directory="", bucket_mib=1, timeout_s=60.0)
     assert isinstance(transport, StreamTransport)
@@ -77,7 +70,7 @@ def run(rank: int, num_ranks: int, address: str, directory: Path) -> None:
     transport.send(1)
     torch.save(transport._engine.sent if rank == 0 else {}, directory / f"sent.{rank}.pt")
     transport.close()
-    dist.destroy_process_group()
+    ranks.leave()
 
 
 if __name__ == "__main__":
