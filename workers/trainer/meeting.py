@@ -47,7 +47,7 @@ def store_of(rank: int, num_ranks: int, address: str, timeout: timedelta) -> dis
     except dist.DistError as error:
         raise DeadlineExceeded(
             f"rank {rank} of {num_ranks} could not reach rank 0 at {address} within {timeout.total_seconds():g} s "
-            f"({_first_line(error)}). See that rank 0 lives, and that its node lets this one connect to any port."
+            f"({first_line(error)}). See that rank 0 lives, and that its node lets this one connect to any port."
         ) from None
     keys = [f"here/{other}" for other in range(num_ranks)]
     try:
@@ -66,7 +66,7 @@ def _named(
     except dist.DistError:
         return PartnerGone(
             f"rank {rank} of {len(keys)}: rank 0, who holds the ranks' meeting at {address}, is gone "
-            f"({_first_line(error)}). What ended it is in its own error."
+            f"({first_line(error)}). What ended it is in its own error."
         )
     who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {', '.join(missing)}"
     return DeadlineExceeded(
@@ -86,5 +86,6 @@ def use_interface_of(node_address: str) -> None:
         os.environ.setdefault(key, form.format(interface))
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Of what torch says; stacks follow."""
     return str(error).strip().splitlines()[0][:200]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.meeting import store_of
+from penstock.conf.errors import ConfigError, ResourceError
+from penstock.workers.trainer.meeting import first_line, store_of
 
 
 @dataclass
@@ -34,7 +34,8 @@ class Ranks:
         """Meet the other ranks at `address` (host:port of a `Meeting`). One rank alone needs none. Collective.
 
         A process is one rank: a second trainer of one rank in the same process shares it. Raises `ConfigError` if
-        sizes differ, `DeadlineExceeded` with the ranks that do not come in time, `PartnerGone`.
+        sizes differ, `DeadlineExceeded` with the ranks that do not come in time, `PartnerGone`, `ResourceError` where
+        ranks cannot connect.
         """
         timeout = timedelta(seconds=timeout_s)
         device = torch.device("cuda", torch.cuda.current_device()) if use_gpu else torch.device("cpu")
@@ -49,7 +50,14 @@ class Ranks:
         if num_ranks > 1 and address is None:
             raise ConfigError(f"trainer.num_ranks={num_ranks} needs the address where the ranks meet; none was given.")
         store = dist.HashStore() if address is None else store_of(rank, num_ranks, address, timeout)
-        dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout, store=store)
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timeout, store=store)
+        except RuntimeError as error:
+            raise ResourceError(
+                f"rank {rank} of {num_ranks} could not connect to the others ({first_line(error)}). See that none of "
+                "them has died, that their nodes let each other connect to any port, and that GLOO_SOCKET_IFNAME, if "
+                "it is set, names the interface between them."
+            ) from None
         return cls._of(rank, num_ranks, device, True, timeout, num_peers)
 
     @classmethod
