@@ -16,14 +16,14 @@ CAST_ELEMENTS = 2**15
 
 
 def copy_and_sum(values: Tensor, target: memoryview, dtype: str) -> str:
-    """Write `values` (`[num_elements]`, any device and float dtype) as `dtype` into `target`; the xxh3-64 of the bytes
+    """Write `values` (`[num_elements]`, any device and float dtype) as `dtype` into `target`; the xxh3-128 of the bytes
     written, hexadecimal.
     """
     destination = torch.frombuffer(target, dtype=getattr(torch, dtype))
     if values.device.type != "cpu":  # one transfer: each of them costs a round trip
         destination.copy_(values)
-        return xxhash.xxh3_64_hexdigest(target)
-    digest = xxhash.xxh3_64()
+        return xxhash.xxh3_128_hexdigest(target)
+    digest = xxhash.xxh3_128()
     step = BLOCK_BYTES // destination.itemsize
     for start, source, block in zip(
         range(0, len(values), step), values.split(step), destination.split(step), strict=True

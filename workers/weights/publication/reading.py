@@ -28,7 +28,7 @@ MANIFEST_NAME = "manifest.json"
 
 
 class ElementRange(NamedTuple):
-    """Consecutive elements of one flattened tensor that one rank wrote, and the xxh3-64 of their bytes
+    """Consecutive elements of one flattened tensor that one rank wrote, and the xxh3-128 of their bytes
     (hexadecimal)."""
 
     name: str
@@ -149,7 +149,7 @@ class MappedWeights:
         view = memoryview(self._memory)
         for entry in self.manifest.ranges:
             start, end = self.manifest.span(entry)
-            found = xxhash.xxh3_64_hexdigest(view[start:end])
+            found = xxhash.xxh3_128_hexdigest(view[start:end])
             if found != entry.checksum:
                 last = entry.first_element + entry.num_elements - 1
                 raise WeightError(
