@@ -2,7 +2,7 @@
 
 Two files take turns (`reused_files.py`), so a trainer rank maps each of them once and from then on writes at the speed
 of memory: no page fault, and no lock of the file that ranks would wait for, as with `write(2)`. Used by
-`publication.py` and `reading.py`.
+`publication.py`, `reading.py` and, on a machine that receives them, by `chain/slot.py`.
 """
 
 import contextlib
@@ -29,29 +29,36 @@ class _Kept:
         return self.root == root and os.fstat(self.descriptor).st_nlink > 0
 
 
-_kept: dict[tuple[int, int], _Kept] = {}
-"""By device and inode. Of the process, as page tables are."""
+class KeptMappings:
+    """A process's mappings of files that it writes again and again. Lifecycle: `let_go` and `writable` for each
+    version; `close`."""
 
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        """By device and inode."""
 
-def let_go(root: Path) -> None:
-    """End the kept mappings of removed files, whose memory they hold, and of other roots than this."""
-    for key in [key for key, kept in _kept.items() if not kept.is_current(root)]:
-        os.close(_kept.pop(key).descriptor)
+    def writable(self, file: Path, root: Path) -> tuple[mmap.mmap, bool]:
+        """The whole file, shared and writable, and whether this process has just mapped it: it is the same mapping as
+        long as it is the same file of the same size."""
+        descriptor = os.open(file, os.O_RDWR)
+        status = os.fstat(descriptor)
+        key = (status.st_dev, status.st_ino)
+        if key in self._kept and len(self._kept[key].memory) == status.st_size:
+            os.close(descriptor)
+            return self._kept[key].memory, False
+        if key in self._kept:
+            os.close(self._kept.pop(key).descriptor)
+        self._kept[key] = _Kept(descriptor, mmap.mmap(descriptor, status.st_size), root)
+        return self._kept[key].memory, True
 
+    def let_go(self, root: Path) -> None:
+        """End those of removed files, whose memory they hold, and of other roots than this."""
+        for key in [key for key, kept in self._kept.items() if not kept.is_current(root)]:
+            os.close(self._kept.pop(key).descriptor)
 
-def writable_mapping(file: Path, root: Path) -> tuple[mmap.mmap, bool]:
-    """The whole file, shared and writable, and whether this process has just mapped it: it is the same mapping as long
-    as it is the same file of the same size."""
-    descriptor = os.open(file, os.O_RDWR)
-    status = os.fstat(descriptor)
-    key = (status.st_dev, status.st_ino)
-    if key in _kept and len(_kept[key].memory) == status.st_size:
-        os.close(descriptor)
-        return _kept[key].memory, False
-    if key in _kept:
-        os.close(_kept.pop(key).descriptor)
-    _kept[key] = _Kept(descriptor, mmap.mmap(descriptor, status.st_size), root)
-    return _kept[key].memory, True
+    def close(self) -> None:
+        while self._kept:
+            os.close(self._kept.popitem()[1].descriptor)
 
 
 def populate(memory: mmap.mmap, start: int, end: int, advice: int) -> None:

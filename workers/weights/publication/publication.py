@@ -14,9 +14,9 @@ Bytes are cast and copied straight into a mapping of the file, whose pages are w
 """
 
 import json
-import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -25,21 +25,21 @@ from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.copying import copy_and_sum
 from penstock.workers.weights.publication.layout import Layout, TensorPlace, compute_layout
-from penstock.workers.weights.publication.mapping import POPULATE_WRITE, let_go, populate, writable_mapping
+from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
+from penstock.workers.weights.publication.ranges import RANGE_BYTES, ElementRange, check_coverage, cut
 from penstock.workers.weights.publication.reading import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
-    ElementRange,
     Manifest,
     manifest_to_json,
     open_publication,
 )
 from penstock.workers.weights.publication.reused_files import (
-    exclusive,
     is_sealed,
     prepare_slot,
     publication_directories,
     publication_directory,
+    reclaim,
 )
 from penstock.workers.whole_files import write_whole
 
@@ -53,8 +53,24 @@ __all__ = [
     "write_publication",
 ]
 
-RANGE_BYTES = 16 * 2**20
-"""Most that one checksum is for. Readers can check several at a time."""
+
+_mappings = KeptMappings()
+"""Of the process, as page tables are: a rank writes many versions, each with a pen of its own."""
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """What a rank's node takes to other machines while the rank writes (`chain/reports.py`). As it stands: nothing."""
+
+    range_bytes: int = RANGE_BYTES
+    """Most of a range."""
+    spans: Sequence[tuple[int, int]] | None = None
+    """Bytes of the file, first and last-plus-one, that this node's ranks write. None: all of it."""
+    written: Callable[[ElementRange], None] | None = None
+    """Told of each range whose bytes are there and stay as they are; from any thread."""
+
+
+NO_OUTLET = Outlet()
 
 
 class PublicationWriter:
@@ -64,17 +80,27 @@ class PublicationWriter:
     change. Raises `WeightError` when the directory's file system cannot hold the layout.
     """
 
-    def __init__(self, directory: str | Path, version: int, layout: Layout, rank: int = 0, num_ranks: int = 1) -> None:
-        """`directory`: the root; the publication becomes `<directory>/v<version>`."""
+    def __init__(
+        self,
+        directory: str | Path,
+        version: int,
+        layout: Layout,
+        rank: int = 0,
+        num_ranks: int = 1,
+        outlet: Outlet = NO_OUTLET,
+    ) -> None:
+        """`directory`: the root; the publication becomes `<directory>/v<version>`. `outlet`: where readers
+        are on other machines too."""
         self.layout = layout
         self.rank = rank
         self.num_ranks = num_ranks
         self.ranges: list[ElementRange] = []
         self.path = publication_directory(directory, version)
-        let_go(Path(directory))
-        file = prepare_slot(directory, version, layout.num_bytes)
+        _mappings.let_go(Path(directory))
+        self._outlet = outlet
+        file = prepare_slot(directory, version, layout.num_bytes, outlet.spans)
         _rank_file(self.path, rank).unlink(missing_ok=True)
-        self._memory, self._is_fresh = writable_mapping(file, Path(directory))
+        self._memory, self._is_fresh = _mappings.writable(file, Path(directory))
         num_threads = torch.get_num_threads()
         self._threads = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
         if rank == 0:
@@ -106,18 +132,21 @@ class PublicationWriter:
         if values.shape[0] == 0:
             return
         flat = values.detach()
-        size = RANGE_BYTES // place.element_bytes
-        starts = range(0, len(flat), size)
-        parts = [(place, first_element + start, flat[start : start + size]) for start in starts]
+        cuts = cut(place, 0, len(flat), self._outlet.range_bytes)
+        parts = [(place, first_element + start, flat[start : start + size]) for start, size in cuts]
         if self._threads is None or len(parts) == 1:
             self.ranges += [self._write(*part) for part in parts]
         else:
             self.ranges += self._threads.map(lambda part: self._write(*part), parts)
 
-    def finish(self) -> list[ElementRange]:
-        """Leave the checksums of what this rank wrote for `seal`. Returns them."""
+    def close(self) -> None:
+        """All is written; the outlet has been told of all of it."""
         if self._threads is not None:
             self._threads.shutdown()
+
+    def finish(self) -> list[ElementRange]:
+        """Leave the checksums of what this rank wrote for `seal`. Returns them."""
+        self.close()
         entries = [list(entry) for entry in self.ranges]
         write_whole(_rank_file(self.path, self.rank), json.dumps(entries))
         return self.ranges
@@ -129,7 +158,10 @@ class PublicationWriter:
         if self._is_fresh:
             populate(self._memory, start, start + num_bytes, POPULATE_WRITE)
         checksum = copy_and_sum(values, memoryview(self._memory)[start : start + num_bytes], place.dtype)
-        return ElementRange(place.name, first_element, len(values), checksum, self.rank)
+        entry = ElementRange(place.name, first_element, len(values), checksum, self.rank)
+        if self._outlet.written is not None:
+            self._outlet.written(entry)
+        return entry
 
 
 def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1) -> Publication:
@@ -148,7 +180,7 @@ def seal(directory: str | Path, version: int, layout: Layout, num_ranks: int = 1
                 f"publication {path}: rank {rank} of {num_ranks} did not finish; call seal only after every rank's "
                 "finish()."
             ) from None
-    _check_coverage(path, layout, ranges)
+    check_coverage(f"publication {path}", layout, ranges)
     write_whole(path / MANIFEST_NAME, manifest_to_json(Manifest(path, version, layout, tuple(ranges))))
     for rank in range(num_ranks):
         _rank_file(path, rank).unlink(missing_ok=True)
@@ -178,20 +210,6 @@ def newest_publication(directory: str | Path) -> Publication | None:
     return None
 
 
-def reclaim(directory: str | Path, keep: int = 2) -> list[str]:
-    """Remove all but the newest `keep` publications; engines that still map one keep its memory until they let go.
-
-    With two, the older is what the next version is written into. Returns the directories removed.
-    """
-    with exclusive(directory):
-        paths = publication_directories(directory)
-        stale = paths[: max(0, len(paths) - keep)]
-        for path in stale:
-            (path / MANIFEST_NAME).unlink(missing_ok=True)
-            shutil.rmtree(path, ignore_errors=True)
-    return [str(path) for path in stale]
-
-
 def _rank_file(path: Path, rank: int) -> Path:
     return path / f"manifest.rank_{rank}.json"
 
@@ -202,23 +220,3 @@ def _check_elements(place: TensorPlace, first_element: int, shape: tuple[int, ..
             f"tensor {place.name!r}: values of shape {list(shape)} from element {first_element} do not fit into "
             f"{list(place.shape)}, which has {place.num_elements} elements. Flatten a piece, and cut off its padding."
         )
-
-
-def _check_coverage(path: Path, layout: Layout, ranges: list[ElementRange]) -> None:
-    """Every element of every tensor is written exactly once."""
-    written: dict[str, list[ElementRange]] = {}
-    for entry in ranges:
-        written.setdefault(entry.name, []).append(entry)
-    for place in layout.tensors:
-        parts = sorted(written.get(place.name, []), key=lambda part: part.first_element)
-        covered = 0
-        for entry in parts:
-            if entry.first_element != covered:
-                break
-            covered += entry.num_elements
-        total = sum(entry.num_elements for entry in parts)
-        if (covered, total) != (place.num_elements, place.num_elements):
-            raise WeightError(
-                f"publication {path}: tensor {place.name!r} has {place.num_elements} elements, {total} were written, "
-                f"in order up to element {covered}. Every element must be written by exactly one rank."
-            )

@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import xxhash
 
@@ -19,23 +19,13 @@ from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.mapping import POPULATE_READ, populate
+from penstock.workers.weights.publication.ranges import ElementRange, byte_span
 
 if TYPE_CHECKING:
     import torch
 
 WEIGHTS_NAME = "model.safetensors"
 MANIFEST_NAME = "manifest.json"
-
-
-class ElementRange(NamedTuple):
-    """Consecutive elements of one flattened tensor that one rank wrote, and the xxh3-128 of their bytes
-    (hexadecimal)."""
-
-    name: str
-    first_element: int
-    num_elements: int
-    checksum: str
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -53,9 +43,7 @@ class Manifest:
 
     def span(self, entry: ElementRange) -> tuple[int, int]:
         """First and last-plus-one byte of a range in the file."""
-        place = self.layout.place(entry.name)
-        start = place.offset + entry.first_element * place.element_bytes
-        return start, start + entry.num_elements * place.element_bytes
+        return byte_span(self.layout, entry)
 
 
 def manifest_to_json(manifest: Manifest) -> str:

@@ -13,9 +13,10 @@ publication is never taken: whatever happens to the writer, that one stays loada
 import contextlib
 import errno
 import fcntl
+import mmap
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from penstock.conf.errors import WeightError
@@ -45,9 +46,13 @@ def exclusive(root: str | Path) -> Iterator[None]:
         yield
 
 
-def prepare_slot(root: str | Path, version: int, num_bytes: int) -> Path:
-    """The file that all ranks write this version into, of `num_bytes`, every page of it there. The first rank to come
-    makes it; the others find it.
+Spans = Sequence[tuple[int, int]]
+"""First and last-plus-one bytes, in order, that do not overlap."""
+
+
+def prepare_slot(root: str | Path, version: int, num_bytes: int, spans: Spans | None = None) -> Path:
+    """The file that all ranks write this version into, of `num_bytes`, every page of it there, or where `spans` are
+    given, every page of these. The first rank to come makes it; the others find it.
 
     An earlier publication of the same version is taken back. Raises `WeightError` when there is no room; nothing of
     the attempt is left behind then.
@@ -62,11 +67,25 @@ def prepare_slot(root: str | Path, version: int, num_bytes: int) -> Path:
         if not file.exists():
             _take_idle(root, path)
         try:
-            _reserve(file, num_bytes)
+            _reserve(file, num_bytes, _pages(spans or [(0, num_bytes)], num_bytes))
         except WeightError:
             shutil.rmtree(path, ignore_errors=True)
             raise
     return file
+
+
+def reclaim(directory: str | Path, keep: int = 2) -> list[str]:
+    """Remove all but the newest `keep` publications; engines that still map one keep its memory until they let go.
+
+    With two, the older is what the next version is written into. Returns the directories removed.
+    """
+    with exclusive(directory):
+        paths = publication_directories(directory)
+        stale = paths[: max(0, len(paths) - keep)]
+        for path in stale:
+            (path / MANIFEST_NAME).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+    return [str(path) for path in stale]
 
 
 def _vacate(path: Path) -> None:
@@ -107,23 +126,41 @@ def _held_if_idle(file: Path) -> Iterator[bool]:
             yield True
 
 
-def _reserve(file: Path, num_bytes: int) -> None:
-    """Size and pages: afterwards no write through a mapping can find the file system full, which would kill."""
+def _pages(spans: Spans, num_bytes: int) -> list[tuple[int, int]]:
+    """Whole pages, those of neighbours together."""
+    merged: list[tuple[int, int]] = []
+    for start, end in spans:
+        start -= start % mmap.PAGESIZE
+        end = min(num_bytes, end + -end % mmap.PAGESIZE)
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _reserve(file: Path, num_bytes: int, spans: Spans) -> None:
+    """Size and pages: afterwards no write through a mapping can find the file system full, which would kill.
+
+    A reused file of that size has the pages already: it was written by the same ranks, or as a whole.
+    """
+    needed = sum(end - start for start, end in spans)
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         status = os.fstat(descriptor)
         present = status.st_blocks * 512
         if status.st_size != num_bytes:
             os.ftruncate(descriptor, num_bytes)
-        elif present >= num_bytes:
+        elif present >= needed:
             return
-        if shutil.disk_usage(file.parent).free + present < num_bytes:
-            raise _no_space(file, num_bytes)
-        os.posix_fallocate(descriptor, 0, num_bytes)
+        if shutil.disk_usage(file.parent).free + present < needed:
+            raise _no_space(file, needed)
+        for start, end in spans:
+            os.posix_fallocate(descriptor, start, end - start)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
             raise
-        raise _no_space(file, num_bytes) from None
+        raise _no_space(file, needed) from None
     finally:
         os.close(descriptor)
 

@@ -11,9 +11,9 @@ import torch
 from penstock.conf.errors import WeightError
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication import copying
-from penstock.workers.weights.publication import publication as module
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import (
+    Outlet,
     PublicationWriter,
     newest_publication,
     open_publication,
@@ -109,9 +109,12 @@ def test_flat_pieces_in_any_cut_make_the_same_file_as_whole_tensors(tmp_path: Pa
 
 
 def test_large_tensors_are_written_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "RANGE_BYTES", 36)
     monkeypatch.setattr(copying, "BLOCK_BYTES", 12)
-    publication = write_publication(tmp_path, 1, TENSORS.items())
+    writer = PublicationWriter(tmp_path, 1, layout_of(), outlet=Outlet(range_bytes=36))
+    for name, tensor in TENSORS.items():
+        writer.write_rows(name, 0, tensor)
+    assert max(entry.num_elements for entry in writer.finish()) == 9
+    publication = seal(tmp_path, 1, layout_of())
     MappedWeights(open_publication(publication)).verify()
     assert weights_file(publication).read_bytes() == safetensors.torch.save(TENSORS, metadata={"format": "pt"})
 

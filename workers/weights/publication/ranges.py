@@ -1,0 +1,77 @@
+"""Ranges of elements: what one checksum is for, and how pieces of tensors are cut into them. Pure: no I/O, no torch.
+
+Ranks cut what they write (`publication.py`), and say beforehand what they will cut (`chain/plan.py`), so that both are
+the same ranges.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from penstock.conf.errors import WeightError
+from penstock.workers.weights.publication.layout import Layout, TensorPlace
+
+RANGE_BYTES = 16 * 2**20
+"""Most that one checksum is for. Readers can check several at a time."""
+
+
+class ElementRange(NamedTuple):
+    """Consecutive elements of one flattened tensor that one rank wrote, and the xxh3-128 of their bytes
+    (hexadecimal)."""
+
+    name: str
+    first_element: int
+    num_elements: int
+    checksum: str
+    rank: int
+
+
+class Elements(Protocol):
+    """What coverage is asked of."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def first_element(self) -> int: ...
+    @property
+    def num_elements(self) -> int: ...
+
+
+def cut(place: TensorPlace, first_element: int, num_elements: int, range_bytes: int) -> Iterator[tuple[int, int]]:
+    """First element and length of each range of a piece, of at most `range_bytes`. None for an empty piece."""
+    size = max(1, range_bytes // place.element_bytes)
+    end = first_element + num_elements
+    for start in range(first_element, end, size):
+        yield start, min(size, end - start)
+
+
+def byte_span(layout: Layout, entry: Elements) -> tuple[int, int]:
+    """First and last-plus-one byte of a range in the file. Raises `WeightError` for an unknown tensor."""
+    place = layout.place(entry.name)
+    start = place.offset + entry.first_element * place.element_bytes
+    return start, start + entry.num_elements * place.element_bytes
+
+
+def check_coverage(what: str, layout: Layout, ranges: Iterable[Elements]) -> None:
+    """Every element of every tensor is in exactly one range. Raises `WeightError` with the first tensor of which that
+    is not so; `what`: whose ranges they are."""
+    written: dict[str, list[Elements]] = {}
+    for entry in ranges:
+        written.setdefault(entry.name, []).append(entry)
+    for place in layout.tensors:
+        parts = sorted(written.get(place.name, []), key=lambda part: part.first_element)
+        covered = _covered(parts)
+        total = sum(entry.num_elements for entry in parts)
+        if (covered, total) != (place.num_elements, place.num_elements):
+            raise WeightError(
+                f"{what}: tensor {place.name!r} has {place.num_elements} elements, {total} were written, "
+                f"in order up to element {covered}. Every element must be written by exactly one rank."
+            )
+
+
+def _covered(parts: Sequence[Elements]) -> int:
+    covered = 0
+    for entry in parts:
+        if entry.first_element != covered:
+            break
+        covered += entry.num_elements
+    return covered
