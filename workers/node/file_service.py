@@ -116,8 +116,8 @@ class FileService:
                 guard_root(self._directory)
         except OSError as error:
             raise ResourceError(
-                f"{platform.node()}: {self._directory} cannot be made: {error}. Set cluster.files_dir to a directory that "
-                "this user may write to on every machine."
+                f"{platform.node()}: {self._directory} cannot be made: {error}. Set cluster.files_dir to a directory "
+                "that this user may write to on every machine."
             ) from None
         shutil.rmtree(part, ignore_errors=True)
         self.collect(files, part, source)
