@@ -1,0 +1,111 @@
+"""The chunks of every version: which bytes of the file each is, which rank writes it, and on which node that rank is.
+
+Ranks cut the same pieces of the same tensors for every version, so they tell once what they will write, before the
+first version; the plan is checked once, and both ends of every connection know what a chunk's number means. Made by
+`trainer/writing.py`, plain data on its way to the nodes' relays (`relay.py`).
+"""
+
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from penstock.workers.weights.publication.layout import Layout, compute_layout
+from penstock.workers.weights.publication.ranges import RANGE_BYTES, byte_span, check_coverage, cut
+
+LEAST_BYTES = 2**20
+"""A chunk costs about 0.1 ms of a relay's processor, whatever is in it: that much at 10 GB/s."""
+FILLING = 16
+"""A chain is full when its last node gets its first chunk. Chunks are so small that this takes at most one part in so
+many of the whole, as long as `LEAST_BYTES` lets them."""
+
+
+class Chunk(NamedTuple):
+    """Elements of one flattened tensor that one rank writes."""
+
+    name: str
+    first_element: int
+    num_elements: int
+    rank: int
+
+
+Piece = tuple[str, int, int]
+"""Tensor, first element, number of elements: what a rank tells of what it has."""
+
+
+class ChunkPlan(msgspec.Struct, frozen=True, dict=True):
+    """Chunks are known by their number: their place in `chunks`. Frozen, and equal wherever it is read.
+
+    plan = make_plan(layout, pieces_of_ranks, nodes, chunk_bytes)
+    start, end = plan.spans[plan.of_node(nodes[0])[0]]
+    """
+
+    tensors: list[tuple[str, tuple[int, ...], str]]
+    """Name, shape, dtype."""
+    chunks: list[Chunk]
+    nodes: list[str]
+    """Of each rank."""
+    chunk_bytes: int
+    """Most of a chunk."""
+
+    @cached_property
+    def layout(self) -> Layout:
+        return compute_layout(self.tensors)
+
+    @cached_property
+    def spans(self) -> list[tuple[int, int]]:
+        """First and last-plus-one byte of each chunk in the file."""
+        return [byte_span(self.layout, chunk) for chunk in self.chunks]
+
+    @cached_property
+    def sources(self) -> list[str]:
+        """Nodes that have ranks, each once: there is a chain for each."""
+        return list(dict.fromkeys(self.nodes))
+
+    @cached_property
+    def numbers(self) -> dict[tuple[str, int], int]:
+        """Of chunks, by tensor and first element."""
+        return {(chunk.name, chunk.first_element): number for number, chunk in enumerate(self.chunks)}
+
+    @cached_property
+    def digest(self) -> bytes:
+        """Of the plan: two ends that have another one do not understand each other."""
+        return xxhash.xxh3_128_digest(msgspec.msgpack.encode(self))
+
+    def of_node(self, node: str) -> list[int]:
+        """Numbers of the chunks that ranks of this node write."""
+        return [number for number, chunk in enumerate(self.chunks) if self.nodes[chunk.rank] == node]
+
+    def spans_of_node(self, node: str) -> list[tuple[int, int]]:
+        """Where ranks of this node write, the header included, in order of the file."""
+        return [(0, len(self.layout.header)), *sorted(self.spans[number] for number in self.of_node(node))]
+
+
+def make_plan(
+    layout: Layout, pieces: Sequence[Iterable[Piece]], nodes: Sequence[str], chunk_bytes: int = RANGE_BYTES
+) -> ChunkPlan:
+    """Of the pieces that each rank will write. `nodes`: of each rank.
+
+    Raises `WeightError` with the tensor whose elements nobody, or two ranks, will write.
+    """
+    chunks = [
+        Chunk(name, start, size, rank)
+        for rank, told in enumerate(pieces)
+        for name, first, count in told
+        for start, size in cut(layout.place(name), first, count, chunk_bytes)
+    ]
+    check_coverage("the ranks' pieces", layout, chunks)
+    tensors = [(place.name, place.shape, place.dtype) for place in layout.tensors]
+    return ChunkPlan(tensors, chunks, list(nodes), chunk_bytes)
+
+
+def choose_chunk_bytes(num_bytes: int, num_sources: int, num_receivers: int) -> int:
+    """How large chunks are to be: as large as they may, but for long chains of little data.
+
+    Of `C` chunks over `h` hops, `C + h - 1` times pass one after the other (`simulation.py`): `h - 1` is to be little
+    beside `C`.
+    """
+    filling = max(1, num_receivers - 1) * FILLING
+    return min(RANGE_BYTES, max(LEAST_BYTES, num_bytes // num_sources // filling))

@@ -1,0 +1,42 @@
+"""Which way a version goes: one chain of the receiving nodes for each node that has trainer ranks. Pure.
+
+    version 12   trainer X ─▶ a ─▶ b ─▶ c      trainer Y ─▶ b ─▶ c ─▶ a
+    version 13   trainer X ─▶ b ─▶ c ─▶ a      trainer Y ─▶ c ─▶ a ─▶ b
+
+The order turns with the version and from chain to chain, so that no node is always the last, and in a version each
+sends about as much as any other. Used by `relay.py`, on every node alike: nobody has to be told its place.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+NEARBY = 3
+"""Nodes of the chain that are asked before its trainer is: one that dies costs its neighbours little, and the trainer's
+link is everybody's."""
+
+
+class Broadcast(msgspec.Struct, frozen=True):
+    """A version that goes to many nodes, as each of them is told of it."""
+
+    version: int
+    receivers: list[str]
+    """Nodes that are to have all of it."""
+    addresses: dict[str, tuple[str, int]]
+    """Host and port of the listener of every node that has ranks or receives."""
+
+
+def chain(broadcast: Broadcast, sources: Sequence[str], source: str) -> list[str]:
+    """The nodes after `source`, which has trainer ranks, in the order in which its chunks pass them."""
+    others = [node for node in sorted(broadcast.receivers) if node != source]
+    if not others:
+        return []
+    apart = max(1, len(others) // len(sources))
+    first = (broadcast.version + sources.index(source) * apart) % len(others)
+    return others[first:] + others[:first]
+
+
+def upstreams(order: Sequence[str], source: str, node: str) -> list[str]:
+    """Whom a node of the chain asks for chunks, best first. All are before it, so that no two ask each other."""
+    place = order.index(node)
+    return [*reversed(order[max(0, place - NEARBY) : place]), source]
