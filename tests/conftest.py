@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.machines.cluster import Cluster, machines
+from tests.machines.privileges import what_is_missing
 from tests.ray_cluster import connected, running_cluster
 from tests.warm_workers import SOCKET
 from tests.warm_workers import warm_python as warm_server
@@ -34,6 +36,12 @@ def pytest_collection_finish() -> None:
     """A million objects of packages and tests are there to stay: nobody who collects garbage looks at them again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip tests that need machines where there can be none: at one place, so the summary says it once for all."""
+    if item.get_closest_marker("machines") and (missing := what_is_missing()):
+        pytest.skip(f"NO MACHINES: nothing between two machines was tested, which needs {missing}")
 
 
 @pytest.fixture(scope="session")
@@ -78,3 +86,19 @@ def cluster(ray_address: str) -> Iterator[str]:
     """The tests of a module are one driver: what they leave ends with it. The cluster's address."""
     with connected(ray_address):
         yield ray_address
+
+
+@pytest.fixture(scope="module")
+def ray_machines(
+    request: pytest.FixtureRequest, warm_python: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    """Machines with one Ray cluster on them, for the tests of a module: two, or three by `pytest.mark.machines(3)`.
+
+    `warm_python` runs on them too, and they share the folders of `tmp_path`.
+    """
+    folder = Path(warm_python[0]).parent
+    marker = request.node.get_closest_marker("machines")
+    num_machines = marker.args[0] if marker and marker.args else 2
+    with machines(num_machines, keep=[folder, tmp_path_factory.getbasetemp()]) as cluster:
+        cluster.start_ray(warm=folder)
+        yield cluster

@@ -12,8 +12,9 @@ and the tests start hundreds of them. A server imports them once, and forks:
 The cluster of the tests (`ray_cluster.py`) starts its workers by this file. `DIRECTORY/python` takes the arguments of
 Python: tests start ranks, drivers and benchmarks with it, and `multiprocessing` starts the processes of vLLM with it,
 in the forks and in tests that ask for the fixture `warm_spawn`. What a fork starts by `sys.executable` is a fork. Each
-has its own environment. Starts as users see them are tested without it: `penstock run` in a shell, `ray job submit`,
-an engine of vLLM. Used by `tests/conftest.py`.
+has its own environment, and lives where its caller does: on a machine of `tests/machines`, if it is on one. Starts as
+users see them are tested without it: `penstock run` in a shell, `ray job submit`, an engine of vLLM. Used by
+`tests/conftest.py`, and by `tests/machines/ray_nodes.py` for Ray on machines.
 """
 
 import fcntl
@@ -21,9 +22,11 @@ import gc
 import json
 import multiprocessing
 import os
+import select
 import signal
 import socket
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -31,6 +34,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 SOCKET = "PENSTOCK_TEST_WARM_SOCKET"
 """Environment variable of the cluster: where the server listens."""
@@ -103,10 +107,10 @@ def warm_python(directory: Path) -> Iterator[Path]:
 def serve(path: str) -> None:
     """Fork for whoever asks, as long as the process lives that started this one."""
     import importlib
-    import select
 
-    # Ray reads them while it is imported: a worker that will be told its job, and ends with the process of this number.
-    os.environ.update(RAY_JOB_ID="ffffffff", RAY_RAYLET_PID=str(os.getpid()))
+    # Ray reads them while it is imported: a worker that will be told its job, and ends with the process of this number,
+    # which every machine has. That it ends with its raylet is the caller's business.
+    os.environ.update(RAY_JOB_ID="ffffffff", RAY_RAYLET_PID="1")
     for name in MODULES:
         importlib.import_module(name)
     if importlib.util.find_spec("vllm"):
@@ -127,15 +131,54 @@ def serve(path: str) -> None:
             if sys.stdin in ready:
                 return
             caller, _ = listener.accept()
-            if os.fork() == 0:
+            try:
+                forked = fork_for(caller)
+            except OSError:  # the caller has ended already, or its machine
+                caller.close()
+                continue
+            if forked == 0:
                 listener.close()
                 become(caller)
             caller.close()
 
 
+def fork_for(caller: socket.socket) -> int:
+    """As `os.fork`; the child lives where the caller does, on this machine or on one that is made of namespaces."""
+    from machines.enter import KINDS, join
+
+    pid, _, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    if os.stat(f"/proc/{pid}/ns/pid").st_ino == os.stat("/proc/self/ns/pid").st_ino:
+        return os.fork()
+    with _process(pid) as there, _process(os.getpid()) as here:
+        join(there, KINDS["pid"])  # for children alone: the server stays where it is
+        forked = -1
+        try:
+            forked = os.fork()
+        finally:
+            if forked:
+                join(here, KINDS["pid"])
+        if forked == 0:
+            try:
+                join(there, sum(flag for kind, flag in KINDS.items() if kind != "pid"))
+            except OSError:
+                os._exit(1)
+    return forked
+
+
+@contextmanager
+def _process(pid: int) -> Iterator[int]:
+    """A descriptor that refers to it."""
+    descriptor = os.pidfd_open(pid)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
 def become(caller: socket.socket) -> None:
     """Run the caller's program with its environment and its open files; end when the caller ends."""
     import torch
+    from ray._raylet import Config
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, files, _, _ = socket.recv_fds(caller, MAX_REQUEST, MAX_FILES)
@@ -149,6 +192,7 @@ def become(caller: socket.socket) -> None:
     os.environ.update(request["environment"])
     if threads := os.environ.get("OMP_NUM_THREADS"):  # torch reads it when it is loaded
         torch.set_num_threads(int(threads))
+    Config.initialize("")  # Ray's C++ has read the server's environment; whether a cluster asks for a token is there
     caller.send(str(os.getpid()).encode())
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     status = _status_of(request["arguments"])
@@ -207,6 +251,10 @@ def _end_with(caller: socket.socket) -> None:
 
 def run(path: str, arguments: Sequence[str]) -> int:
     """Hand everything to the server, and live as long as the process that it forks; its exit status."""
+    ends_with = []
+    if arguments[0] == __file__:  # a worker, if not started by `__main__` below, then by a node that is a fork itself
+        arguments = set_up(arguments[1:])
+        ends_with = [os.pidfd_open(os.getppid())]  # its raylet
     files = [int(name) for name in os.listdir("/proc/self/fd")]
     files = sorted(file for file in files if file <= 2 or _is_open(file))
     request = {
@@ -218,7 +266,8 @@ def run(path: str, arguments: Sequence[str]) -> int:
         process = int(server.recv(64) or b"0")
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda number, _: os.kill(process, number))
-        return int(server.recv(64) or b"137")
+        ended = select.select([server, *ends_with], [], [])[0]
+        return int((server in ended and server.recv(64)) or b"137")
 
 
 def _is_open(file: int) -> bool:
@@ -227,6 +276,11 @@ def _is_open(file: int) -> bool:
         return os.get_inheritable(file)
     except OSError:
         return False
+
+
+def use_warm_workers(ray_params: Any, head: bool) -> None:
+    """For `RAY_START_HOOK`: have the node that `ray start` is about to start set up its workers by this file."""
+    ray_params.setup_worker_path = __file__
 
 
 def set_up(arguments: Sequence[str]) -> list[str]:
@@ -248,4 +302,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "serve":
         sys.exit(serve(sys.argv[2]))
     else:
-        sys.exit(run(os.environ[SOCKET], set_up(sys.argv[1:])))
+        sys.exit(run(os.environ[SOCKET], [__file__, *sys.argv[1:]]))

@@ -1,0 +1,114 @@
+"""Several machines on this one, for tests and benchmarks of what two machines say to each other.
+
+    with machines(3, rate="1gbit", shm="1g") as cluster:
+        cluster[1].run(["ping", …])
+        cluster.start_ray(num_cpus=4)
+        cluster[1].run([sys.executable, "-m", "penstock.orchestrator.cli", "run", …], timeout_s=300)
+        cluster[2].cut()
+
+Each has its own network, processes, host name, `/dev/shm` and `/tmp` (`machine.py`); a switch joins them (`switch.py`).
+Nothing of it is seen by the host or by other clusters, and nothing is left after the block, nor after the end of this
+process, however it ends: all of it hangs on processes that end with it (`namespaces.py`). Needs root; tests say so with
+the marker `machines`, and ask for the fixture `ray_machines` for a cluster of Ray.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from tests.machines import ray_nodes
+from tests.machines.first_process import SHM, TMP
+from tests.machines.machine import Machine, hostname_of
+from tests.machines.privileges import what_is_missing
+from tests.machines.switch import Switch, address_of
+
+ROOT = Path(__file__).resolve().parents[2]
+MOST = 3
+"""Machines of a cluster: two cores, which all of them share, do not serve more."""
+
+
+class MachinesUnavailable(RuntimeError):
+    """This process may not make machines."""
+
+
+class Cluster:
+    """Machines, numbered from 1. Made by `machines`."""
+
+    def __init__(self, members: Sequence[Machine]) -> None:
+        self._members = list(members)
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Machine]:
+        return iter(self._members)
+
+    def __getitem__(self, number: int) -> Machine:
+        if not 1 <= number <= len(self):
+            raise IndexError(f"there is no machine {number}: they are numbered from 1 to {len(self)}")
+        return self._members[number - 1]
+
+    def start_ray(
+        self,
+        num_cpus: int = 4,
+        *,
+        warm: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        options: Sequence[str] = (),
+        timeout_s: float = ray_nodes.START_S,
+    ) -> str:
+        """A Ray cluster of all machines, its head on the first; its address. See `ray_nodes.start`."""
+        return ray_nodes.start(list(self), num_cpus, warm, environment or {}, options, timeout_s)
+
+
+@contextmanager
+def machines(
+    num_machines: int, *, rate: str | None = None, keep: Sequence[Path | str] = (), shm: str | Sequence[str] = "2g"
+) -> Iterator[Cluster]:
+    """A cluster as long as the block lasts.
+
+    Args:
+        num_machines: up to 3.
+        rate: of each link in each direction, such as `1gbit`; None: as fast as memory.
+        keep: folders below `/tmp` that the machines share with this process. This checkout and its Python are among
+            them; what lies elsewhere is shared in any case.
+        shm: size of each `/dev/shm`, or of all; used memory counts, not this.
+
+    Raises:
+        MachinesUnavailable: with what is missing.
+    """
+    if not 1 <= num_machines <= MOST:
+        raise ValueError(f"{num_machines} machines: 1 to {MOST} share two cores")
+    sizes = [shm] * num_machines if isinstance(shm, str) else list(shm)
+    if len(sizes) != num_machines:
+        raise ValueError(f"shm has {len(sizes)} sizes for {num_machines} machines: say one for each, or one for all")
+    if missing := what_is_missing():
+        raise MachinesUnavailable(f"machines need {missing}")
+
+    numbers = range(1, num_machines + 1)
+    hosts = "".join(f"{address_of(number)} {hostname_of(number)}\n" for number in numbers)
+    kept = kept_folders([ROOT, sys.prefix, sys.base_prefix, *keep])
+    with ExitStack() as stack:
+        switch = Switch()
+        stack.callback(switch.end)
+        members = []
+        for number, size in zip(numbers, sizes, strict=True):
+            members.append(Machine(number, f"127.0.0.1 localhost\n{hosts}", size, kept, switch))
+            stack.callback(members[-1].kill)
+        switch.open()
+        for member in members:
+            member.connect()
+            if rate is not None:
+                member.rate(rate)
+        yield Cluster(members)
+
+
+def kept_folders(folders: Sequence[Path | str]) -> list[Path]:
+    """Those that a private `/tmp` would hide, each once, and none that lies within another."""
+    resolved = {Path(folder).resolve() for folder in folders}
+    for folder in resolved:
+        if folder == Path(TMP) or folder.is_relative_to(SHM):
+            raise ValueError(f"{folder} cannot be kept: each machine has its own; name a folder below {TMP}")
+    hidden = {folder for folder in resolved if folder.is_relative_to(TMP)}
+    return sorted(folder for folder in hidden if not hidden & set(folder.parents))
