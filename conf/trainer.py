@@ -1,6 +1,6 @@
 """How the policy is updated."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.conf.checks import above, at_least, divides, one_of, within
 from penstock.conf.errors import ConfigError
@@ -94,6 +94,12 @@ class TrainerConfig:
     sequence_parallel_size: int = 1
     """Ranks that split the tokens of the same rows (Ulysses, 2309.14509), so that longer ones fit; must divide
     num_ranks and the model's heads. Engine fsdp only."""
+    shard_size: int = 0
+    """Ranks, one after the other, that hold one copy of weights, gradients and optimizer states; each further block of
+    so many holds another (HSDP, 2304.11277). 0: all ranks hold one, which takes the least memory. With the ranks of a
+    node, weights are gathered within nodes, and between them go gradients alone, once an optimizer step: for models
+    that fit a node, and links between nodes that are slow. Must divide num_ranks, and be divided by
+    tensor_parallel_size. Engine fsdp only."""
     num_gpus_per_rank: float = 0
     """1 on a GPU cluster (nccl); 0 on CPUs (gloo)."""
     max_steps: int = 100
@@ -149,7 +155,13 @@ class TrainerConfig:
             divides(f"trainer.{key}", getattr(self, key), "trainer.num_ranks", self.num_ranks)
         both = "trainer.tensor_parallel_size x trainer.sequence_parallel_size"
         divides(both, self.ranks_per_row, "trainer.num_ranks", self.num_ranks)
+        at_least("trainer.shard_size", self.shard_size, 0)
+        if self.shard_size:
+            divides("trainer.shard_size", self.shard_size, "trainer.num_ranks", self.num_ranks)
+            size = self.tensor_parallel_size
+            divides("trainer.tensor_parallel_size", size, "trainer.shard_size", self.shard_size)
         if self.engine == "deepspeed":
+            self._check_left_out("shard_size", self.shard_size == 0, 0)
             for key in ("tensor_parallel_size", "sequence_parallel_size"):
                 self._check_left_out(key, getattr(self, key) == 1, 1)
             self._check_left_out("lora.rank", self.lora.rank == 0, 0)
@@ -184,3 +196,17 @@ class TrainerConfig:
     def ranks_per_row(self) -> int:
         """Ranks that have the same rows and split the work on them."""
         return self.tensor_parallel_size * self.sequence_parallel_size
+
+    def alone(self) -> "TrainerConfig":
+        """As far as it says what is trained, for one rank on a CPU: whoever split the model, that can read it."""
+        return replace(
+            self,
+            engine="fsdp",
+            num_ranks=1,
+            num_gpus_per_rank=0,
+            shard_size=0,
+            tensor_parallel_size=1,
+            sequence_parallel_size=1,
+            compile=False,
+            liger=False,
+        )

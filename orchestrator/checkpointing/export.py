@@ -5,7 +5,6 @@ The model is made as the run made it (base weights, adapters, head), the trained
 written as `tracking.export_model` writes it at the end of a run.
 """
 
-from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -43,9 +42,8 @@ def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> PolicyTrainer:
     sections = checkpoint.config
     config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(TrainerConfig), sections["trainer"]))
     assert isinstance(config, TrainerConfig)
-    alone = replace(config, engine="fsdp", num_ranks=1, num_gpus_per_rank=0)
     return (ScalarTrainer if checkpoint.head == "scores" else PolicyTrainer)(
-        alone,
+        config.alone(),
         checkpoint.model_path,
         attention=str(sections["model"]["attention"]),
         engine_dtype=dtype or str(sections["rollout"]["dtype"]),

@@ -28,6 +28,40 @@ def test_a_split_into_less_than_one_is_refused(key):
         TrainerConfig(**{key: 0})
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"num_ranks": 4, "shard_size": -1}, r"trainer\.shard_size=-1: must be at least 0"),
+        ({"num_ranks": 4, "shard_size": 3}, r"trainer\.shard_size=3: must divide trainer\.num_ranks=4"),
+        (
+            {"num_ranks": 4, "shard_size": 1, "tensor_parallel_size": 2},
+            r"trainer\.tensor_parallel_size=2: must divide trainer\.shard_size=1",
+        ),
+        (
+            {"num_ranks": 4, "shard_size": 2, "engine": "deepspeed"},
+            r"trainer\.shard_size is for trainer\.engine=fsdp only\. Choose that, or set it to 0",
+        ),
+    ],
+)
+def test_copies_that_could_not_be_whole_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        TrainerConfig(**options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tensor_parallel_size": 2, "sequence_parallel_size": 2, "shard_size": 2},
+        {"engine": "deepspeed", "offload": True},
+        {"num_gpus_per_rank": 1, "liger": True, "compile": True},
+    ],
+)
+def test_one_rank_can_read_what_ranks_of_any_kind_trained(options):
+    alone = TrainerConfig(num_ranks=4, lora=LoraConfig(rank=0 if "engine" in options else 4), **options).alone()
+    assert (alone.num_ranks, alone.ranks_per_row, alone.num_gpus_per_rank) == (1, 1, 0)
+    assert alone.lora.rank == (0 if "engine" in options else 4)
+
+
 def test_by_default_each_rank_has_rows_of_its_own():
     config = TrainerConfig(num_ranks=3)
     assert config.ranks_per_row == 1

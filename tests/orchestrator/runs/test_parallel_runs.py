@@ -1,4 +1,4 @@
-"""Whole runs on a local Ray whose trainers split the work on a row, or train adapters only."""
+"""Whole runs on a local Ray whose trainers split the work on a row, have copies, or train adapters only."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
-SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
+SPLITS = ("tensor_parallel_size=2", "sequence_parallel_size=2", "shard_size=1")
 SMOOTH = ["trainer.optimizer.eps=1e-2", "trainer.optimizer.lr=1e-2"]
 """AdamW's step follows the gradient smoothly then: with a tiny eps, rounding decides where a gradient is near 0."""
 COUNTED = ("reward/mean", "response_length/mean", "staleness/max", "actor/kl", "actor/grad_norm", "actor/entropy")
@@ -30,8 +30,8 @@ def one(small_run, tmp_path_factory, cluster):
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_run_whose_ranks_share_rows_is_the_run_of_one_rank(small_run, tmp_path, one, split):
-    words = [*SMOOTH, "trainer.num_ranks=2", f"trainer.{split}=2"]
+def test_a_run_whose_ranks_share_rows_or_weights_is_the_run_of_one_rank(small_run, tmp_path, one, split):
+    words = [*SMOOTH, "trainer.num_ranks=2", f"trainer.{split}"]
     steps, weights = steps_and_weights(small_run, tmp_path, "two", *words)
     for ours, expected in zip(steps, one[0], strict=True):
         for name in COUNTED:

@@ -16,7 +16,7 @@ from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, TrainerConfig
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.engines import fsdp, tensor_parallel, ulysses
+from penstock.workers.trainer.engines import mesh, tensor_parallel, ulysses
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.models.policy_model import load_causal_lm
 from penstock.workers.trainer.ranks import Ranks
@@ -39,7 +39,7 @@ def test_every_share_of_the_rows_has_one_rank_that_speaks_for_it(num_data_ranks:
 
 @given(num_rows=st.integers(0, 50), size=st.integers(1, 9))
 def test_shards_of_rows_cover_each_once(num_rows: int, size: int) -> None:
-    starts = [fsdp.first_row(num_rows, rank, size) for rank in range(size + 1)]
+    starts = [mesh.first_row(num_rows, rank, size) for rank in range(size + 1)]
     assert starts[0] == 0
     assert starts[-1] == num_rows
     assert starts == sorted(starts)

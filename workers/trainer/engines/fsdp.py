@@ -1,11 +1,11 @@
 """FSDP2 around a model: float32 master weights in shards, AdamW, sums of gradients, and which elements a rank has.
 
 Every decoder layer is one unit and the rest (embedding, last norm, output layer) is the root. Parameters are DTensors
-split along dim 0, so that a rank's part of one is a range of its elements. Tensor parallelism splits them before that
-(`tensor_parallel.py`), sequence parallelism splits what they are applied to (`ulysses.py`). A `TrainEngine`
-(`engine.py`), made by `factory.py`.
+split along dim 0, so that a rank's part of one is a range of its elements; of several copies of the model (`mesh.py`)
+each has the same ranges. Tensor parallelism splits them before that (`tensor_parallel.py`), sequence parallelism splits
+what they are applied to (`ulysses.py`). A `TrainEngine` (`engine.py`), made by `factory.py`.
 
-Legend: T ranks of tensor parallelism, F ranks that FSDP2 splits over; rank = f * T + t.
+Legend: R copies, F ranks that FSDP2 splits one over, T ranks of tensor parallelism.
 """
 
 import math
@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.workers.trainer.engines.layers import decoder_layers
 from penstock.workers.trainer.engines.lora import adapters, hf_name, is_adapter
+from penstock.workers.trainer.engines.mesh import RankMesh, first_row
 from penstock.workers.trainer.engines.sharded import local
 from penstock.workers.trainer.engines.tensor_parallel import TensorParallel
 from penstock.workers.trainer.engines.ulysses import SequenceParallel
@@ -54,23 +55,20 @@ class FsdpEngine:
         # On a CPU everything is where offloading would put it, and there is nothing to pin memory for.
         is_offloaded = config.offload and ranks.device.type != "cpu"
         self.keeps_whole = num_bytes <= KEEP_WHOLE_BYTES and not is_offloaded
-        self.tensor: TensorParallel | None = None
-        if config.tensor_parallel_size > 1:
-            self.tensor = TensorParallel(model.lm, ranks, config.tensor_parallel_size)
+        self.mesh = RankMesh(ranks, config.shard_size, config.tensor_parallel_size)
+        self.tensor = TensorParallel(model.lm, self.mesh) if config.tensor_parallel_size > 1 else None
         self.sequence: SequenceParallel | None = None
         if config.sequence_parallel_size > 1:
             peers = ranks.process_group(config.tensor_parallel_size, config.sequence_parallel_size)
             self.sequence = SequenceParallel(model.lm, peers, config.tensor_parallel_size)
-        mesh = self.tensor.fsdp_mesh if self.tensor else init_device_mesh(ranks.device.type, (ranks.num_ranks,))
         self.where = ""
-        self._num_shards, self._shard = mesh.size(), mesh.get_local_rank()
-        self.root = self._fully_shard(mesh, config.dtype, is_offloaded)
+        self.root = self._fully_shard(self.mesh.fsdp, config.dtype, is_offloaded)
         self._load(weights, torch.device("cpu") if is_offloaded else ranks.device)
         self.units = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for name, module in model.named_modules():
             if module in self.units:
                 module.register_forward_pre_hook(partial(self._entered, name or "the embedding and the head"))
-        if self._num_shards > 1:
+        if self.mesh.fsdp.size() > 1:
             for unit in self.units:
                 unit.set_gradient_divide_factor(1.0)
                 unit.set_force_sum_reduction_for_comms(True)  # gloo has no premultiplied sum
@@ -129,11 +127,14 @@ class FsdpEngine:
         return self.sequence(self.model, *arguments) if self.sequence else self.model(*arguments)
 
     def before_backward(self, is_last: bool) -> None:
-        """Gradients of a minibatch add up unreduced until its last micro-batch, where they may be kept whole."""
+        """Gradients of a minibatch add up unreduced until its last micro-batch, where they may be kept whole; else in
+        shards, which only then are summed over copies."""
         if self.keeps_whole:
             self.root.set_requires_gradient_sync(is_last)
             self.root.set_reshard_after_backward(is_last)
             self.root.set_is_last_backward(is_last)
+        elif self.mesh.num_copies > 1:
+            self.root.set_requires_all_reduce(is_last)
 
     def backward(self, loss: Tensor) -> None:
         loss.backward()
@@ -185,7 +186,7 @@ class FsdpEngine:
             square = nn.utils.get_total_norm(self._local_gradients(split=True)).square()
             square += nn.utils.get_total_norm(self._local_gradients(split=False)).square() / self.tensor.size
         dist.all_reduce(square)
-        return square.sqrt()
+        return (square / self.mesh.num_copies).sqrt()
 
     # What lies where
 
@@ -234,33 +235,33 @@ class FsdpEngine:
         assert self.optimizer is not None
         for state in self.optimizer.state.values():
             state["step"].fill_(num_optimizer_steps)
-        if self.tensor:
-            for parameter, state in self.optimizer.state.items():
-                if not self._is_split(parameter):
-                    for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
-                        self.tensor.from_first(local(tensor).detach())
+        for parameter, state in self.optimizer.state.items():
+            for tensor in (parameter, *(state[moment] for moment in MOMENTS)):
+                self.mesh.from_givers(local(tensor).detach())
+                if self.tensor and not self._is_split(parameter):
+                    self.tensor.from_first(local(tensor).detach())
 
     def _first_row(self, parameter: Tensor) -> int:
         """Where this rank's rows of a parameter start: tensor parallelism cuts first, FSDP2 cuts what it leaves."""
         num_rows = parameter.shape[0] if parameter.ndim else 1
         if self.tensor and self.tensor.split_dim(parameter) == 0:
             num_rows //= self.tensor.size
-            return self.tensor.rank * num_rows + first_row(num_rows, self._shard, self._num_shards)
-        return first_row(num_rows, self._shard, self._num_shards)
+            return self.tensor.rank * num_rows + first_row(num_rows, self.mesh.shard, self.mesh.num_shards)
+        return first_row(num_rows, self.mesh.shard, self.mesh.num_shards)
 
     def _share(self, name: str, parameter: Tensor, rows: Tensor) -> Piece:
-        """Whole rows for others to read. T ranks that have the same ones give a share each."""
-        first = self._first_row(parameter)
-        if self.tensor and self.tensor.split_dim(parameter) != 0:
-            start, end = (first_row(len(rows), self.tensor.rank + more, self.tensor.size) for more in (0, 1))
-            first, rows = first + start, rows[start:end]
+        """Whole rows for others to read. Of ranks that have the same ones each gives a share."""
+        share = self.mesh.share(len(rows), of_parts=self.tensor is not None and self.tensor.split_dim(parameter) != 0)
         shape = tuple(parameter.shape)
-        return Piece(name, shape, first * math.prod(shape[1:]), rows.detach().reshape(-1))
+        first = (self._first_row(parameter) + share.start) * math.prod(shape[1:])
+        return Piece(name, shape, first, rows[share].detach().reshape(-1))
 
     def _own(self, name: str, parameter: Tensor, rows: Tensor) -> Iterator[Piece]:
-        """This rank's part for others to read and to write. Of T ranks that have the same the first counts; where they
-        split columns, each row is a piece, since a row's part is what lies together in the full tensor."""
-        first, shape = self._first_row(parameter), tuple(parameter.shape)
+        """This rank's part for others to read and to write. Of copies each gives a share, of T ranks that have the same
+        the first counts; where those split columns, each row is a piece, since a row's part is what lies together in
+        the full tensor."""
+        share, shape = self.mesh.share(len(rows)), tuple(parameter.shape)
+        first, rows = self._first_row(parameter) + share.start, rows[share]
         row_elements = math.prod(shape[1:])
         split_dim = self.tensor.split_dim(parameter) if self.tensor else 0
         if self.tensor and split_dim == 1:
@@ -304,8 +305,3 @@ def buffer_pieces(lm: nn.Module, rank: int) -> Iterator[Piece]:
     for name, buffer in lm.named_buffers():
         if name in persistent:
             yield Piece(name, tuple(buffer.shape), 0, buffer.reshape(-1) if rank == 0 else buffer.reshape(-1)[:0])
-
-
-def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
-    """Where a rank's shard of dim 0 starts: shards are as large as the first one, the last may be short or empty."""
-    return min(num_rows, rank * -(-num_rows // num_ranks))

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from penstock.conf.trainer import LoraConfig
 from penstock.workers.models.adapted_layers import target_layers
-from penstock.workers.trainer.engines.sharded import local
+from penstock.workers.trainer.engines.sharded import gathered, local
 from penstock.workers.trainer.models.starting_weights import take_weights
 from penstock.workers.weights.publication.adapter import FILE_NAME, tensor_name
 
@@ -113,7 +113,7 @@ def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
     tensors = {}
     for adapter in adapters(lm):
         for name, weight in adapter.tensors():
-            whole = _over_fsdp(weight).full_tensor() if isinstance(weight, DTensor) else weight
+            whole = gathered(weight).full_tensor() if isinstance(weight, DTensor) else weight
             if is_writer:
                 tensors[name] = whole.detach().cpu().contiguous()
     if tensors:
@@ -124,9 +124,4 @@ def save_adapter(lm: Any, directory: Path, is_writer: bool) -> None:
 
 def _whole_rows(tensor: Tensor) -> Tensor:
     """All rows; of columns that tensor parallelism splits, this rank's. Collective."""
-    return _over_fsdp(tensor).to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _over_fsdp(tensor: DTensor) -> DTensor:
-    """Gathered along the first dim of its mesh, over which FSDP2 splits rows. Collective over that."""
-    return tensor.redistribute(placements=[Replicate(), *tensor.placements[1:]])
+    return gathered(tensor).to_local() if isinstance(tensor, DTensor) else tensor

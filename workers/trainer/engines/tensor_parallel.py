@@ -5,10 +5,10 @@
     o, down:           rows of the product, columns of the weight   ─▶ partial sums ─▶ all-reduce
 
 Embeddings, norms and the output layer are whole on every rank. Which layers are split how is the model's own word
-(`base_model_tp_plan` of its configuration). FSDP2 then splits along the other dim of the mesh what is left. Made and
-used by `fsdp.py`.
+(`base_model_tp_plan` of its configuration). FSDP2 then splits what is left along the other dims of the mesh
+(`mesh.py`). Made and used by `fsdp.py`.
 
-Legend: T ranks that split the layers of one model, F ranks that FSDP2 splits each part over; rank = f * T + t.
+Legend: T ranks that split the layers of one model.
 """
 
 from fnmatch import fnmatchcase
@@ -17,13 +17,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.trainer.engines.sharded import local
-from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.engines.mesh import RankMesh
+from penstock.workers.trainer.engines.sharded import local, tensor_placement
 
 KEY = "trainer.tensor_parallel_size"
 COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce"
@@ -33,32 +32,19 @@ COLWISE, ROWWISE, SUMMED = "colwise", "rowwise", "replicated_with_grad_allreduce
 class TensorParallel:
     """Splits a model, and knows of each parameter which part is here.
 
-    tensor = TensorParallel(model.lm, ranks, size=2)    # before fully_shard(..., mesh=tensor.fsdp_mesh)
+    tensor = TensorParallel(model.lm, mesh)    # before fully_shard(..., mesh=mesh.fsdp)
     """
 
-    def __init__(self, lm: Any, ranks: Ranks, size: int) -> None:
-        """`lm`: without weights, adapters already in it. Raises `ConfigError` for a model that cannot be split so.
-        Collective."""
-        self.size = size
-        self.rank = ranks.rank % size
-        styles = plan_of(lm, size)
-        num_fsdp = ranks.num_ranks // size
-        self.peers = ranks.process_group(1, size)
-        mesh = DeviceMesh.from_group(
-            [ranks.process_group(size, num_fsdp), self.peers],
-            ranks.device.type,
-            mesh=torch.arange(ranks.num_ranks).view(num_fsdp, size),
-            mesh_dim_names=("fsdp", "tensor"),
-        )
-        self.fsdp_mesh: DeviceMesh = mesh["fsdp"]
-        parallelize_module(lm, mesh["tensor"], module_styles(lm, styles), src_data_rank=None)
+    def __init__(self, lm: Any, mesh: RankMesh) -> None:
+        """`lm`: without weights, adapters already in it. Raises `ConfigError` for a model that cannot be split so."""
+        self.size, self.rank, self.peers = mesh.num_parts, mesh.part, mesh.parts
+        styles = plan_of(lm, self.size)
+        parallelize_module(lm, mesh.tensor, module_styles(lm, styles), src_data_rank=None)
         self._summed = [lm.get_submodule(name) for name, style in styles.items() if style == SUMMED]
 
     def split_dim(self, parameter: Tensor) -> int | None:
         """Along which dim T ranks split it; None where each has all of it."""
-        if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim == 1:
-            return None
-        placement = parameter.placements[1]
+        placement = tensor_placement(parameter)
         return placement.dim if isinstance(placement, Shard) else None
 
     def add_up_gradients(self) -> None:

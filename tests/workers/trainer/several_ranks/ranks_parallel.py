@@ -22,6 +22,7 @@ from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import fsdp
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.tally import with_explained_variance
 from penstock.workers.weights.streaming.weight_stream import WeightStream
 from penstock.workers.weights.trainer_side import TrainerSide
@@ -31,6 +32,7 @@ LINEAR = {"lr": 1.0, "eps": 1.0, "betas": [0.0, 0.0], "clip_norm": 0.5}
 LORA = {"lora": LoraConfig(rank=4, alpha=8)}
 TENSOR = {"tensor_parallel_size": 2}
 SEQUENCE = {"sequence_parallel_size": 2}
+COPIES = {"shard_size": 2}
 SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
     2: {
         "lora": LORA,
@@ -49,6 +51,7 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "critic_minibatches": {"num_minibatches": 3},
         "critic_tensor": TENSOR,
         "critic_sequence": SEQUENCE,
+        "whole_copies": {"shard_size": 1},
     },
     4: {
         "tensor_and_data": TENSOR,
@@ -56,13 +59,21 @@ SCENARIOS: dict[int, dict[str, dict[str, Any]]] = {
         "tensor_and_data_gathered_by_layer": TENSOR,
         "sequence_and_data": SEQUENCE,
         "tensor_and_sequence": TENSOR | SEQUENCE,
+        "copies": COPIES,
+        "copies_minibatches_gathered_by_layer": COPIES | {"num_minibatches": 3},
+        "copies_lora_gathered_by_layer": COPIES | LORA,
+        "copies_and_tensor_lora": COPIES | TENSOR | LORA,
+        "copies_and_sequence": COPIES | SEQUENCE,
     },
+    8: {"copies_and_shards_and_tensor_lora": TENSOR | LORA | {"shard_size": 4}},
 }
 """By number of ranks. "summed": of a model whose norms see each rank's own heads only (Qwen3)."""
 LARGE = {"large": {}, "large_tensor": TENSOR, "large_lora": LORA}
 """How a model is loaded of which the memory is measured, on four ranks."""
 SPLITS = ("tensor_parallel_size", "sequence_parallel_size")
 NUM_ROWS = 12
+State = list[tuple[str, tuple[int, ...], int, torch.Tensor]]
+"""Name, shape, first element and values of each piece."""
 
 
 def rows() -> Rows:
@@ -94,7 +105,7 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
     trainers = []
     for scenario, options in scenarios.items():
         if num_ranks == 1:
-            options = {name: value for name, value in options.items() if name not in SPLITS}
+            options = {name: value for name, value in options.items() if name not in (*SPLITS, "shard_size")}
         budget = 8192 if num_ranks == 1 else 60
         config = TrainerConfig(
             num_ranks=num_ranks, max_tokens_per_microbatch=budget, optimizer=OptimizerConfig(**LINEAR), **options
@@ -114,9 +125,36 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
             trainers[-1].publish(str(directory / scenario / "alone"), 1)
         torch.save(result, directory / f"{scenario}.{rank}.pt")
         trainers[-1].export(str(directory / scenario / "exported"))
+    if num_ranks == 4:
+        started = trainers[list(scenarios).index("copies")]
+        torch.save(through_checkpoints(started, f"{models}/qwen2", rank, directory), directory / f"resumed.{rank}.pt")
     for name, options in LARGE.items() if num_ranks == 4 else ():
         torch.save(load_large(options, f"{models}/large", rank, num_ranks), directory / f"{name}.{rank}.pt")
     trainers[0].close()
+
+
+RESUMED = {"shards": {}, "copies": COPIES, "tensor_and_copies": COPIES | TENSOR, "whole_copies": {"shard_size": 1}}
+"""Ways to split a model of four ranks, each of which goes on from a checkpoint of the one before."""
+
+
+def through_checkpoints(started: PolicyTrainer, model: str, rank: int, directory: Path) -> dict[str, Any]:
+    """The state of the trainer and of each that goes on from it, and what they answer after one more update."""
+    trainers, options = {"started": started}, {"started": COPIES} | RESUMED
+    states, last = {"started": state_of(started.engine)}, started
+    for name in RESUMED:
+        saving = TrainingState({"policy": last})
+        assert saving.begin(str(directory / f"before_{name}"))
+        files = [file for some in last.ranks.gather_ranks(saving.finish()) for file in some]
+        config = TrainerConfig(num_ranks=4, optimizer=OptimizerConfig(**LINEAR), **options[name])
+        last = trainers[name] = PolicyTrainer(config, model, rank=rank, num_ranks=4)
+        TrainingState({"policy": last}).load(str(directory / f"before_{name}"), files)
+        states[name] = state_of(last.engine)
+    answers = {}
+    for name, trainer in trainers.items():
+        mine = share_of(rank, 4, options[name])
+        trainer.update(rows().select(mine), ppo_clip_loss)
+        answers[name] = dict(zip(mine, trainer.logprobs(rows().select(mine)), strict=True))
+    return {"states": states, "answers": answers}
 
 
 def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int) -> dict[str, Any]:
@@ -163,10 +201,14 @@ def one_update(trainer: PolicyTrainer, rows: Rows) -> dict[str, Any]:
     return {"metrics": metrics, "before": before, "after": after, "state": state, "restored": answers()}
 
 
+def state_of(engine: Any) -> State:
+    return [(piece.name, piece.shape, piece.first, piece.values.detach().clone()) for piece in engine.state()]
+
+
 @torch.no_grad()
-def wipe_and_restore(engine: Any) -> list[tuple[str, tuple[int, ...], int, torch.Tensor]]:
+def wipe_and_restore(engine: Any) -> State:
     """Forget weights and optimizer state and read them back from what the pieces said: as resuming does. Those."""
-    state = [(piece.name, piece.shape, piece.first, piece.values.clone()) for piece in engine.state()]
+    state = state_of(engine)
     for parameter, moments in engine.optimizer.state.items():
         for tensor in (parameter, *(moments[name] for name in fsdp.MOMENTS)):
             fsdp.local(tensor).fill_(float("nan"))

@@ -13,7 +13,10 @@ from safetensors.torch import load_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from penstock.conf.model import FreshModelConfig
+from penstock.conf.trainer import TrainerConfig
 from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
 from tests.rank_processes import run_ranks
 from tests.workers.trainer.several_ranks import ranks_parallel as ranks
 
@@ -150,23 +153,47 @@ def test_the_adapter_that_is_published_alone_is_the_one_that_is_exported(
     assert_same(load_file(directory / "alone" / "v00000001" / "model.safetensors"), exported, atol=0)
 
 
-def whole_state(directory: Path, scenario: str, num_ranks: int) -> dict[str, torch.Tensor]:
+def whole_state(parts: list[ranks.State]) -> dict[str, torch.Tensor]:
     """The pieces of all ranks, put together; every element must be in one of them, and in one only."""
     flat: dict[str, torch.Tensor] = {}
     shapes: dict[str, tuple[int, ...]] = {}
-    for rank in range(num_ranks):
-        for name, shape, first, values in result(directory, scenario, rank)["state"]:
-            shapes[name] = shape
-            part = flat.setdefault(name, torch.full((int(np.prod(shape)),), float("nan")))[first : first + len(values)]
-            assert part.isnan().all(), name
-            part.copy_(values)
+    for name, shape, first, values in (piece for part in parts for piece in part):
+        shapes[name] = shape
+        part = flat.setdefault(name, torch.full((int(np.prod(shape)),), float("nan")))[first : first + len(values)]
+        assert part.isnan().all(), name
+        part.copy_(values)
     assert not any(values.isnan().any() for values in flat.values())
     return {name: values.reshape(shapes[name]) for name, values in flat.items()}
 
 
 @pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
 def test_the_state_of_all_ranks_is_that_of_one(one: Path, several: Several, num_ranks: int, scenario: str) -> None:
-    assert_same(whole_state(several(num_ranks), scenario, num_ranks), whole_state(one, scenario, 1), atol=2e-6)
+    parts = [result(several(num_ranks), scenario, rank)["state"] for rank in range(num_ranks)]
+    assert_same(whole_state(parts), whole_state([result(one, scenario)["state"]]), atol=2e-6)
+
+
+def test_ranks_that_have_the_same_give_even_shares_of_it(several: Several) -> None:
+    shares = [sum(len(values) for *_, values in result(several(4), "copies", rank)["state"]) for rank in range(4)]
+    assert max(shares) < 1.1 * sum(shares) / 4
+
+
+@pytest.mark.parametrize("name", ranks.RESUMED)
+def test_ranks_that_split_a_model_otherwise_go_on_from_a_checkpoint_bit_for_bit(several: Several, name: str) -> None:
+    resumed = [result(several(4), "resumed", rank) for rank in range(4)]
+    expected, ours = (whole_state([part["states"][key] for part in resumed]) for key in ("started", name))
+    assert_same(ours, expected, atol=0)
+    by_row = {row: values for part in resumed for row, values in part["answers"]["started"].items()}
+    for row, values in (entry for part in resumed for entry in part["answers"][name].items()):
+        np.testing.assert_allclose(values, by_row[row], atol=1e-5)
+
+
+def test_one_rank_goes_on_from_a_checkpoint_of_copies(several: Several, models: str) -> None:
+    parts = [result(several(4), "resumed", rank)["states"]["started"] for rank in range(4)]
+    trainer = PolicyTrainer(TrainerConfig(), f"{models}/qwen2")
+    TrainingState({"policy": trainer}).load(str(several(4) / "before_shards"))
+    ours = whole_state([ranks.state_of(trainer.engine)])
+    trainer.close()
+    assert_same(ours, whole_state(parts), atol=0)
 
 
 @pytest.mark.parametrize("scenario", ranks.LARGE)

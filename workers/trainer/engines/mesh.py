@@ -1,0 +1,72 @@
+"""How the ranks of FSDP2 are laid out: copies of the model, shards of a copy, parts of a layer.
+
+    R copies   each has the whole model, and gradients are summed over them (HSDP)
+    F shards   split the rows of each tensor of a copy; F * T ranks hold one copy: trainer.shard_size
+    T parts    split the layers before that: trainer.tensor_parallel_size
+
+rank = (r * F + f) * T + t, so that a copy lies on consecutive ranks. Made by `fsdp.py`.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from penstock.workers.trainer.engines.sharded import TENSOR
+from penstock.workers.trainer.ranks import Ranks
+
+COPIES, SHARDS = "copies", "shards"
+
+
+class RankMesh:
+    """This rank's place in it, and the process groups that it is in."""
+
+    def __init__(self, ranks: Ranks, shard_size: int = 0, tensor_parallel_size: int = 1) -> None:
+        """`shard_size`: ranks that hold one copy; 0: all. Collective."""
+        block = shard_size or ranks.num_ranks
+        self.num_copies, self.copy = ranks.num_ranks // block, ranks.rank // block
+        self.num_shards, self.shard = block // tensor_parallel_size, ranks.rank % block // tensor_parallel_size
+        self.num_parts, self.part = tensor_parallel_size, ranks.rank % tensor_parallel_size
+        self.copies: dist.ProcessGroup | None = None
+        """The ranks that have the same shard and part of each copy, this one among them. None: no other has."""
+        self.parts: dist.ProcessGroup | None = None
+        """The ranks that split layers with this one. None: nobody does."""
+        self.tensor: DeviceMesh | None = None
+        """Those as a mesh."""
+        kind = ranks.device.type
+        if self.num_copies == self.num_parts == 1:
+            self.fsdp = init_device_mesh(kind, (ranks.num_ranks,))
+            return
+        strides = {COPIES: block, SHARDS: self.num_parts, TENSOR: 1}
+        sizes = {COPIES: self.num_copies, SHARDS: self.num_shards, TENSOR: self.num_parts}
+        sizes = {name: size for name, size in sizes.items() if size > 1 or name == SHARDS}
+        groups = {name: ranks.process_group(strides[name], size) for name, size in sizes.items()}
+        layout = torch.arange(ranks.num_ranks).view(*sizes.values())
+        mesh = DeviceMesh.from_group(list(groups.values()), kind, mesh=layout, mesh_dim_names=tuple(sizes))
+        self.fsdp = mesh[COPIES, SHARDS] if COPIES in sizes else mesh[SHARDS]
+        """What FSDP2 works over: shards, or copies and shards."""
+        self.copies, self.parts = groups.get(COPIES), groups.get(TENSOR)
+        self.tensor = mesh[TENSOR] if TENSOR in sizes else None
+
+    def share(self, num_rows: int, *, of_parts: bool = False) -> slice:
+        """Which of a shard's rows, that every copy has, this rank is the one to give. `of_parts`: every part has them,
+        too."""
+        if of_parts:
+            return _share(num_rows, self.copy * self.num_parts + self.part, self.num_copies * self.num_parts)
+        return _share(num_rows, self.copy, self.num_copies)
+
+    def from_givers(self, rows: Tensor) -> None:
+        """What each copy is the one to give of a shard's rows, to the others. Collective over the copies."""
+        for copy in range(self.num_copies) if self.copies else ():
+            given = rows[_share(len(rows), copy, self.num_copies)]
+            if len(given):
+                dist.broadcast(given, group=self.copies, group_src=copy)
+
+
+def _share(num_rows: int, rank: int, num_ranks: int) -> slice:
+    return slice(first_row(num_rows, rank, num_ranks), first_row(num_rows, rank + 1, num_ranks))
+
+
+def first_row(num_rows: int, rank: int, num_ranks: int) -> int:
+    """Where a rank's shard of dim 0 starts: shards are as large as the first one, the last may be short or empty."""
+    return min(num_rows, rank * -(-num_rows // num_ranks))
