@@ -1,7 +1,7 @@
 """What the store refuses, by kind. Each names the column, row or stage and what was expected; nothing has changed.
 
 `StoreError`, `LeaseExpired` and `StalenessViolation`, which others handle too, are in `conf/errors.py`. All are built
-from their message alone, so they pickle and cross Ray.
+from their message alone, so they pickle and cross Ray, and travel by name between processes (`data/codec.py`).
 """
 
 from penstock.conf.errors import LeaseExpired, StalenessViolation, StoreError
@@ -25,6 +25,14 @@ __all__ = [
     "WrongLength",
     "WrongType",
 ]
+
+
+def named(name: str, message: str) -> StoreError:
+    """The error of that name, or a `StoreError` that says it."""
+    if name in __all__:
+        error: StoreError = globals()[name](message)
+        return error
+    return StoreError(f"{name}: {message}")
 
 
 class StoreClosed(StoreError):

@@ -17,11 +17,11 @@ import itertools
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+from msgspec.structs import replace
 
 from penstock.algorithms.graph.columns import Column
 from penstock.conf.errors import WorkerDied, suggest

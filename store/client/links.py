@@ -13,18 +13,20 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pyarrow as pa
+from msgspec import Raw
 
-from penstock.conf.errors import PartnerGone, StoreError
+from penstock.conf.errors import NotPlainData, PartnerGone, StoreError
 from penstock.store.client import pulse
 from penstock.store.client.pulse import Pulse
 from penstock.store.data.arena import Arena, Slot
-from penstock.store.data.layout import Placed
+from penstock.store.data.codec import Malformed
+from penstock.store.data.layout import Inline, Parcel, Placed
 from penstock.store.data.mappings import Mappings
-from penstock.store.data.segments import Notice
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreUnreachable
 from penstock.store.service import peers
 from penstock.store.service.calls import refs_of
+from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Calls, Hello, Said, calls_of
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from penstock.store.service.wire import Wire
@@ -45,13 +47,13 @@ class Link(Protocol):
     async def reserve(self, nbytes: int) -> Slot | None:
         """Shared memory for a batch of about so many bytes; None where it goes by value."""
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
         """Put a batch where the store takes it from, the slot if it lies there: the batch, or the note where it is."""
 
-    def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
         """Read what an answer names: all of it, or nothing is kept from being written anew."""
 
-    def skip(self, refs: Sequence[Any]) -> None:
+    def skip(self, refs: Sequence[Placed]) -> None:
         """What an answer names will not be read."""
 
     def pulse(self) -> Pulse:
@@ -74,13 +76,13 @@ class ByValue:
     async def reserve(self, nbytes: int) -> Slot | None:
         return None
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
-        return batch
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
+        return Inline(batch)
 
-    def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
         return []
 
-    def skip(self, refs: Sequence[Any]) -> None:
+    def skip(self, refs: Sequence[Placed]) -> None:
         pass
 
 
@@ -111,14 +113,14 @@ class Lazy:
     async def reserve(self, nbytes: int) -> Slot | None:
         return await (await self._link()).reserve(nbytes)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
         return await (await self._link()).ship(batch, inline_bytes, slot)
 
-    def fetch(self, refs: Sequence[Any]) -> list[pa.RecordBatch]:
+    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
         assert self.found is not None
         return self.found.fetch(refs)
 
-    def skip(self, refs: Sequence[Any]) -> None:
+    def skip(self, refs: Sequence[Placed]) -> None:
         assert self.found is not None
         self.found.skip(refs)
 
@@ -199,55 +201,56 @@ def _unreachable(method: str, error: Exception, patience_s: float) -> StoreUnrea
 class OverSocket:
     """Calls over the store's socket; one connection a client, any number of calls at a time."""
 
-    def __init__(self, endpoint: Endpoint, client: str) -> None:
+    def __init__(self, endpoint: Endpoint, client: str, calls: Calls) -> None:
         self._endpoint, self._client = endpoint, client
+        self._calls = calls
         self._wire = Wire(self._hear, self._gone)
         self._say_ended_soon = Soon(asyncio.get_running_loop(), self._say_ended)
         self._arena = Arena(endpoint.segments, client)
         self._mappings = Mappings(endpoint.segments, self._say_ended_soon)
         self._numbers = itertools.count()
-        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._answers: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        """Method and caller of each call that has no answer yet."""
 
     @classmethod
-    async def connect(cls, endpoint: Endpoint, client: str) -> "OverSocket | None":
-        """None if the socket cannot be reached from here: a container of its own, say. Or if it is another user's:
-        answers are pickles, and what is not authenticated is not read."""
-        link = cls(endpoint, client)
+    async def connect(cls, endpoint: Endpoint, client: str, calls: Calls | None = None) -> "OverSocket | None":
+        """None if the socket cannot be reached from here: a container of its own, say. Or if it is another user's."""
+        link = cls(endpoint, client, calls or calls_of(Store))
         try:
             connection = peers.connect(Path(endpoint.path))
         except OSError:
             return None
         await asyncio.get_running_loop().create_unix_connection(lambda: link._wire, sock=connection)
-        link._wire.send(client)
+        link._wire.send(HELLO, Hello(client))
         return link
 
     async def call(self, method: str, *args: Any) -> Any:
-        number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        number, request = next(self._numbers), self._calls.request(method, args)
         ended = self._mappings.ended()
         try:
-            self._wire.send((number, method, args, ended))
-            ended = []
-            return await answer
+            self._wire.send(SAID, Said(number, request, ended))
+        except NotPlainData:
+            self._mappings.skip(ended)  # what has ended is told with the next call
+            raise
         except ConnectionError:
             raise self._lost() from None
-        finally:
-            self._mappings.skip(ended)  # arguments that pickle refuses: what has ended is told with the next call
-            self._answers.pop(number, None)
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[number] = method, answer
+        return await answer
 
     async def reserve(self, nbytes: int) -> Slot | None:
         return self._arena.reserve(nbytes)
 
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Any:
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
         if slot is None and batch.nbytes <= inline_bytes:
-            return batch
+            return Inline(batch)
         try:
             return self._arena.place(batch, slot)
         except OSError:  # shared memory and disk are full: the store is asked to keep it, and says so
             if slot is not None:  # its pages are written again while the batch is under way
                 batch = batch.take(pa.array(range(batch.num_rows)))
                 slot.give_back()
-            return batch
+            return Inline(batch)
 
     def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
         batches: list[pa.RecordBatch] = []
@@ -268,27 +271,34 @@ class OverSocket:
         """No call has taken along which readings have ended: the store would hold on to their files."""
         ended = self._mappings.ended()
         if ended and self._wire.is_open:
-            self._wire.send((None, "", (), ended))
+            self._wire.send(SAID, Said(0, None, ended))
 
-    def _hear(self, message: tuple[int | None, Any, BaseException | None, Notice | None]) -> None:
-        number, value, error, notice = message
-        if notice is not None:
+    def _hear(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
+        if kind != ANSWER:
+            raise Malformed(f"the store sends a message of kind {kind}.")
+        heard = self._wire.codec.decode(Answer[Raw], body, area)
+        if (notice := heard.notice) is not None:
             self._arena.recycled(notice.recycled)
             self._arena.forget(notice.removed)
             self._mappings.forget(notice.removed)
-        if number is None:
+        if heard.number is None:
             return
-        answer = self._answers.get(number)
-        if answer is None or answer.done():
+        if heard.number not in self._answers:
+            raise Malformed(f"the store answers call {heard.number}, which is none.")
+        method, answer = self._answers[heard.number]
+        value = None
+        if heard.error is None:
+            value = self._wire.codec.decode(self._calls.result(method), heard.value, area)
+        del self._answers[heard.number]
+        if answer.done():
             self.skip(refs_of(value))  # nobody will read it: the use that the store has counted ends
-            return
-        if error is None:
+        elif heard.error is None:
             answer.set_result(value)
         else:
-            answer.set_exception(error)
+            answer.set_exception(heard.error)
 
-    def _gone(self) -> None:
-        for answer in self._answers.values():
+    def _gone(self, error: Exception | None) -> None:
+        for _, answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self._lost())
 

@@ -5,16 +5,15 @@ Made by `links.py`, used by `heartbeat.py`.
 """
 
 import asyncio
-import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from penstock.conf.errors import PartnerGone
+from penstock.network.connection import Connection
+from penstock.store.data.codec import NOTHING, Codec, Malformed
 from penstock.store.service import peers
-from penstock.store.service.wire import pieces, receive
-
-if TYPE_CHECKING:
-    from penstock.store.service.store import Store
+from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Hello, Said, calls_of
+from penstock.store.service.store import Store
 
 
 class Pulse(Protocol):
@@ -28,7 +27,7 @@ class Pulse(Protocol):
 class InProcess:
     """The store lives in an event loop of this process."""
 
-    def __init__(self, store: "Store", client: str) -> None:
+    def __init__(self, store: Store, client: str) -> None:
         self._store, self._client = store, client
 
     def renew(self, lease_ids: list[int], tickets: list[int], timeout_s: float) -> list[int]:
@@ -50,40 +49,44 @@ class OverSocket:
 
     def __init__(self, path: str, client: str) -> None:
         self._path, self._client = path, client
-        self._socket: socket.socket | None = None
+        self._calls, self._codec = calls_of(Store), Codec()
+        self._connection: Connection | None = None
 
     def renew(self, lease_ids: list[int], tickets: list[int], timeout_s: float) -> list[int]:
         try:
             connection = self._connected(timeout_s)
-            self._send((0, "renew", (lease_ids, self._client, tickets), []))
-            number = None
-            while number is None:  # what the store says unasked
-                number, over, error, _ = receive(lambda count: _exactly(connection, count))
+            request = self._calls.request("renew", (lease_ids, self._client, tickets))
+            connection.send(SAID, self._codec.encode(Said(0, request))[0])
+            answer = self._heard(connection)
+            while answer.number is None:  # what the store says unasked
+                answer = self._heard(connection)
         except OSError:
             self.close()
             raise
-        if error is not None:
-            raise error
-        return list(over)
+        if answer.error is not None:
+            raise answer.error
+        return answer.value or []
 
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
-    def _connected(self, timeout_s: float) -> socket.socket:
-        if self._socket is None:
+    def _connected(self, timeout_s: float) -> Connection:
+        if self._connection is None:
             try:
-                self._socket = peers.connect(Path(self._path))
+                self._connection = Connection(peers.connect(Path(self._path)), timeout_s)
             except (ConnectionRefusedError, FileNotFoundError):
                 raise PartnerGone(f"the store's process is gone, or the store is closed: {self._path}.") from None
-            self._socket.settimeout(timeout_s)
-            self._send(f"{self._client}.heartbeat")
-        return self._socket
+            self._connection.send(HELLO, self._codec.encode(Hello(f"{self._client}.heartbeat"))[0])
+        return self._connection
 
-    def _send(self, message: Any) -> None:
-        assert self._socket is not None
-        self._socket.sendall(b"".join(pieces(message)))
+    def _heard(self, connection: Connection) -> Answer[list[int] | None]:
+        frame = connection.receive()
+        if frame.kind != ANSWER or frame.num_bytes:
+            raise Malformed(f"the store sends a message of kind {frame.kind}.")
+        answer: Answer[list[int] | None] = self._codec.decode(Answer[list[int] | None], frame.body, NOTHING)
+        return answer
 
 
 class OverRay:
@@ -104,13 +107,3 @@ class OverRay:
 
     def close(self) -> None:
         pass
-
-
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        some = connection.recv(count - len(data))
-        if not some:
-            raise ConnectionResetError("the store has ended the connection.")
-        data += some
-    return bytes(data)

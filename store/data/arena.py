@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
-from penstock.store.data.layout import ByteRange, Placed, aligned, buffers_of
+from penstock.store.data.layout import ByteRange, Placed, aligned, buffers_of, kind_of
 
 STEP = 1 << 16
 """Bytes by which a file grows at least."""
@@ -114,7 +114,7 @@ class Arena:
             spans, nbytes = [_put(slot, one) for some in arrays for one in some], slot.used
         left = iter(spans)
         columns = tuple(
-            (name, str(array.type), tuple(next(left) for _ in some))
+            (name, kind_of(array.type), tuple(next(left) for _ in some))
             for name, array, some in zip(batch.schema.names, batch.columns, arrays, strict=True)
         )
         self._out[slot.name] = slot

@@ -25,10 +25,11 @@ class Intake:
         """Raises `WrongType`, `WrongLength`, `StoreError`; then nothing of the parcel is kept."""
         if isinstance(parcel, Placed):
             return self._adopted(parcel, num_rows)
-        self._check(zip(parcel.schema.names, parcel.schema.types, strict=True), parcel.num_rows, num_rows)
-        if self._segments is None or parcel.nbytes <= self._inline_bytes:
-            return Block(parcel, None, parcel.nbytes)
-        return self._adopted(self._segments.keep(parcel), num_rows)
+        batch = parcel.batch
+        self._check(zip(batch.schema.names, batch.schema.types, strict=True), batch.num_rows, num_rows)
+        if self._segments is None or batch.nbytes <= self._inline_bytes:
+            return Block(batch, None, batch.nbytes)
+        return self._adopted(self._segments.keep(batch), num_rows)
 
     def free(self, block: Block) -> None:
         """No cell lies in the block any more."""

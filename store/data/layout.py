@@ -3,15 +3,16 @@
     file   │ offsets │ values │ offsets │ values │ …      each begins at a multiple of `ALIGN`
     note   segment and serial, rows, by column its type and the (offset, bytes) of its buffers
 
-The note travels in the calls, the bytes do not. Written by `arena.py`, read by `mappings.py`.
+The note travels in the calls, the bytes do not. Written by `arena.py`, read by `mappings.py`. A batch that goes by
+value has such a note too (`codec.py`).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeAlias
 
 import numpy as np
 import pyarrow as pa
+from msgspec import Struct
 
 from penstock.store.data.schema import ARROW_TYPES
 
@@ -23,17 +24,17 @@ _EMPTY = pa.py_buffer(bytes(ALIGN))
 
 ByteRange = tuple[int, int]
 """Offset and length, in bytes."""
+ColumnNote = tuple[str, str, tuple[ByteRange, ...]]
+"""Name, type as Arrow prints it, buffers without the validity bitmaps, of which there are none."""
 
 
-@dataclass(frozen=True)
-class Placed:
+class Placed(Struct, frozen=True, array_like=True, tag="placed"):
     """Where a batch lies. Two that are equal are the same batch: `serial` counts what was ever written there."""
 
     segment: str
     serial: int
     num_rows: int
-    columns: tuple[tuple[str, str, tuple[ByteRange, ...]], ...]
-    """Name, type as Arrow prints it, buffers without the validity bitmaps, of which there are none."""
+    columns: tuple[ColumnNote, ...]
     nbytes: int
     """Up to the end of the last buffer."""
 
@@ -42,8 +43,26 @@ class Placed:
         return [name for name, _, _ in self.columns]
 
 
-Parcel: TypeAlias = "pa.RecordBatch | Placed"
+class Inline(Struct, frozen=True, array_like=True, tag="inline"):
+    """A batch that goes by value."""
+
+    batch: pa.RecordBatch
+
+
+Parcel: TypeAlias = Inline | Placed
 """A batch on its way: by value, or where it lies."""
+
+
+def kind_of(kind: pa.DataType) -> str:
+    """As Arrow prints it, which takes its time for that."""
+    return _KINDS.get(_ids(kind)) or str(kind)
+
+
+def _ids(kind: pa.DataType) -> tuple[int, int]:
+    return kind.id, kind.value_type.id if pa.types.is_list(kind) else 0
+
+
+_KINDS = {_ids(kind): name for name, kind in ARROW_TYPES.items()}
 
 
 def aligned(nbytes: int) -> int:
@@ -59,13 +78,23 @@ def buffers_of(array: pa.Array) -> list[pa.Buffer]:
     return [buffer or _EMPTY for buffer in array.buffers()[1:]]
 
 
-def read(placed: Placed, buffer: Callable[[int, int], pa.Buffer]) -> pa.RecordBatch:
-    """The batch, without a copy. `buffer(offset, length)`: a piece of the segment."""
-    arrays = []
-    for _, kind, spans in placed.columns:
+def notes_of(batch: pa.RecordBatch, put: Callable[[pa.Buffer], ByteRange]) -> list[ColumnNote]:
+    """Of a batch whose buffers are put somewhere one after the other."""
+    return [
+        (name, kind_of(array.type), tuple(map(put, buffers_of(array))))
+        for name, array in zip(batch.schema.names, batch.columns, strict=True)
+    ]
+
+
+def read(num_rows: int, columns: Sequence[ColumnNote], buffer: Callable[[int, int], pa.Buffer]) -> pa.RecordBatch:
+    """The batch, without a copy. `buffer(offset, length)`: a piece of what it lies in. Raises `KeyError` or
+    `ValueError` for notes that make no sense."""
+    arrays, names = [], []
+    for name, kind, spans in columns:
         pieces = (buffer(offset, length) for offset, length in spans)
-        arrays.append(_array(ARROW_TYPES[kind], placed.num_rows, pieces))
-    return pa.RecordBatch.from_arrays(arrays, names=placed.names)
+        arrays.append(_array(ARROW_TYPES[kind], num_rows, pieces))
+        names.append(name)
+    return pa.RecordBatch.from_arrays(arrays, names=names)
 
 
 def _array(kind: pa.DataType, length: int, pieces: Iterator[pa.Buffer]) -> pa.Array:

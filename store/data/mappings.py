@@ -49,7 +49,11 @@ class Mappings:
             memory = self._files[placed.segment] = self._map(placed.segment)
         use.memory = memory
         address = memory.ctypes.data
-        return read(placed, lambda offset, length: pa.foreign_buffer(address + offset, length, use))
+        return read(
+            placed.num_rows,
+            placed.columns,
+            lambda offset, length: pa.foreign_buffer(address + offset, length, use),
+        )
 
     def skip(self, names: Iterable[str]) -> None:
         """A use of each ends that was never read."""

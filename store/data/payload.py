@@ -10,15 +10,15 @@ Legend: K places, N rows.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute  # what `take` imports on its first call, a tenth of a second too late
+from msgspec import Struct
 
 from penstock.store.data.blocks import Block, Blocks, Place
+from penstock.store.data.layout import Inline, Parcel, Placed
 from penstock.store.data.rows import Rows
 from penstock.store.ledger.group import spans_of
 
@@ -28,25 +28,23 @@ Columns = tuple[list[str], np.ndarray]
 """Columns that lie side by side, and `[K, 4]` int64: source, start, stride and count of places one after the other."""
 
 
-@dataclass
-class Payload:
+class Payload(Struct, array_like=True):
     """Rows of a lease: their sources and, by column, the places that one row after the other lies at."""
 
     row_ids: np.ndarray
     group_ids: np.ndarray
-    sources: list[Any] = field(default_factory=list)
-    """Record batches, or references to them."""
-    columns: list[Columns] = field(default_factory=list)
+    sources: list[Parcel] = []
+    columns: list[Columns] = []
 
     @property
-    def refs(self) -> list[Any]:
+    def refs(self) -> list[Placed]:
         """The sources that are elsewhere."""
-        return [source for source in self.sources if not isinstance(source, pa.RecordBatch)]
+        return [source for source in self.sources if not isinstance(source, Inline)]
 
     def batches(self, fetched: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
         """The sources, each of `refs` by what was fetched for it."""
         found = iter(fetched)
-        return [source if isinstance(source, pa.RecordBatch) else next(found) for source in self.sources]
+        return [source.batch if isinstance(source, Inline) else next(found) for source in self.sources]
 
 
 def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payload:
@@ -64,7 +62,7 @@ def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payl
         inline = [one for one in places if one[0].block.batch is not None]
         here, taken = len(payload.sources), 0
         if inline or not places:
-            payload.sources.append(_inline(blocks, inline, together))
+            payload.sources.append(Inline(_inline(blocks, inline, together)))
         if len(inline) == len(places):
             payload.columns.append((together, _table([(here, 0, 1, len(ids))])))
             continue
@@ -96,7 +94,7 @@ def by_value(payload: Payload, fetched: Sequence[pa.RecordBatch]) -> Payload:
     batches = payload.batches(fetched)
     values = Payload(payload.row_ids, payload.group_ids)
     for number, (together, places) in enumerate(payload.columns):
-        values.sources.append(_rows(batches, together, places, compact=True))
+        values.sources.append(Inline(_rows(batches, together, places, compact=True)))
         values.columns.append((together, _table([(number, 0, 1, len(payload.row_ids))])))
     return values
 
@@ -144,7 +142,7 @@ def _rows(
     batches: Sequence[pa.RecordBatch], names: list[str], places: np.ndarray, *, compact: bool = False
 ) -> pa.RecordBatch:
     """The values at the places, in their order: a view where they lie side by side, or else a copy. `compact`: no view
-    of a part of a batch, since pickle would send all of it."""
+    of a part of a batch, of which all would be sent."""
     parts: list[pa.RecordBatch] = []
     for source, there in groupby(places.tolist(), key=lambda place: place[0]):
         batch = batches[source]

@@ -15,10 +15,10 @@ import os
 import shutil
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pyarrow as pa
+from msgspec import Struct
 
 from penstock.store.data.arena import Arena
 from penstock.store.data.layout import Placed
@@ -34,12 +34,11 @@ COPIED_AT_ONCE = 1 << 20
 """Bytes."""
 
 
-@dataclass
-class Notice:
+class Notice(Struct, array_like=True):
     """What a client hears with the next answer: files that it may write again, and files to forget."""
 
-    recycled: list[str] = field(default_factory=list)
-    removed: list[str] = field(default_factory=list)
+    recycled: list[str] = []
+    removed: list[str] = []
 
 
 class Segments:

@@ -1,13 +1,14 @@
-"""What travels between clients and a store: requests, writes, leases. Plain data, pickled as it is.
+"""What travels between clients and a store: requests, writes, leases, as plain data (`data/codec.py`).
 
 Made by `client/client.py` and `store.py`; carried by `client/links.py` and `server.py`.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from typing import Any
 
 import pyarrow as pa
+from msgspec import Struct
+from msgspec.structs import replace
 
 from penstock.store.data.layout import Parcel, Placed
 from penstock.store.data.payload import Payload, by_value
@@ -18,8 +19,7 @@ WITHDRAWN = -1
 """The number of a group that its caller has withdrawn before it was admitted."""
 
 
-@dataclass(frozen=True)
-class Write:
+class Write(Struct, frozen=True, array_like=True):
     """One write on its way: the columns `names` of a batch, one row for each of `row_ids`."""
 
     lease_id: int
@@ -30,8 +30,7 @@ class Write:
     facts: Facts
 
 
-@dataclass(frozen=True)
-class LeaseRequest:
+class LeaseRequest(Struct, frozen=True, array_like=True):
     """Somebody's request for leases of a stage."""
 
     stage: str
@@ -50,8 +49,7 @@ class LeaseRequest:
     """What `withdraw` names the request by: unique in the client, which is unique."""
 
 
-@dataclass(frozen=True)
-class Granted:
+class Granted(Struct, frozen=True, array_like=True):
     """A lease on its way to its owner."""
 
     lease_id: int
@@ -61,6 +59,8 @@ class Granted:
     version: int = 0
 
 
+Call = tuple[str, tuple[Any, ...]]
+"""Method and arguments."""
 Result = tuple[Any, StoreError | None]
 """What a call of `many` returned, or raised."""
 

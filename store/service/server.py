@@ -3,26 +3,27 @@
 A connection is a client. When it ends, its process has ended, however that came: what it waited for is withdrawn and
 what it held goes back, at once and without a deadline. Made by `Store.endpoint`; the other end is `client/links.py`.
 
-Messages are pickles, which run code. So the socket lies in a directory that only its user may enter, and a peer whose
-user the kernel does not name as this one is hung up on before anything is read of it.
+The socket lies in a directory that only its user may enter, and a peer whose user the kernel does not name as this one
+is hung up on before anything is read of it.
 """
 
 import asyncio
 import contextlib
-import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+import pyarrow as pa
+
+from penstock.conf.errors import NotPlainData
+from penstock.store.data.codec import Malformed
 from penstock.store.data.segments import Segments
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
 from penstock.store.service.calls import refs_of
-from penstock.store.service.peers import MANY, bind, is_same_user
+from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello
+from penstock.store.service.peers import BACKLOG, bind, is_same_user
 from penstock.store.service.wire import Wire
-
-WITHOUT_WAITING = ("many",)
-"""Calls that are answered at once, without a task of their own."""
 
 
 @dataclass(frozen=True)
@@ -43,21 +44,23 @@ class Served(Protocol):
 class Server:
     """Lifecycle: `start` once; it goes with its event loop, or with `close`. `path`: where it listens."""
 
-    def __init__(self, store: Served, segments: Segments, path: Path) -> None:
-        self._store = store
+    def __init__(self, store: Served, calls: Calls, segments: Segments, path: Path) -> None:
+        self._store, self._calls = store, calls
         self._segments = segments
         self.path = path
         self.refused = 0
         """Connections of other users."""
+        self.malformed = 0
+        """Connections that ended with a message that is none."""
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: PeerCheck(self), sock=bind(self.path), backlog=MANY)
+        self._server = await loop.create_unix_server(lambda: PeerCheck(self), sock=bind(self.path), backlog=BACKLOG)
 
     def accept(self) -> Wire:
         """A visitor's end of its connection."""
-        return Connection(self._store, self._segments).wire
+        return Connection(self, self._store, self._calls, self._segments).wire
 
     def close(self) -> None:
         """Take no more connections; those that are open stay."""
@@ -85,25 +88,27 @@ class PeerCheck(asyncio.BaseProtocol):
 class Connection:
     """One client's connection. Its first message is its name, the others are calls."""
 
-    def __init__(self, store: Served, segments: Segments) -> None:
+    def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments) -> None:
         self.wire = Wire(self._hear, self._gone)
-        self._store = store
+        self._server, self._store, self._calls = server, store, calls
         self._segments = segments
         self._client: str | None = None
         self._waiting: set[asyncio.Task[None]] = set()
 
-    def _hear(self, message: Any) -> None:
+    def _hear(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if self._client is None:
-            self._client = str(message)
-            self._segments.entered(self._client, Soon(asyncio.get_running_loop(), self._tell))
+            self._enter(kind, body, area)
             return
-        number, method, arguments, ended = message
-        if ended:
-            self._segments.unuse(self._client, ended)
-        if number is None:  # it says no more than that
+        if kind != SAID:
+            raise Malformed(f"client {self._client} sends a message of kind {kind}.")
+        said = self.wire.codec.decode(self._calls.said, body, area)
+        if said.ended:
+            self._segments.unuse(self._client, said.ended)
+        if said.request is None:
             return
-        answering = self._answer(self._client, number, method, arguments)
-        if method in WITHOUT_WAITING:
+        method, arguments = self._calls.call(said.request)
+        answering = self._answer(self._client, said.number, method, arguments)
+        if method == MANY:  # none of them waits: no task of its own
             with contextlib.suppress(StopIteration):
                 answering.send(None)  # runs to its end
             return
@@ -111,23 +116,29 @@ class Connection:
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
 
+    def _enter(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
+        if kind != HELLO:
+            raise Malformed(f"a connection that begins with a message of kind {kind}.")
+        self._client = self.wire.codec.decode(Hello, body, area).client
+        self._segments.entered(self._client, Soon(asyncio.get_running_loop(), self._tell))
+
     async def _answer(self, client: str, number: int, method: str, arguments: tuple[Any, ...]) -> None:
-        error: BaseException | None = None
+        error: StoreError | None = None
         value = None
         try:
-            if method.startswith("_"):
-                raise StoreError(f"the store has no call {method!r}.")
             value = await getattr(self._store, method)(*arguments)
-        except Exception as failure:  # noqa: BLE001 - whatever it is, the caller hears it
+        except StoreError as failure:
             error = failure
+        except Exception as failure:  # noqa: BLE001 - whatever it is, the caller hears it
+            error = StoreError(f"{type(failure).__name__}: {failure}")
         if not self.wire.is_open:
             return
         notice = self._segments.notice(client)
         try:
-            self.wire.send((number, value, _loadable(error), notice))
-        except Exception as failure:  # noqa: BLE001 - pickle raises what it likes; the caller hears it
-            unsent = StoreError(f"the answer of {method!r} cannot be sent: {type(failure).__name__}: {failure}")
-            self.wire.send((number, None, unsent, notice))
+            self.wire.send(ANSWER, Answer(number, value, error, notice))
+        except NotPlainData as failure:
+            unsent = StoreError(f"the answer of {method!r} cannot be sent: {failure}")
+            self.wire.send(ANSWER, Answer(number, None, unsent, notice))
             return
         for placed in refs_of(value):  # the client will read it; until it says otherwise nobody writes there
             self._segments.use(client, placed.segment)
@@ -136,24 +147,14 @@ class Connection:
         """No answer has taken it along: a client that calls nothing would hold on to what is gone."""
         notice = self._segments.notice(str(self._client))
         if notice is not None and self.wire.is_open:
-            self.wire.send((None, None, None, notice))
+            self.wire.send(ANSWER, Answer(None, None, None, notice))
 
-    def _gone(self) -> None:
+    def _gone(self, error: Exception | None) -> None:
+        if isinstance(error, Malformed):
+            self._server.malformed += 1
         for task in list(self._waiting):
             task.cancel()
         if self._client is not None:
             leaving = asyncio.ensure_future(self._store.left(self._client))
             self._waiting.add(leaving)
             leaving.add_done_callback(self._waiting.discard)
-
-
-def _loadable(error: BaseException | None) -> BaseException | None:
-    """The error if it arrives as itself, or a `StoreError` with its words: one that cannot be loaded would end the
-    connection."""
-    if error is None or isinstance(error, StoreError):
-        return error
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:  # noqa: BLE001 - whatever its class does when it is made again
-        return StoreError(f"{type(error).__name__}: {error}")
-    return error

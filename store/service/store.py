@@ -19,15 +19,16 @@ from typing import Any
 
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
-from penstock.store.data.layout import Parcel
+from penstock.store.data.layout import Inline, Parcel
 from penstock.store.data.payload import gather
 from penstock.store.data.segments import Segments
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service import snapshot
-from penstock.store.service.calls import Granted, LeaseRequest, Result, Write
+from penstock.store.service.calls import Call, Granted, LeaseRequest, Result, Write
 from penstock.store.service.clients import Clients
+from penstock.store.service.messages import calls_of
 from penstock.store.service.report import describe, stats
 from penstock.store.service.server import Endpoint, Server
 from penstock.store.service.waiting.consumers import Consumers
@@ -74,7 +75,7 @@ class Store:
         loaded = None if restore is None else snapshot.load(restore, spec)
         self.ledger = Ledger(spec) if loaded is None else loaded.ledger
         if loaded is not None:
-            snapshot.refill(self._blocks, loaded, lambda batch: self._intake.block(batch, batch.num_rows))
+            snapshot.refill(self._blocks, loaded, lambda batch: self._intake.block(Inline(batch), batch.num_rows))
         self._reads = {stage.name: stage.reads for stage in spec.stages}
         self._node = node
         self._server: Server | None = None
@@ -104,7 +105,7 @@ class Store:
         """Where processes of this machine can call; listens from the first time on."""
         assert self._segments is not None
         if self._server is None:
-            self._server = Server(self, self._segments, self._segments.directory / "socket")
+            self._server = Server(self, calls_of(Store), self._segments, self._segments.directory / "socket")
             await self._server.start()
         places = (str(self._segments.directory), str(self._segments.spill))
         return Endpoint(self._node, str(self._server.path), places)
@@ -118,7 +119,7 @@ class Store:
             self._segments.left(client)
         self._pump.wake_all_stages()  # those that are left share without it
 
-    async def many(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Result]:
+    async def many(self, calls: list[Call]) -> list[Result]:
         """Several calls that do not wait, in one message; each stands for itself."""
         results: list[Result] = []
         for method, arguments in calls:
@@ -298,6 +299,7 @@ class Store:
             numbers["store/spilled_bytes"] = self._segments.book.spilled_bytes
         if self._server is not None:
             numbers["store/refused_connections"] = self._server.refused
+            numbers["store/malformed_messages"] = self._server.malformed
         return numbers
 
     async def describe(self) -> dict[str, Any]:

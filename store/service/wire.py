@@ -1,79 +1,62 @@
-"""Messages on a socket: pickled, with large buffers beside the pickle so that nothing copies them into it.
+"""A connection of the store in an event loop: whole messages out of the bytes that come, and into them.
 
-    number of buffers, bytes of the pickle │ bytes of each buffer │ pickle │ buffer │ buffer …
-
-Both ends are processes of one run and one user, on one machine. Used by `server.py`, `client/links.py` and
-`client/pulse.py`. Ours, since asyncio's streams copy twice what they receive, `multiprocessing.connection` blocks the
-event loop while a message comes, and an actor call costs several times as much.
+The frames are those of `network/connection.py`, whose other end may be one of these or a thread; asyncio's own streams
+would copy twice what they receive. What a message says is `data/codec.py`'s business. Used by `server.py` and
+`client/links.py`.
 """
 
 import asyncio
-import pickle
-import struct
+import logging
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any, cast
 
-HEAD = struct.Struct("<IQ")
-BESIDE = 1 << 14
-"""Buffers of so many bytes travel beside the pickle; smaller ones are cheaper within."""
+import numpy as np
+import pyarrow as pa
+
+from penstock.network.connection import HEADER, MOST_BODY
+from penstock.store.data.codec import NOTHING, Codec, Malformed, joined
+
 SCRATCH = 1 << 16
 """Bytes of small messages that are read at a time."""
-MOST_BESIDE = 1024
-"""Buffers beside one pickle at most, the others lie within: a message's head and sizes must fit the scratch buffer."""
+MOST_BYTES = 2**36
+"""Of all buffers of a message; one that announces more is none of ours. Memory is taken up as they come."""
+_ALIGN = 64
+_LOG = logging.getLogger("penstock")
 
-
-def pieces(value: Any, beside: int = BESIDE) -> "list[bytes | memoryview]":
-    """What a message consists of, in order. Raises what pickle raises."""
-    buffers: list[memoryview] = []
-
-    def within(buffer: pickle.PickleBuffer) -> bool:
-        raw = buffer.raw()
-        if raw.nbytes < beside or len(buffers) == MOST_BESIDE:
-            return True
-        buffers.append(raw)
-        return False
-
-    body = pickle.dumps(value, protocol=5, buffer_callback=within)
-    sizes = struct.pack(f"<{len(buffers)}Q", *(buffer.nbytes for buffer in buffers))
-    return [HEAD.pack(len(buffers), len(body)) + sizes + body, *buffers]
-
-
-def receive(read: Callable[[int], bytes]) -> Any:
-    """One message, for a thread that waits. `read(n)`: the next n bytes."""
-    count, body = HEAD.unpack(read(HEAD.size))
-    sizes = struct.unpack(f"<{count}Q", read(8 * count))
-    pickled = read(body)
-    return pickle.loads(pickled, buffers=[read(size) for size in sizes])
+OnMessage = Callable[[int, memoryview, pa.Buffer], None]
+"""Kind, body, area: what `Codec.decode` wants. The body is there during the call only."""
 
 
 class Wire(asyncio.BufferedProtocol):
-    """One end of a connection. Messages are handed to `on_message` in order, the end of the other side to `on_lost`.
+    """One end of a connection. Messages are handed to `on_message` in order, the end of the connection to `on_lost`,
+    with the error if it did not just close.
 
-    A message that does not fit the scratch buffer is received into a buffer of its own, where its arrays stay.
+    A message that does not fit the scratch buffer is received into memory of its own, where its arrays stay. One that
+    is malformed ends the connection.
     """
 
-    def __init__(self, on_message: Callable[[Any], None], on_lost: Callable[[], None], beside: int = BESIDE) -> None:
-        """`beside`: bytes from which a buffer travels beside the pickle."""
-        self._on_message, self._on_lost, self._beside = on_message, on_lost, beside
+    def __init__(self, on_message: OnMessage, on_lost: Callable[[Exception | None], None]) -> None:
+        self._on_message, self._on_lost = on_message, on_lost
+        self.codec = Codec()
         self._transport: asyncio.WriteTransport | None = None
         self._scratch = bytearray(SCRATCH)
         self._start = self._end = 0
         """What lies in the scratch buffer and is not taken yet."""
-        self._large: bytearray | None = None
-        """The message that is being received, if it is a large one, and how much of it is there."""
-        self._filled = 0
+        self._large: _Large | None = None
+        """The message that is being received, if it is a large one."""
+        self._failure: Exception | None = None
 
     @property
     def is_open(self) -> bool:
         return self._transport is not None
 
-    def send(self, value: Any) -> None:
+    def send(self, kind: int, message: Any) -> None:
         """Hand a message to the kernel, or keep what it does not take yet. Raises `ConnectionError` when closed, and
-        what pickle raises, before anything is sent."""
+        `NotPlainData`, before anything is sent."""
         if self._transport is None:
             raise ConnectionError("the connection is closed.")
-        for piece in pieces(value, self._beside):
+        body, pieces, nbytes = self.codec.encode(message)
+        for piece in joined(HEADER.pack(kind, len(body), nbytes) + body, pieces):
             self._transport.write(piece)
 
     def close(self) -> None:
@@ -87,54 +70,82 @@ class Wire(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        self._on_lost()
+        self._on_lost(self._failure or exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         if self._large is not None:
-            return memoryview(self._large)[self._filled :]
+            return self._large.room
         return memoryview(self._scratch)[self._end :]
 
     def buffer_updated(self, nbytes: int) -> None:
+        try:
+            self._came(nbytes)
+        except (Malformed, MemoryError) as error:
+            _LOG.warning("a connection of the store is ended: %s", error)
+            self._failure = error
+            self._start = self._end = 0
+            self._large = None
+            if self._transport is not None:
+                self._transport.abort()
+
+    def _came(self, nbytes: int) -> None:
         if self._large is not None:
-            self._filled += nbytes
-            if self._filled == len(self._large):
-                message, self._large = self._large, None
-                self._take(memoryview(message))
+            if self._large.came(nbytes):
+                large, self._large = self._large, None
+                self._on_message(large.kind, large.body, large.area)
             return
         self._end += nbytes
-        while (length := self._next_length()) and self._start + length <= self._end:
-            message = self._scratch[self._start : self._start + length]
-            self._start += length
-            self._take(memoryview(message))
+        scratch, length = memoryview(self._scratch), 0
+        while self._end - self._start >= HEADER.size:
+            kind, num_body, num_area = HEADER.unpack_from(scratch, self._start)
+            if num_body > MOST_BODY or num_area > MOST_BYTES:
+                raise Malformed(f"a message of {num_body} and {num_area} bytes: the other end speaks something else.")
+            length = HEADER.size + num_body + num_area
+            body = self._start + HEADER.size
+            area, end = body + num_body, body + num_body + num_area
+            if end > self._end:
+                break
+            values = pa.py_buffer(bytes(scratch[area:end])) if num_area else NOTHING  # its arrays stay
+            self._start, length = end, 0
+            self._on_message(kind, scratch[body:area], values)
         self._make_room(length)
-
-    def _next_length(self) -> int:
-        """Bytes of the first message in the scratch buffer; 0 if that cannot be told yet."""
-        there = self._end - self._start
-        if there < HEAD.size:
-            return 0
-        count, body = HEAD.unpack_from(self._scratch, self._start)
-        if there < HEAD.size + 8 * count:
-            return 0
-        sizes = struct.unpack_from(f"<{count}Q", self._scratch, self._start + HEAD.size)
-        return int(HEAD.size + 8 * count + body + sum(sizes))
 
     def _make_room(self, length: int) -> None:
         """For the rest of a message of `length` bytes, 0 if that is unknown."""
         rest = self._scratch[self._start : self._end]
         if length > SCRATCH:
-            self._large = bytearray(length)
-            self._large[: len(rest)] = rest
-            self._filled = len(rest)
+            self._large = _Large(rest)
             rest = bytearray()
         self._scratch[: len(rest)] = rest
         self._start, self._end = 0, len(rest)
 
-    def _take(self, message: memoryview) -> None:
-        count, body = HEAD.unpack_from(message)
-        sizes = struct.unpack_from(f"<{count}Q", message, HEAD.size)
-        ends = [HEAD.size + 8 * count + int(body)]
-        for size in sizes:
-            ends.append(ends[-1] + size)
-        buffers = [message[start:end] for start, end in pairwise(ends)]
-        self._on_message(pickle.loads(message[ends[0] - int(body) : ends[0]], buffers=buffers))
+
+class _Large:
+    """A message that is being received."""
+
+    def __init__(self, begun: bytearray) -> None:
+        """`begun`: its first bytes, the header among them."""
+        self.kind, num_body, num_area = HEADER.unpack_from(begun)
+        self._skipped = -(num_body + HEADER.size) % _ALIGN  # so that the area is aligned
+        self._memory = np.empty(self._skipped + HEADER.size + num_body + num_area, dtype=np.uint8)
+        self._area_at = self._skipped + HEADER.size + num_body
+        self._view = self._memory.data
+        self._filled = self._skipped + len(begun)
+        self._view[self._skipped : self._filled] = begun
+
+    @property
+    def room(self) -> memoryview:
+        return self._view[self._filled :]
+
+    def came(self, nbytes: int) -> bool:
+        """Whether it is all there."""
+        self._filled += nbytes
+        return not len(self.room)
+
+    @property
+    def body(self) -> memoryview:
+        return self._view[self._skipped + HEADER.size : self._area_at]
+
+    @property
+    def area(self) -> pa.Buffer:
+        return pa.py_buffer(self._memory).slice(self._area_at)

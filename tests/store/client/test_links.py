@@ -187,7 +187,7 @@ def test_a_grant_carries_no_more_than_the_rows_and_columns_that_are_wanted(tmp_p
     async def body(actor: Actor, client: StoreClient) -> None:
         await client.put_groups([{"prompt_ids": [number] * LONG, "task": "t" * LONG} for number in range(4)])
         answer = await client._link.call("lease", LeaseRequest("rollout", 1, "engine", client="c"))
-        batches = answer[0].payload.sources
+        batches = [source.batch for source in answer[0].payload.sources]
         assert answer[0].payload.refs == []
         assert [batch.schema.names for batch in batches] == [["prompt_ids"]]
         assert sum(batch.nbytes for batch in batches) < 2 * LONG * 4 + 100

@@ -1,4 +1,4 @@
-"""Only processes of the store's own user speak to it, and nothing of anybody else is unpickled."""
+"""Only processes of the store's own user speak to it, and nothing of anybody else is read."""
 
 import asyncio
 import os
@@ -7,7 +7,6 @@ import sys
 import uuid
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -15,10 +14,11 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.links import OverSocket
 from penstock.store.data.roots import SHARED_MEMORY, remove_root
 from penstock.store.data.segments import Segments
+from penstock.store.service.messages import HELLO, SAID, Hello, Said, calls_of
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
-from penstock.store.service.wire import Wire
 from tests.store.driver import make_spec
+from tests.store.frames import frame
 
 NOBODY = 65534
 needs_root = pytest.mark.skipif(
@@ -49,27 +49,10 @@ sys.stdin.read()
 """
 
 
-class Bomb:
-    """What it does is done as soon as it is unpickled."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.mkdir, (str(self.path),)
-
-
-def as_message(value: Any) -> str:
-    sent = bytearray()
-
-    class Recorder:
-        def write(self, data: Any) -> None:
-            sent.extend(data)
-
-    wire = Wire(lambda _: None, lambda: None)
-    wire.connection_made(Recorder())  # type: ignore[arg-type]
-    wire.send(value)
-    return sent.hex()
+def a_call() -> str:
+    """What any client may say: its name, and what it wants."""
+    calls = calls_of(Store)
+    return (frame(Hello("client"), HELLO) + frame(Said(0, calls.request("close", ("who?",))), SAID)).hex()
 
 
 @pytest.fixture
@@ -109,12 +92,12 @@ def test_only_the_stores_user_may_enter_its_directories(place: Path, tmp_path: P
     assert not (tmp_path / "disk").exists()
 
 
-def test_what_this_user_says_is_unpickled(place: Path, tmp_path: Path) -> None:
+def test_what_this_user_says_is_done(place: Path, tmp_path: Path) -> None:
     """Or the tests below could not fail."""
 
     async def body(store: Store, endpoint: Endpoint) -> None:
-        await call(endpoint.path, as_message(Bomb(tmp_path / "went off")))
-        assert (tmp_path / "went off").exists()
+        assert await call(endpoint.path, a_call()) == "answered"
+        assert (await store.describe())["closed"] == "who?"
         assert (await store.stats())["store/refused_connections"] == 0
 
     serve(place, tmp_path / "disk", body)
@@ -134,9 +117,9 @@ def test_another_user_who_gets_to_the_socket_is_hung_up_on_and_counted(place: Pa
     async def body(store: Store, endpoint: Endpoint) -> None:
         os.chmod(place, 0o755)
         os.chmod(endpoint.path, 0o777)
-        said = await call(endpoint.path, as_message(Bomb(tmp_path / "went off")), BECOME)
+        said = await call(endpoint.path, a_call(), BECOME)
         assert said in ("hung up", "ConnectionResetError", "BrokenPipeError")
-        assert not (tmp_path / "went off").exists()
+        assert (await store.describe())["closed"] is None
         assert (await store.stats())["store/refused_connections"] == 1
 
     serve(place, tmp_path / "disk", body)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.store.client.client import StoreClient
+from penstock.store.data.layout import Inline
 from penstock.store.errors import TooLarge
 from penstock.store.service.store import Store
 from tests.store.players import group, run, train, values_of
@@ -22,7 +23,7 @@ def test_a_put_with_one_group_too_large_admits_none() -> None:
             await client.spec(), {"prompt_ids": [[1], [2] * 1000], "task": ["", ""]}, [0, 1]
         )
         with pytest.raises(TooLarge):  # whoever does not look before
-            await store.put(batch.schema.names, batch, facts)
+            await store.put(batch.schema.names, Inline(batch), facts)
         assert await client.put_groups([group(7)]) == [0]
         lease = await waiting
         assert lease is not None

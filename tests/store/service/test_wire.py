@@ -1,7 +1,9 @@
 """Messages arrive whole and in order, however the bytes are cut; a client that goes away takes its requests along."""
 
 import asyncio
+import contextlib
 import gc
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,72 +12,91 @@ import pyarrow as pa
 import pytest
 
 from penstock.conf.errors import WorkerDied
+from penstock.network.connection import HEADER, MOST_BODY
 from penstock.store.client.client import StoreClient
 from penstock.store.client.links import OverSocket
+from penstock.store.data.codec import Codec
+from penstock.store.data.layout import Inline
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
+from penstock.store.service.messages import ANSWER, Answer, Calls, Hello
 from penstock.store.service.server import Endpoint, Server
 from penstock.store.service.store import Store
-from penstock.store.service.wire import SCRATCH, Wire
+from penstock.store.service.wire import MOST_BYTES, SCRATCH
 from tests.store.driver import make_spec
+from tests.store.frames import frame, read
 from tests.store.players import group, values_of
 from tests.store.visitors import serve, visit
 
 
-class Recorder:
-    """A transport that keeps what is written."""
-
-    def __init__(self) -> None:
-        self.data = bytearray()
-
-    def write(self, data: Any) -> None:
-        self.data += data
+def batch_of(num_rows: int, num_columns: int = 1) -> pa.RecordBatch:
+    numbers = {f"x{number}": pa.array(np.arange(num_rows)) for number in range(num_columns)}
+    lists = pa.array([list(range(row % 3)) for row in range(num_rows)], pa.list_(pa.int32()))
+    return pa.record_batch({**numbers, "lists": lists, "é": pa.array(["é"] * num_rows, pa.string())})
 
 
 def messages() -> list[Any]:
-    batch = pa.record_batch({"x": pa.array(np.arange(40_000))})
-    return ["name", (1, "spec", ()), (2, "many", [("write", (np.arange(9000), "é"))]), batch, (3, b"x" * SCRATCH), None]
+    return [
+        "name",
+        [1, "spec", {"a": 1.5, "b": None}],
+        Inline(batch_of(7)),
+        np.arange(12_000).reshape(-1, 4),
+        Inline(batch_of(40_000)),
+        StoreError("no such thing"),
+        ["x" * SCRATCH],
+        Inline(batch_of(0)),
+        None,
+    ]
 
 
-def carried(sent: list[Any], chunk: int, **options: Any) -> list[Any]:
+def carried(messages: list[Any], chunk: int) -> list[Any]:
     """What arrives, read in pieces of at most `chunk` bytes."""
-    recorder, heard = Recorder(), list[Any]()
-    sender = Wire(lambda _: None, lambda: None, **options)
-    sender.connection_made(recorder)  # type: ignore[arg-type]
-    receiver = Wire(heard.append, lambda: None)
-    for message in sent:
-        sender.send(message)
-    data, position = memoryview(recorder.data), 0
-    while position < len(data):
-        room = receiver.get_buffer(-1)
-        assert len(room), "asyncio ends a connection that has no room for what has come"
-        count = min(len(room), chunk, len(data) - position)
-        room[:count] = data[position : position + count]
-        position += count
-        receiver.buffer_updated(count)
+    heard: list[Any] = []
+    known = (Inline, np.ndarray, StoreError)
+
+    def hear(number: int, body: memoryview, area: pa.Buffer) -> None:
+        kind = type(messages[number]) if isinstance(messages[number], known) else Any
+        heard.append(Codec().decode(kind, body, area))
+
+    sent = b"".join(frame(message, number) for number, message in enumerate(messages))
+    assert not read(sent, chunk, hear).aborted
     return heard
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 1000, SCRATCH - 1, SCRATCH, 10**9])
 def test_messages_arrive_whole_and_in_order_however_they_are_cut(chunk: int) -> None:
-    sent = messages() * (1 if chunk < 100 else 3)
-    heard = carried(sent, chunk)
-    assert len(heard) == len(sent)
-    for found, expected in zip(heard, sent, strict=True):
-        if isinstance(expected, pa.RecordBatch):
-            assert found.equals(expected)
-        elif isinstance(expected, tuple) and expected[1] == "many":
-            assert (found[2][0][1][0] == expected[2][0][1][0]).all()
+    expected = messages() * (1 if chunk < 100 else 3)
+    for found, message in zip(carried(expected, chunk), expected, strict=True):
+        if isinstance(message, np.ndarray):
+            assert found.tolist() == message.tolist()
+        elif isinstance(message, StoreError):
+            assert (type(found), str(found)) == (StoreError, "no such thing")
         else:
-            assert found == expected
+            assert found == message
 
 
-@pytest.mark.parametrize("count", [1024, 1025, 8191, 20_000])
-def test_a_message_may_have_any_number_of_large_buffers(count: int) -> None:
-    arrays = [np.full(1, number) for number in range(count)]
-    (heard,) = carried([arrays], SCRATCH, beside=8)
-    assert np.concatenate(heard).tolist() == list(range(count))
+@pytest.mark.parametrize("rows", [10, 5000])
+def test_a_batch_may_have_any_number_of_columns(rows: int) -> None:
+    (heard,) = carried([Inline(batch_of(rows, 500))], SCRATCH)
+    assert heard.batch.equals(batch_of(rows, 500))
+
+
+@pytest.mark.parametrize("rows", [10, 5000])
+def test_values_lie_at_multiples_of_their_size(rows: int) -> None:
+    (heard,) = carried([Inline(batch_of(rows))], SCRATCH)
+    assert all(buffer.address % 8 == 0 for column in heard.batch.columns for buffer in column.buffers() if buffer)
+
+
+def test_a_message_that_announces_too_much_ends_its_connection_and_memory_is_taken_up_as_it_comes() -> None:
+    def hear(*_: Any) -> None:
+        pytest.fail("no message was whole")
+
+    for head in (HEADER.pack(0, MOST_BODY + 1, 0), HEADER.pack(0, 4, MOST_BYTES + 1), b"\xff" * 20):
+        assert read(head + b"more", 10, hear).aborted
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert not read(HEADER.pack(0, 4, 2**30) + b"more", 10, hear).aborted
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**19  # KiB
 
 
 def test_calls_errors_and_large_batches_go_over_the_socket(tmp_path: Path) -> None:
@@ -97,19 +118,22 @@ def test_calls_errors_and_large_batches_go_over_the_socket(tmp_path: Path) -> No
 
 
 class Unsendable(Exception):
-    """Pickles, and cannot be loaded: its class wants two arguments."""
+    """Cannot be made from its message: its class wants two arguments."""
 
     def __init__(self, number: int, word: str) -> None:
         super().__init__(f"{word} {number}")
 
 
 class Oddities:
-    """Serves answers that pickle refuses, or cannot load."""
+    """Serves answers that are no plain data."""
 
     async def value(self) -> Any:
         return lambda: None
 
-    async def error(self) -> None:
+    async def number(self) -> int:
+        return 2**70
+
+    async def error(self) -> str:
         raise Unsendable(7, "odd")
 
     async def fine(self) -> str:
@@ -122,18 +146,50 @@ class Oddities:
 def test_an_answer_that_cannot_travel_is_an_error_of_its_caller_alone(tmp_path: Path) -> None:
     async def main() -> None:
         places = (str(tmp_path / "shm"), str(tmp_path / "disk"))
-        server = Server(Oddities(), Segments(*places, 10_000), tmp_path / "socket")
+        names = ("value", "number", "error", "fine")
+        calls = Calls(Oddities, names)
+        server = Server(Oddities(), calls, Segments(*places, 10_000), tmp_path / "socket")
         await server.start()
-        link = await OverSocket.connect(Endpoint("", str(server.path), places), "client")
+        link = await OverSocket.connect(Endpoint("", str(server.path), places), "client", calls)
         assert link is not None
-        waiting = asyncio.gather(*(link.call(name) for name in ("value", "error", "fine")), return_exceptions=True)
-        value, error, fine = await asyncio.wait_for(waiting, 20)
-        assert isinstance(value, StoreError)
-        assert "the answer of 'value' cannot be sent" in str(value)
+        waiting = asyncio.gather(*(link.call(name) for name in names), return_exceptions=True)
+        value, number, error, fine = await asyncio.wait_for(waiting, 20)
+        for unsent, name in ((value, "value"), (number, "number")):
+            assert isinstance(unsent, StoreError)
+            assert f"the answer of {name!r} cannot be sent" in str(unsent)
         assert isinstance(error, StoreError)
         assert "Unsendable: odd 7" in str(error)
         assert fine == "fine"
         server.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("said", [b"\0\0\0\0\4", b"GET / HTTP/1.1\r\n\r\n", frame(Hello("../up")), frame([], 1)])
+def test_a_connection_that_speaks_something_else_is_ended_and_no_other(tmp_path: Path, said: bytes) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        reader, writer = await asyncio.open_unix_connection(endpoint.path)
+        writer.write(said.ljust(HEADER.size, b"\xff") + b"more")
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        assert (await client.stats())["store/malformed_messages"] == 1
+
+    serve(tmp_path, body)
+
+
+def test_an_answer_that_is_none_ends_the_connection_of_who_asked(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(frame(Answer(0, "neither true nor false"), ANSWER))
+
+    async def main() -> None:
+        async with await asyncio.start_unix_server(answer, tmp_path / "socket"):
+            link = await OverSocket.connect(Endpoint("", str(tmp_path / "socket"), ("", "")), "client")
+            assert link is not None
+            with pytest.raises(WorkerDied):
+                await asyncio.wait_for(link.call("batch_ready"), 20)
 
     asyncio.run(main())
 

@@ -1,0 +1,134 @@
+"""Whatever comes is a message of the type that was asked for, or `Malformed`: never run, never a crash."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import Raw
+
+from penstock.network.connection import HEADER
+from penstock.store import errors
+from penstock.store.data.codec import NOTHING, Codec, Malformed
+from penstock.store.data.layout import Inline, Placed
+from penstock.store.data.payload import Payload
+from penstock.store.data.segments import Notice
+from penstock.store.errors import StoreError, UnknownStage
+from penstock.store.ledger.facts import Facts
+from penstock.store.service.calls import Granted, LeaseRequest, Write
+from penstock.store.service.messages import Answer, Hello, Said, calls_of
+from penstock.store.service.store import Store
+from penstock.store.spec import StoreSpec
+from tests.store.driver import make_spec
+from tests.store.frames import frame, read
+
+KINDS = [calls_of(Store).said, Hello, Answer[Raw], Answer[list[int] | None], list[Granted] | None, Granted, StoreSpec]
+
+
+def messages() -> list[Any]:
+    """Of all that has a batch, an array or an error in it."""
+    calls = calls_of(Store)
+    lists = pa.array([[1], [2, 3], [], [4], [5]], pa.list_(pa.int32()))
+    batch = pa.record_batch({"x": pa.array(range(5)), "lists": lists, "text": pa.array(["é"] * 5)})
+    facts = Facts([4] * 5, [0] * 5, None, None, "response_ids", [1] * 5)
+    placed = Placed("client-1", 3, 5, (("x", "int32", ((0, 20),)),), 20)
+    writes = [Write(1, "rollout", [0, 1], ["x"], parcel, facts) for parcel in (Inline(batch), placed)]
+    payload = Payload(np.arange(5), np.arange(5), [Inline(batch), placed], [(["x"], np.arange(8).reshape(-1, 4))])
+    granted = Granted(1, "rollout", ("x",), payload)
+    return [
+        Said(0, calls.request("put", (["x"], Inline(batch), facts, "client", [1, 2]))),
+        Said(1, calls.request("many", ([("write", (write,)) for write in writes],)), ["client-1"]),
+        Said(2, calls.request("lease", (LeaseRequest("rollout", 3, "engine"),))),
+        Said(3, None),
+        Answer(3, [granted]),
+        Answer(None, None, None, Notice(["a"], ["b"])),
+        Answer(1, None, StoreError("no")),
+        [granted],
+        granted,
+        make_spec(),
+        Hello("client"),
+    ]
+
+
+FRAMES = [frame(message) for message in messages()]
+
+
+def decode(data: bytes) -> int:
+    """As every kind of message; how many it was."""
+    found = 0
+
+    def hear(_: int, body: memoryview, area: pa.Buffer) -> None:
+        nonlocal found
+        for kind in KINDS:
+            with contextlib.suppress(Malformed):
+                repr(Codec().decode(kind, body, area))
+                found += 1
+
+    read(data, 1 << 20, hear)
+    return found
+
+
+def test_every_message_is_one() -> None:
+    assert all(decode(data) for data in FRAMES)
+
+
+def test_what_a_store_is_made_for_arrives_as_it_was() -> None:
+    body, _, _ = Codec().encode(make_spec())
+    assert Codec().decode(StoreSpec, body, NOTHING) == make_spec()
+
+
+@given(st.binary(max_size=300), st.floats(0, 1))
+def test_random_bytes_do_no_harm(data: bytes, share: float) -> None:
+    decode(data)
+    num_body = int(share * len(data))
+    decode(HEADER.pack(0, num_body, len(data) - num_body) + data)
+
+
+@given(st.sampled_from(FRAMES), st.data())
+def test_damaged_messages_do_no_harm(message: bytes, data: st.DataObject) -> None:
+    """Bytes are changed, cut out or put in; the header fits."""
+    _, num_body, _ = HEADER.unpack_from(message)
+    changed = bytearray(message[HEADER.size :])
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, max(0, len(changed) - 1)))
+        changed[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    num_body = min(len(changed), num_body)
+    decode(HEADER.pack(0, num_body, len(changed) - num_body) + bytes(changed))
+
+
+@pytest.mark.parametrize(
+    "note",
+    [
+        (2**62, [["x", "int32", [[0, 8]]]]),
+        (-1, [["x", "int32", [[0, 8]]]]),
+        (2, [["x", "int32", [[8, 8]]]]),
+        (2, [["x", "int32", [[0, -8]]]]),
+        (1, [["x", "string", [[0, 8], [0, 0]]]]),
+        (1, [["x", "list<item: int32>", [[0, 4], [0, 8]]]]),
+        (1, [["x", "extension", [[0, 8]]]]),
+        (2, [["x", "int32", []]]),
+    ],
+)
+def test_a_batch_whose_values_lie_elsewhere_is_refused(note: Any) -> None:
+    body, _, _ = Codec().encode(["inline", note])
+    with pytest.raises(Malformed):
+        Codec().decode(Inline, body, pa.py_buffer(np.array([3, 9], dtype=np.int32)))
+
+
+def test_errors_travel_by_name_and_unknown_ones_as_the_stores() -> None:
+    def carried(error: StoreError) -> StoreError:
+        found: StoreError = Codec().decode(StoreError, Codec().encode(error)[0], NOTHING)
+        return found
+
+    for name in errors.__all__:
+        found = carried(errors.named(name, "a, b: é"))
+        assert (type(found).__name__, str(found)) == (name, "a, b: é")
+    assert isinstance(carried(UnknownStage("x")), UnknownStage)
+
+    class Local(StoreError):
+        pass
+
+    assert (type(carried(Local("x"))), str(carried(Local("x")))) == (StoreError, "Local: x")
