@@ -8,6 +8,7 @@ machine), stand still, or damage what they send. `benchmarks.machines` and the t
 
 import heapq
 import itertools
+import math
 import random
 import statistics
 from collections.abc import Callable, Iterable, Sequence
@@ -101,7 +102,7 @@ class SimulatedChain:
         self.nodes = {name: Node(name) for name in [*sources, *receivers]}
         total = sum(num_chunks.values())
         self._spans = [(number * chunk_bytes, (number + 1) * chunk_bytes) for number in range(total)]
-        broadcast = Broadcast(version, list(receivers), {})
+        broadcast = Broadcast(1, version, list(receivers), {})
         first = 0
         for source, count in num_chunks.items():
             chunks = range(first, first + count)
@@ -299,7 +300,7 @@ def measure(num_nodes: int, num_sources: int, dying: str, seed: int) -> dict[str
     model = model_s(total, CHUNK_BYTES, num_nodes, LINK)
     chance = random.Random(seed)
     if dying != "none":
-        for name in chance.sample(receivers, max(1, round(DYING * num_nodes))):
+        for name in chance.sample(receivers, math.ceil(DYING * num_nodes)):
             simulated.dies(name, chance.uniform(0.1, 0.9) * model, silently=dying == "machines")
     seconds = simulated.run()
     most_sent = max(node.bytes_sent for node in simulated.nodes.values())

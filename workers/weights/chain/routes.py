@@ -11,19 +11,23 @@ from collections.abc import Sequence
 
 import msgspec
 
+from penstock.network.connection import Address
+
 NEARBY = 3
 """Nodes of the chain that are asked before its trainer is: one that dies costs its neighbours little, and the trainer's
 link is everybody's."""
 
 
 class Broadcast(msgspec.Struct, frozen=True):
-    """A version that goes to many nodes, as each of them is told of it."""
+    """A version that goes to many nodes, as each of them is told of it before the ranks write it."""
 
+    number: int
+    """Of broadcasts: greater than of any before, also where a version is sent again because it has failed."""
     version: int
     receivers: list[str]
     """Nodes that are to have all of it."""
-    addresses: dict[str, tuple[str, int]]
-    """Host and port of the listener of every node that has ranks or receives."""
+    addresses: dict[str, Address]
+    """Of the listener of every node that has ranks or receives."""
 
 
 def chain(broadcast: Broadcast, sources: Sequence[str], source: str) -> list[str]:

@@ -14,9 +14,8 @@ Bytes are cast and copied straight into a mapping of the file, whose pages are w
 """
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,7 +25,7 @@ from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication.copying import copy_and_sum
 from penstock.workers.weights.publication.layout import Layout, TensorPlace, compute_layout
 from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
-from penstock.workers.weights.publication.ranges import RANGE_BYTES, ElementRange, check_coverage, cut
+from penstock.workers.weights.publication.ranges import NO_OUTLET, ElementRange, Outlet, check_coverage, cut
 from penstock.workers.weights.publication.reading import (
     MANIFEST_NAME,
     WEIGHTS_NAME,
@@ -56,21 +55,6 @@ __all__ = [
 
 _mappings = KeptMappings()
 """Of the process, as page tables are: a rank writes many versions, each with a pen of its own."""
-
-
-@dataclass(frozen=True)
-class Outlet:
-    """What a rank's node takes to other machines while the rank writes (`chain/reports.py`). As it stands: nothing."""
-
-    range_bytes: int = RANGE_BYTES
-    """Most of a range."""
-    spans: Sequence[tuple[int, int]] | None = None
-    """Bytes of the file, first and last-plus-one, that this node's ranks write. None: all of it."""
-    written: Callable[[ElementRange], None] | None = None
-    """Told of each range whose bytes are there and stay as they are; from any thread."""
-
-
-NO_OUTLET = Outlet()
 
 
 class PublicationWriter:

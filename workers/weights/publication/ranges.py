@@ -4,7 +4,8 @@ Ranks cut what they write (`publication.py`), and say beforehand what they will 
 the same ranges.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from penstock.conf.errors import WeightError
@@ -34,6 +35,21 @@ class Elements(Protocol):
     def first_element(self) -> int: ...
     @property
     def num_elements(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class Outlet:
+    """What a rank's node takes to other machines while the rank writes (`chain/reports.py`). As it stands: nothing."""
+
+    range_bytes: int = RANGE_BYTES
+    """Most of a range."""
+    spans: Sequence[tuple[int, int]] | None = None
+    """Bytes of the file, first and last-plus-one, that this node's ranks write. None: all of it."""
+    written: Callable[[ElementRange], None] | None = None
+    """Told of each range whose bytes are there and stay as they are; from any thread."""
+
+
+NO_OUTLET = Outlet()
 
 
 def cut(place: TensorPlace, first_element: int, num_elements: int, range_bytes: int) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,6 @@ from penstock.workers.protocols import Publication
 from penstock.workers.weights.publication import copying
 from penstock.workers.weights.publication.layout import compute_layout
 from penstock.workers.weights.publication.publication import (
-    Outlet,
     PublicationWriter,
     newest_publication,
     open_publication,
@@ -22,6 +21,7 @@ from penstock.workers.weights.publication.publication import (
     seal,
     write_publication,
 )
+from penstock.workers.weights.publication.ranges import Outlet
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.publication.reused_files import publication_directories
 

@@ -1,0 +1,148 @@
+"""The downstream's side of a connection: asks an upstream, receives into the file, checks, and asks another one.
+
+What is decided is `pull.py`'s; here are the socket and the clock. A thread for each chain that a node is in, started by
+`relay.py`.
+"""
+
+import time
+
+import xxhash
+
+from penstock.network.connection import Connection, Frame, connect
+from penstock.workers.weights.chain.counters import Counters
+from penstock.workers.weights.chain.messages import (
+    DIGEST_BYTES,
+    Ended,
+    Failed,
+    Gone,
+    Parcel,
+    Subscribe,
+    Waiting,
+    read,
+    send,
+    to_bits,
+)
+from penstock.workers.weights.chain.transfer import Transfer, TransferOver
+
+WINDOW_BYTES = 2**20
+"""Received, then summed: it is in the cache still."""
+LEAST_TIMEOUT_S = 0.001
+MOST_CONNECT_S = 5.0
+
+
+class Puller:
+    """One chain of one version. Lifecycle: `run`, in a thread; it returns when the chain is complete or its transfer
+    over."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        source: str,
+        token: bytes,
+        service: int,
+        counters: Counters,
+    ) -> None:
+        self._transfer, self._source, self._pull = transfer, source, transfer.pulls[source]
+        self._token, self._service, self._counters = token, service, counters
+
+    def run(self) -> None:
+        try:
+            while not self._pull.is_complete:
+                self._pause()
+                self._ask()
+        except TransferOver:
+            return
+
+    def _pause(self) -> None:
+        """Until the upstream is to be asked."""
+        transfer = self._transfer
+        with transfer.condition:
+            while not transfer.is_over and (remaining := self._pull.not_before - time.monotonic()) > 0:
+                transfer.condition.wait(remaining)
+            if transfer.is_over:
+                raise TransferOver
+
+    def _ask(self) -> None:
+        """One turn: one connection to one upstream, until it is over."""
+        pull, transfer = self._pull, self._transfer
+        address = transfer.broadcast.addresses[pull.upstream]
+        reparented = pull.reparented
+        try:
+            timeout_s = min(MOST_CONNECT_S, self._remaining_s())
+            with (
+                connect(address, self._service, self._token, timeout_s) as connection,
+                transfer.using(connection),
+            ):
+                pull.connected(time.monotonic())
+                self._follow(connection)
+        except TimeoutError:
+            pull.silent(time.monotonic())
+        except OSError:
+            pull.lost(time.monotonic())
+        self._counters.add(reparented=pull.reparented - reparented)
+        if pull.failure is not None:
+            transfer.fail(pull.failure)
+
+    def _follow(self, connection: Connection) -> None:
+        pull, transfer, turn = self._pull, self._transfer, self._pull.turn
+        wanted = to_bits(pull.missing, len(transfer.plan.chunks))
+        send(connection, Subscribe(transfer.broadcast.number, transfer.plan.digest, self._source, wanted))
+        while pull.turn == turn and not pull.is_complete and not transfer.is_over and pull.failure is None:
+            connection.socket.settimeout(self._remaining_s())
+            frame = connection.receive()
+            message = read(frame)
+            if isinstance(message, Parcel):
+                self._receive(connection, message, frame)
+            elif isinstance(message, Waiting):
+                pull.waiting(message.source_age_s, time.monotonic())
+            elif isinstance(message, Ended):
+                pull.ended(time.monotonic())
+            elif isinstance(message, Gone):
+                pull.lost(time.monotonic())
+            elif isinstance(message, Failed) and pull.upstream == self._source:
+                transfer.fail(message.reason)
+            elif isinstance(message, Failed):  # for itself: others may have more luck
+                pull.lost(time.monotonic())
+
+    def _receive(self, connection: Connection, parcel: Parcel, frame: Frame) -> None:
+        """Each chunk into its place. A damaged one is overwritten when it comes again."""
+        spans = self._transfer.plan.spans
+        num_chunks = len(spans)
+        if any(chunk >= num_chunks or len(digest) != DIGEST_BYTES for chunk, digest in parcel.chunks):
+            raise ConnectionAbortedError("a parcel of chunks that are not in the plan.")
+        sizes = [spans[chunk][1] - spans[chunk][0] for chunk, _ in parcel.chunks]
+        if frame.num_bytes != sum(sizes):
+            raise ConnectionAbortedError(f"a parcel of {sum(sizes)} bytes that says {frame.num_bytes}.")
+        began = time.monotonic()
+        good = []
+        for (chunk, digest), size in zip(parcel.chunks, sizes, strict=True):
+            target = self._target(chunk, size)
+            is_right = self._fill(connection, target) == digest
+            now = time.monotonic()
+            if not is_right:
+                self._counters.add(damaged=1)
+                self._pull.damaged(chunk, now)
+            elif self._pull.arrived(chunk, size, now - began, now):
+                good.append((chunk, digest))
+            began = now
+        self._counters.add(chunks=len(good), bytes_in=frame.num_bytes)
+        self._transfer.add(self._source, good)
+
+    def _target(self, chunk: int, size: int) -> memoryview:
+        """A chunk that is here already is not written again: others may be reading it."""
+        if chunk in self._pull.missing:
+            return self._transfer.slot.target(chunk)
+        return memoryview(bytearray(size))
+
+    def _fill(self, connection: Connection, target: memoryview) -> bytes:
+        """The xxh3-128 of what came."""
+        digest = xxhash.xxh3_128()
+        for start in range(0, len(target), WINDOW_BYTES):
+            window = target[start : start + WINDOW_BYTES]
+            connection.socket.settimeout(self._remaining_s())
+            connection.receive_into(window)
+            digest.update(window)
+        return digest.digest()
+
+    def _remaining_s(self) -> float:
+        return max(LEAST_TIMEOUT_S, self._pull.deadline - time.monotonic())

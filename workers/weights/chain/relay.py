@@ -1,0 +1,191 @@
+"""A node's relay: new weights come to it chunk by chunk, and go on to the next node while they come.
+
+                    ranks of this node
+                          │ reports, bytes in shared memory
+    upstream relays ─▶ Relay ─▶ downstream relays
+                          └─▶ <root>/v00000012/, which the engines of this node load
+
+Every node that has trainer ranks or engines has one, in its agent's process (`workers/node/agent.py`). A version is
+begun on all of them, then the ranks write it; which way it goes each knows by itself (`routes.py`). What lies in shared
+memory afterwards is what ranks of one node alone would have written there.
+
+Plain Python, without Ray. The agent's listener calls `serve`; the orchestrator's weight sync the rest.
+"""
+
+import socket
+import threading
+import time
+from pathlib import Path
+
+from penstock.conf.errors import NotStarted, WeightError
+from penstock.network.connection import Connection
+from penstock.workers.protocols import Publication
+from penstock.workers.weights.chain.counters import Counters
+from penstock.workers.weights.chain.messages import Failed, Gone, Subscribe, Waiting, read, send
+from penstock.workers.weights.chain.patience import Pace, Patience
+from penstock.workers.weights.chain.plan import ChunkPlan
+from penstock.workers.weights.chain.pull import Pull
+from penstock.workers.weights.chain.pulling import Puller
+from penstock.workers.weights.chain.reports import ReportServer
+from penstock.workers.weights.chain.routes import Broadcast, chain, upstreams
+from penstock.workers.weights.chain.serving import Server
+from penstock.workers.weights.chain.slot import Slot
+from penstock.workers.weights.chain.transfer import Transfer, TransferOver
+from penstock.workers.weights.publication.mapping import KeptMappings
+from penstock.workers.weights.publication.reused_files import reclaim
+
+PUBLICATIONS_KEPT = 2
+EXPECT_S = 30.0
+"""How long reports and subscriptions of a broadcast that has not begun here wait for it."""
+
+
+class Relay:
+    """Lifecycle: `plan` once, `begin` and `wait` for each version, `close`.
+
+    relay = Relay(Path("/dev/shm/penstock-run/weights"), "node-1", token, service=CHUNKS)
+    listener = Listener(host, token, {CHUNKS: relay.serve})
+    relay.plan(plan)
+    relay.begin(Broadcast(1, 12, ["node-1"], {"node-0": address, "node-1": listener.address}))
+    publication = relay.wait(12, timeout_s=120)
+    """
+
+    def __init__(self, root: Path, node: str, token: bytes, service: int, patience: Patience | None = None) -> None:
+        """`root`: of publications, the same path on every node. `node`: as plans and broadcasts call this one.
+        `service`: which of a listener's `serve` is, on every node."""
+        self._root, self._node, self._token, self._service = root, node, token, service
+        self._patience = patience or Patience()
+        self._counters = Counters()
+        self._mappings = KeptMappings()
+        self._changed = threading.Condition()
+        """Of the three below."""
+        self._plan: ChunkPlan | None = None
+        self._transfer: Transfer | None = None
+        self._is_closed = False
+        self._paces: dict[str, Pace] = {}
+        root.mkdir(parents=True, exist_ok=True)
+        self._reports = ReportServer(root, self._expect_reports)
+
+    def plan(self, plan: ChunkPlan) -> None:
+        """Of every version from now on."""
+        with self._changed:
+            self._plan = plan
+            self._changed.notify_all()
+
+    def begin(self, broadcast: Broadcast) -> None:
+        """A version is about to be written: make room for it, and pull it where this node receives it. An older one
+        that is under way is given up.
+
+        Raises `WeightError` if there is no room, or a newer version has begun.
+        """
+        plan, older = self._plan, self._transfer
+        if plan is None:
+            raise NotStarted(f"node {self._node}: a version begins before its chunks are known; `plan` first.")
+        if older is not None and broadcast.number <= older.broadcast.number:
+            raise WeightError(
+                f"node {self._node}: broadcast {broadcast.number} of version {broadcast.version} comes after "
+                f"{older.broadcast.number} of version {older.broadcast.version}."
+            )
+        if older is not None:
+            older.give_up()
+        transfer = self._make_transfer(broadcast, plan)
+        with self._changed:
+            self._transfer = transfer
+            self._changed.notify_all()
+        for source in transfer.pulls:
+            puller = Puller(transfer, source, self._token, self._service, self._counters)
+            threading.Thread(target=puller.run, name=f"pull-{source}", daemon=True).start()
+        reclaim(self._root, keep=PUBLICATIONS_KEPT)
+
+    def wait(self, version: int, timeout_s: float) -> Publication:
+        """All of a version that has begun, as this node's engines can load it. Raises `WeightError` if it cannot come
+        any more, `DeadlineExceeded`."""
+        transfer = self._transfer
+        if transfer is None or transfer.broadcast.version != version or not transfer.receives:
+            raise WeightError(f"node {self._node}: version {version} has not begun here, or is not for this node.")
+        return transfer.wait(timeout_s)
+
+    def serve(self, connected: socket.socket) -> None:
+        """A subscriber's connection, past its handshake: chunks, as they come. The listener's handler."""
+        with Connection(connected) as connection:
+            try:
+                self._serve(connection)
+            except (OSError, TransferOver):
+                return  # the subscriber is gone, or does not want it any more
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start; seconds that the newest whole version took."""
+        with self._changed:
+            transfer = self._transfer
+        seconds = transfer.seconds if transfer is not None else 0.0
+        return {**self._counters.read(), "seconds": seconds}
+
+    def close(self) -> None:
+        """A second time changes nothing."""
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        self._reports.close()
+        if self._transfer is not None:
+            self._transfer.give_up()
+        self._mappings.close()
+
+    def _make_transfer(self, broadcast: Broadcast, plan: ChunkPlan) -> Transfer:
+        receives = self._node in broadcast.receivers
+        spans = None if receives else plan.spans_of_node(self._node)
+        slot = Slot(self._root, broadcast.version, plan, spans, self._mappings)
+        pulls = {}
+        for source in plan.sources if receives else []:
+            if source != self._node:
+                order = chain(broadcast, plan.sources, source)
+                pace = self._paces.setdefault(source, Pace(self._patience))
+                pulls[source] = Pull(
+                    plan.of_node(source), upstreams(order, source, self._node), plan.chunk_bytes, pace, self._patience,
+                    time.monotonic(),
+                )  # fmt: skip
+        return Transfer(broadcast, plan, self._node, slot, pulls)
+
+    def _serve(self, connection: Connection) -> None:
+        message = read(connection.receive())
+        if not isinstance(message, Subscribe):
+            raise ConnectionAbortedError("a connection that does not begin with a subscription.")
+        transfer = self._wait_for(connection, message.number)
+        if transfer is None:
+            send(connection, Gone())
+        elif message.plan != transfer.plan.digest or message.source not in transfer.logs:
+            send(connection, Failed(f"node {self._node} has another plan of chunks, or none of {message.source}'s"))
+        elif transfer.failure is not None:
+            send(connection, Failed(transfer.failure))
+        else:
+            with transfer.using(connection):
+                Server(transfer, message, self._patience.heartbeat_s, self._counters).run(connection)
+
+    def _wait_for(self, connection: Connection, number: int) -> Transfer | None:
+        """The broadcast, once it has begun here too. None: a later one has, or this node has none for long."""
+        began = time.monotonic()
+        while time.monotonic() - began < EXPECT_S:
+            with self._changed:
+                transfer = self._transfer
+                if self._is_closed or (transfer is not None and transfer.broadcast.number > number):
+                    return None
+                if transfer is not None and transfer.broadcast.number == number:
+                    return transfer
+                self._changed.wait(self._patience.heartbeat_s)
+            send(connection, Waiting(time.monotonic() - began))
+        return None
+
+    def _expect_reports(self, version: int, plan: bytes) -> Transfer | None:
+        """For the version that is under way here."""
+
+        def is_there() -> bool:
+            return self._is_closed or (self._transfer is not None and self._transfer.broadcast.version >= version)
+
+        with self._changed:
+            self._changed.wait_for(is_there, EXPECT_S)
+            transfer = self._transfer
+        if self._is_closed or transfer is None or transfer.is_over:
+            return None
+        if transfer.broadcast.version != version or transfer.plan.digest != plan:
+            return None
+        return transfer

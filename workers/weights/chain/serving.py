@@ -1,0 +1,82 @@
+"""The upstream's side of a connection: chunks as they come to this node, as long as somebody wants them.
+
+Called by `relay.py`, in a thread of the agent's listener for each subscriber.
+"""
+
+import time
+
+from penstock.network.connection import Connection
+from penstock.workers.weights.chain.counters import Counters
+from penstock.workers.weights.chain.feed import Feed
+from penstock.workers.weights.chain.messages import (
+    Ended,
+    Failed,
+    Gone,
+    Message,
+    Parcel,
+    Subscribe,
+    Waiting,
+    from_bits,
+    send,
+)
+from penstock.workers.weights.chain.transfer import Transfer
+
+
+class Server:
+    """One subscription. Lifecycle: `run`, which returns when all is sent or the transfer is over."""
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        subscribe: Subscribe,
+        heartbeat_s: float,
+        counters: Counters,
+    ) -> None:
+        self._transfer, self._source, self._heartbeat_s = transfer, subscribe.source, heartbeat_s
+        self._counters = counters
+        wanted = from_bits(subscribe.wanted, len(transfer.plan.chunks))
+        self._feed = Feed(transfer.logs[subscribe.source], wanted, transfer.plan.spans)
+
+    def run(self, connection: Connection) -> None:
+        """Raises `OSError` when the subscriber is gone."""
+        while True:
+            message, parcel = self._next()
+            if parcel:
+                self._send_parcel(connection, parcel)
+            else:
+                send(connection, message)
+            if isinstance(message, Ended | Gone | Failed):
+                return
+
+    def _next(self) -> tuple[Message, list[int]]:
+        """What to say, and the chunks that it is about."""
+        transfer = self._transfer
+        with transfer.condition:
+            parcel = self._take()
+            if not parcel and not self._feed.is_over and not transfer.is_over:
+                transfer.condition.wait(self._heartbeat_s)
+                parcel = self._take()
+            if transfer.failure is not None:
+                return Failed(transfer.failure), []
+            if transfer.is_given_up:
+                return Gone(), []
+            if parcel:
+                return Parcel([(chunk, transfer.digests[chunk]) for chunk in parcel]), parcel
+            if self._feed.is_over:
+                return Ended(), []
+            pull = transfer.pulls.get(self._source)
+            return Waiting(0.0 if pull is None else pull.source_age_s(time.monotonic())), []
+
+    def _take(self) -> list[int]:
+        return [] if self._transfer.is_over else self._feed.next_parcel()
+
+    def _send_parcel(self, connection: Connection, parcel: list[int]) -> None:
+        transfer = self._transfer
+        spans = [transfer.plan.spans[chunk] for chunk in parcel]
+        num_bytes = sum(end - start for start, end in spans)
+        send(connection, Parcel([(chunk, transfer.digests[chunk]) for chunk in parcel]), num_bytes)
+        if len(parcel) == 1:
+            connection.send_file(transfer.slot.file, spans[0][0], num_bytes)
+        else:
+            connection.send_bytes(transfer.slot.bytes_of(parcel))
+        self._counters.add(bytes_out=num_bytes)

@@ -1,0 +1,66 @@
+"""The file of one version on one node, which ranks write there, or the relay, and which it sends to others.
+
+Locked like one that is read, for as long as the relay has it: no writer takes it meanwhile for another version
+(`publication/reused_files.py`). Used by `transfer.py`.
+"""
+
+import fcntl
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from penstock.conf.errors import WeightError
+from penstock.workers.protocols import Publication
+from penstock.workers.weights.chain.plan import ChunkPlan
+from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
+from penstock.workers.weights.publication.ranges import ElementRange
+from penstock.workers.weights.publication.reading import MANIFEST_NAME, Manifest, manifest_to_json
+from penstock.workers.weights.publication.reused_files import prepare_slot, publication_directory
+from penstock.workers.whole_files import write_whole
+
+
+class Slot:
+    """Lifecycle: made when the version begins; `target` and `seal` where the node receives; `close`."""
+
+    def __init__(
+        self, root: Path, version: int, plan: ChunkPlan, spans: Sequence[tuple[int, int]] | None, mappings: KeptMappings
+    ) -> None:
+        """`spans`: what is written on this node; None: all of it. Raises `WeightError` if there is no room."""
+        self._plan, self._version = plan, version
+        self.path = publication_directory(root, version)
+        mappings.let_go(root)
+        file = prepare_slot(root, version, plan.layout.num_bytes, spans)
+        self.file: BinaryIO = file.open("rb")
+        fcntl.flock(self.file, fcntl.LOCK_SH)
+        if os.fstat(self.file.fileno()).st_ino != file.stat().st_ino:
+            self.file.close()
+            raise WeightError(f"{file}: taken for another version meanwhile. Publish again.")
+        self._memory, self._is_fresh = mappings.writable(file, root)
+
+    def target(self, chunk: int) -> memoryview:
+        """Where a chunk's bytes belong."""
+        start, end = self._plan.spans[chunk]
+        if self._is_fresh:
+            populate(self._memory, start, end, POPULATE_WRITE)
+        return memoryview(self._memory)[start:end]
+
+    def bytes_of(self, chunks: Sequence[int]) -> bytes:
+        """Of a few small ones, one behind the other."""
+        return b"".join(self._memory[start:end] for start, end in (self._plan.spans[chunk] for chunk in chunks))
+
+    def seal(self, digests: dict[int, bytes]) -> Publication:
+        """All chunks are here: let the engines of this node see the version."""
+        layout = self._plan.layout
+        self._memory[: len(layout.header)] = layout.header
+        ranges = (
+            ElementRange(chunk.name, chunk.first_element, chunk.num_elements, digests[number].hex(), chunk.rank)
+            for number, chunk in enumerate(self._plan.chunks)
+        )
+        manifest = Manifest(self.path, self._version, layout, tuple(ranges))
+        write_whole(self.path / MANIFEST_NAME, manifest_to_json(manifest))
+        return Publication(str(self.path), self._version, layout.num_bytes)
+
+    def close(self) -> None:
+        """Unlock it: another version may be written into it."""
+        self.file.close()

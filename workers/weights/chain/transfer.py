@@ -1,0 +1,139 @@
+"""One version on one node, from its beginning until a newer one begins: what is here of it, and what has become of it.
+
+    ranks of this node ─▶ reports.py ─┐
+                                      ├─ add ─▶ Transfer ─▶ serving.py ─▶ other nodes
+    other nodes ─▶ pulling.py ────────┘            └─ all of it, where it is received ─▶ manifest
+
+Threads share it; `condition` is notified of every change. Made by `relay.py`.
+"""
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from penstock.conf.errors import DeadlineExceeded, WeightError
+from penstock.network.connection import Connection
+from penstock.workers.protocols import Publication
+from penstock.workers.weights.chain.plan import ChunkPlan
+from penstock.workers.weights.chain.pull import Pull
+from penstock.workers.weights.chain.routes import Broadcast
+from penstock.workers.weights.chain.slot import Slot
+
+LEAVING_S = 5.0
+
+
+class TransferOver(Exception):
+    """It is given up, for a newer version or for good: whoever works on it stops."""
+
+
+class Transfer:
+    """Lifecycle: `add` chunks until it `publication` is there, or `fail`; then, or before, `give_up`."""
+
+    def __init__(self, broadcast: Broadcast, plan: ChunkPlan, node: str, slot: Slot, pulls: dict[str, Pull]) -> None:
+        """`pulls`: of each chain that this node receives, by its source. None of them: it only sends."""
+        self.broadcast, self.plan, self.node, self.slot, self.pulls = broadcast, plan, node, slot, pulls
+        self.condition = threading.Condition()
+        self.receives = node in broadcast.receivers
+        self.digests: dict[int, bytes] = {}
+        """Of the chunks that are here."""
+        self.logs: dict[str, list[int]] = {source: [] for source in {*pulls, *plan.sources} if source in {*pulls, node}}
+        """Of each chain that this node sends: chunks in the order in which they came."""
+        self.publication: Publication | None = None
+        self.failure: str | None = None
+        self.is_given_up = False
+        self._began = time.monotonic()
+        self.seconds = 0.0
+        """Until it was whole."""
+        self._connections: set[Connection] = set()
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing more is to be fetched or sent."""
+        return self.is_given_up or self.failure is not None
+
+    def add(self, source: str, chunks: Sequence[tuple[int, bytes]]) -> None:
+        """Chunks whose bytes are in the file, with their digests. Whoever brings the last one seals the version. Raises
+        `TransferOver`."""
+        with self.condition:
+            if self.is_over:
+                raise TransferOver
+            new = [(chunk, digest) for chunk, digest in chunks if chunk not in self.digests]
+            self.digests.update(new)
+            self.logs[source] += [chunk for chunk, _ in new]
+            is_whole = bool(new) and self.receives and len(self.digests) == len(self.plan.chunks)
+            self.condition.notify_all()
+        if is_whole:
+            self._seal()
+
+    def written(self, chunks: Sequence[tuple[int, bytes]]) -> None:
+        """By ranks of this node."""
+        self.add(self.node, chunks)
+
+    def rank_left(self, rank: int) -> None:
+        """Before it had written its part."""
+        self.fail(f"rank {rank} has left before it had written its part")
+
+    def fail(self, reason: str) -> None:
+        with self.condition:
+            if self.publication is None and not self.is_over:
+                self.failure = reason
+            self.condition.notify_all()
+
+    def give_up(self) -> None:
+        """End everything that goes on, and unlock the file. Returns when nobody uses it any more."""
+        with self.condition:
+            self.is_given_up = True
+            for connection in self._connections:
+                connection.hang_up()
+            self.condition.notify_all()
+            self.condition.wait_for(lambda: not self._connections, LEAVING_S)
+        self.slot.close()
+
+    @contextmanager
+    def using(self, connection: Connection) -> Iterator[Connection]:
+        """Within the block `give_up` ends the connection. Raises `TransferOver`."""
+        with self.condition:
+            if self.is_over:
+                raise TransferOver
+            self._connections.add(connection)
+        try:
+            yield connection
+        finally:
+            with self.condition:
+                self._connections.discard(connection)
+                self.condition.notify_all()
+
+    def wait(self, timeout_s: float) -> Publication:
+        """Raises `WeightError`, `DeadlineExceeded`."""
+        version = self.broadcast.version
+        with self.condition:
+            self.condition.wait_for(lambda: self.publication is not None or self.is_over, timeout_s)
+            if self.publication is not None:
+                return self.publication
+            if self.failure is not None:
+                raise WeightError(f"version {version} on node {self.node}: {self.failure}. Publish again.")
+            if self.is_given_up:
+                raise WeightError(f"version {version} on node {self.node}: given up for a newer one.")
+            raise DeadlineExceeded(
+                f"version {version} on node {self.node}: not complete after {timeout_s:.0f} s: "
+                f"{self._what_is_missing()}. weights.phase_timeout_s sets how long it may take."
+            )
+
+    def _what_is_missing(self) -> str:
+        own = [chunk for chunk in self.plan.of_node(self.node) if chunk not in self.digests]
+        parts = [f"{len(own)} chunks of ranks of this node"] if own else []
+        parts += [
+            f"{len(pull.missing)} chunks from {source}, last asked of {pull.upstream} ({pull.reparented} times another)"
+            for source, pull in self.pulls.items()
+            if pull.missing
+        ]
+        return ", ".join(parts)
+
+    def _seal(self) -> None:
+        publication = self.slot.seal(self.digests)
+        with self.condition:
+            if not self.is_given_up:
+                self.publication = publication
+                self.seconds = time.monotonic() - self._began
+            self.condition.notify_all()
