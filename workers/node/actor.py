@@ -12,6 +12,10 @@ from penstock.network.connection import Address
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_set import FileSet
+from penstock.workers.protocols import Publication
+from penstock.workers.weights.chain.plan import ChunkPlan
+from penstock.workers.weights.chain.relay import Relay
+from penstock.workers.weights.chain.routes import Broadcast
 
 
 class NodeAgent:
@@ -19,8 +23,9 @@ class NodeAgent:
 
     def __init__(self, root: str, token: bytes, ports: list[int] | None, files_dir: str | None) -> None:
         """`ports`, `files_dir`: of `conf/cluster.py`."""
+        node = ray.get_runtime_context().get_node_id()
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
-        self._agent = agent.NodeAgent(root, ray.util.get_node_ip_address(), token, span, files_dir)
+        self._agent = agent.NodeAgent(root, node, ray.util.get_node_ip_address(), token, span, files_dir)
         self._closed = asyncio.Event()
 
     async def facts(self) -> NodeFacts:
@@ -29,6 +34,18 @@ class NodeAgent:
     async def run(self) -> None:
         """Returns when it is closed: a call that fails before says that the node, or the agent, is gone."""
         await self._closed.wait()
+
+    async def plan_chunks(self, plan: ChunkPlan) -> None:
+        """Of every version of the weights from now on."""
+        self._relay.plan(plan)
+
+    async def begin_version(self, broadcast: Broadcast) -> None:
+        """A version is about to be written. Raises `WeightError`."""
+        await asyncio.to_thread(self._relay.begin, broadcast)
+
+    async def wait_for_version(self, version: int, timeout_s: float) -> Publication:
+        """All of it, as engines of this node load it. Raises `WeightError`, `DeadlineExceeded`."""
+        return await asyncio.to_thread(self._relay.wait, version, timeout_s)
 
     async def offer(self, files: FileSet, directory: str) -> None:
         """Let other nodes fetch these files."""
@@ -55,6 +72,11 @@ class NodeAgent:
     async def withdraw(self, files: FileSet) -> None:
         """They have been collected: remove them."""
         await asyncio.to_thread(self._agent.files.withdraw, files)
+
+    @property
+    def _relay(self) -> Relay:
+        assert self._agent.relay is not None  # who has none is asked for nothing
+        return self._agent.relay
 
     async def stats(self) -> dict[str, float]:
         return self._agent.stats()

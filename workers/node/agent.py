@@ -22,7 +22,8 @@ from penstock.network.connection import Address
 from penstock.network.listener import Handler, Listener
 from penstock.store.data.roots import boot_id, claim_root, guard_root, remove_root, sweep_stale
 from penstock.workers.node.file_service import FileService
-from penstock.workers.node.services import FILES
+from penstock.workers.node.services import CHUNKS, FILES
+from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS = "weights", "rows"
 """Folders of the root."""
@@ -40,6 +41,8 @@ class NodeFacts:
     """That this run's processes may use."""
     memory: str
     """Its shared memory: nodes that have the same see each other's files."""
+    owns_root: bool = True
+    """False: another agent of the run is there for the same shared memory, and relays its weights."""
 
 
 def memory_of(root: Path) -> str:
@@ -50,12 +53,18 @@ def memory_of(root: Path) -> str:
 class NodeAgent:
     """Lifecycle: made at the start of a run, `close` at its end.
 
-    `root`: the run's directory in shared memory, which must not exist. `host`: this node's address, as other nodes
-    reach it. `ports`: of which the first free one is taken; 0: any.
+    `root`: the run's directory in shared memory, which must not exist. `node`: what the run calls this one. `host`: its
+    address, as other nodes reach it. `ports`: of which the first free one is taken; 0: any.
     """
 
     def __init__(
-        self, root: str | Path, host: str, token: bytes, ports: range = range(1), files_dir: str | None = None
+        self,
+        root: str | Path,
+        node: str,
+        host: str,
+        token: bytes,
+        ports: range = range(1),
+        files_dir: str | None = None,
     ) -> None:
         """`files_dir`: where copies of other nodes' files are kept; None: the temporary directory.
 
@@ -71,10 +80,11 @@ class NodeAgent:
                 f"{platform.node()}: the run's directory {self.root} cannot be made: {error}. It lies in shared "
                 "memory: see that /dev/shm is mounted, has room, and may be written to by this user."
             ) from None
+        self.relay = Relay(self.root / WEIGHTS, node, token, CHUNKS) if self._owns_root else None
         try:
             self.listener = Listener(host, token, self._services(), ports)
         except OSError as error:
-            self._remove_root()
+            self._close_root()
             raise ResourceError(
                 f"{platform.node()}: no port to listen on at {host} ({error}). Widen cluster.ports, or set it to null "
                 "for any free port."
@@ -83,17 +93,19 @@ class NodeAgent:
     @property
     def facts(self) -> NodeFacts:
         cores = len(os.sched_getaffinity(0))
-        return NodeFacts(platform.node(), self.listener.address, cores, memory_of(self.root))
+        return NodeFacts(platform.node(), self.listener.address, cores, memory_of(self.root), self._owns_root)
 
     def stats(self) -> dict[str, float]:
         """Counters, since the start."""
-        return {"node/refused_connections": self.listener.refused}
+        counters = self.relay.stats() if self.relay is not None else {}
+        relayed = {f"node/weights/{name}": value for name, value in counters.items()}
+        return {"node/refused_connections": self.listener.refused, **relayed}
 
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
         self.listener.close()
         self.files.close()
-        self._remove_root()
+        self._close_root()
 
     def _make_root(self) -> bool:
         """False if another agent of the run has made it: two Ray nodes may share a machine."""
@@ -110,9 +122,11 @@ class NodeAgent:
             (self.root / folder).mkdir(exist_ok=True)
         return owns
 
-    def _remove_root(self) -> None:
-        if self._owns_root:
+    def _close_root(self) -> None:
+        if self.relay is not None:
+            self.relay.close()
             remove_root(self.root)
 
     def _services(self) -> Mapping[int, Handler]:
-        return {FILES: self.files.serve}
+        services = {FILES: self.files.serve}
+        return services | {CHUNKS: self.relay.serve} if self.relay is not None else services

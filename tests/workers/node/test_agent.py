@@ -18,14 +18,14 @@ HOST = "127.0.0.1"
 AGENT = """
 import sys, time
 from penstock.workers.node.agent import NodeAgent
-agent = NodeAgent(sys.argv[1], "127.0.0.1", bytes(32))
+agent = NodeAgent(sys.argv[1], "here", "127.0.0.1", bytes(32))
 print("there", flush=True)
 time.sleep(600)
 """
 
 
 def test_it_makes_the_root_and_removes_it(tmp_path: Path) -> None:
-    agent = NodeAgent(tmp_path / "penstock-run", HOST, new_token())
+    agent = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
     try:
         assert sorted(path.name for path in agent.root.iterdir()) == [OWNER_NAME, ROWS, WEIGHTS]
         assert agent.root.stat().st_mode & 0o777 == 0o700
@@ -56,14 +56,14 @@ def test_the_next_agent_sweeps_what_an_earlier_run_left(tmp_path: Path) -> None:
     stale = tmp_path / "penstock-stale"
     claim = "import sys; from penstock.store.data.roots import claim_root; claim_root(sys.argv[1])"
     subprocess.run([sys.executable, "-c", claim, str(stale)], check=True)
-    agent = NodeAgent(tmp_path / "penstock-new", HOST, new_token())
+    agent = NodeAgent(tmp_path / "penstock-new", "here", HOST, new_token())
     agent.close()
     assert not stale.exists()
 
 
 def test_two_nodes_of_one_machine_share_the_root(tmp_path: Path) -> None:
-    first = NodeAgent(tmp_path / "penstock-run", HOST, new_token())
-    second = NodeAgent(tmp_path / "penstock-run", HOST, new_token())
+    first = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
+    second = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
     assert first.facts.memory == second.facts.memory
     second.close()
     assert first.root.exists()
@@ -74,13 +74,13 @@ def test_two_nodes_of_one_machine_share_the_root(tmp_path: Path) -> None:
 def test_a_place_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ResourceError, match="/dev/shm is mounted"):
-        NodeAgent(tmp_path / "file" / "penstock-run", HOST, new_token())
+        NodeAgent(tmp_path / "file" / "penstock-run", "here", HOST, new_token())
 
 
 def test_no_free_port_is_named(tmp_path: Path) -> None:
-    agent = NodeAgent(tmp_path / "penstock-a", HOST, new_token())
+    agent = NodeAgent(tmp_path / "penstock-a", "here", HOST, new_token())
     port = agent.facts.address.port
     with pytest.raises(ResourceError, match=r"cluster\.ports"):
-        NodeAgent(tmp_path / "penstock-b", HOST, new_token(), range(port, port + 1))
+        NodeAgent(tmp_path / "penstock-b", "here", HOST, new_token(), range(port, port + 1))
     assert not (tmp_path / "penstock-b").exists()
     agent.close()

@@ -26,14 +26,13 @@ def model(tmp_path: Path) -> Path:
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[tuple[NodeAgent, NodeAgent]]:
     token = new_token()
-    both = tuple(
-        NodeAgent(tmp_path / f"penstock-{name}", HOST, token, files_dir=str(tmp_path / name)) for name in ("a", "b")
-    )
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
-    yield both[0], both[1]
-    for agent in both:
-        agent.close()
+    first = NodeAgent(tmp_path / "penstock-a", "a", HOST, token, files_dir=str(tmp_path / "a"))
+    second = NodeAgent(tmp_path / "penstock-b", "b", HOST, token, files_dir=str(tmp_path / "b"))
+    yield first, second
+    first.close()
+    second.close()
 
 
 def contents(directory: Path) -> dict[str, bytes]:

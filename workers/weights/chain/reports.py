@@ -17,7 +17,7 @@ from typing import Self
 
 from penstock.conf.errors import WeightError
 from penstock.network.connection import hang_up, read_exactly
-from penstock.store.service.peers import MANY, bind, connect, is_same_user
+from penstock.store.service.peers import BACKLOG, bind, connect, is_same_user
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.transfer import Transfer, TransferOver
 from penstock.workers.weights.publication.ranges import ElementRange, Outlet
@@ -97,7 +97,7 @@ class ReportServer:
         self._path = root / SOCKET_NAME
         self._path.unlink(missing_ok=True)
         self._socket = bind(self._path)
-        self._socket.listen(MANY)
+        self._socket.listen(BACKLOG)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._is_closed = False
