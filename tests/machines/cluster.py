@@ -51,7 +51,7 @@ class Cluster:
 
     def start_ray(
         self,
-        num_cpus: int = 4,
+        num_cpus: int | Sequence[int] = 4,
         *,
         warm: Path | None = None,
         environment: Mapping[str, str] | None = None,

@@ -38,7 +38,7 @@ while (found := sum(node.state == 0 for node in GcsClient(sys.argv[1]).get_all_n
 
 def start(
     members: Sequence[Machine],
-    num_cpus: int,
+    num_cpus: int | Sequence[int],
     warm: Path | None,
     environment: Mapping[str, str],
     options: Sequence[str],
@@ -50,7 +50,7 @@ def start(
     `RAY_ADDRESS`, in its environment.
 
     Args:
-        num_cpus: of each machine, as Ray counts them.
+        num_cpus: of each machine, or of all alike, as Ray counts them.
         warm: folder of the tests' warm Python (`tests/warm_workers.py`), which must be among `keep`: Ray's workers are
             forks. None: they start as they do for users.
         environment: of Ray's processes, settings such as `RAY_health_check_period_ms`.
@@ -69,23 +69,25 @@ def start(
         member.environment |= {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": TOKEN, "RAY_ADDRESS": address, **settings,
         }  # fmt: skip
-    command = [*python, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats", "--num-cpus", str(num_cpus),
+    at_head = ["--head", "--port", str(PORT), "--include-dashboard=false", "--node-ip-address", head.address]
+    command = [*python, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats",
                "--object-store-memory", str(OBJECT_STORE_BYTES), *options]  # fmt: skip
 
+    numbers = [num_cpus] * len(members) if isinstance(num_cpus, int) else list(num_cpus)
     head.run(
-        [*command, "--head", "--port", str(PORT), "--include-dashboard=false", "--node-ip-address", head.address],
+        [*command, "--num-cpus", str(numbers[0]), *at_head],
         cwd=ROOT,
         timeout_s=timeout_s,
     )
     joining = [
         member.start(
-            [*command, "--address", address, "--node-ip-address", member.address],
+            [*command, "--num-cpus", str(number), "--address", address, "--node-ip-address", member.address],
             cwd=ROOT,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
         )
-        for member in others
+        for member, number in zip(others, numbers[1:], strict=True)
     ]
     for member, process in zip(others, joining, strict=True):
         said, _ = process.communicate(timeout=timeout_s)
