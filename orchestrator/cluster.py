@@ -13,7 +13,7 @@ from ray.job_config import JobConfig
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.placement import ActorPlan, check_fits, needed
+from penstock.orchestrator.placement.actors import ActorPlan, check_fits, needed
 
 MIB = 2**20
 

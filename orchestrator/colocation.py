@@ -21,23 +21,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.placement import ActorPlan
+from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.ray_calls import answer, answers
 from penstock.store.client.client import StoreClient
-
-ROLES = ("trainer", "rollout")
-
-
-def plan_sharing(plan: list[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
-    """Who shares a GPU with whom, one list a GPU; nothing where nobody does. The last ones may be alone, where there
-    are more engines than ranks or the other way round."""
-    members = [actor for actor in plan if actor.role in ROLES and actor.num_gpus]
-    if config.placement != "colocated" or not members:
-        return []
-    shared: list[list[ActorPlan]] = [[] for _ in range(1 + max(actor.rank for actor in members))]
-    for actor in members:
-        shared[actor.rank].append(actor)
-    return shared
 
 
 class SharedDevices:

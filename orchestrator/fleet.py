@@ -18,9 +18,11 @@ from penstock.algorithms.graph.stage import Stage
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpoint import Checkpoint
-from penstock.orchestrator.colocation import SharedDevices, plan_sharing
+from penstock.orchestrator.colocation import SharedDevices
 from penstock.orchestrator.node_agents import NodeAgents
-from penstock.orchestrator.placement import ActorPlan, threads_per_worker
+from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.sharing import plan_sharing
+from penstock.orchestrator.placement.threads import threads_per_worker
 from penstock.orchestrator.ray_calls import get_all
 from penstock.store.service.actor import create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec

@@ -26,7 +26,7 @@ from penstock.orchestrator.controller import Controller, Outcome
 from penstock.orchestrator.evaluation import Evaluator, HeldOut
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.node_agents import NodeAgents
-from penstock.orchestrator.placement import ActorPlan, plan_actors
+from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import print_unfinished
 from penstock.orchestrator.reporting.progress import Progress

@@ -31,7 +31,7 @@ from penstock.orchestrator.cluster import connect
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.node_agents import NodeAgents
-from penstock.orchestrator.placement import ActorPlan, plan_actors
+from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks

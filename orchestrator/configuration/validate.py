@@ -23,7 +23,7 @@ from penstock.conf.transports import choose_transport, shares_gpus
 from penstock.orchestrator.cluster import check_resources
 from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
-from penstock.orchestrator.placement import ActorPlan, needed, plan_actors
+from penstock.orchestrator.placement.actors import ActorPlan, needed, plan_actors
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.reward.registry import RewardSpec

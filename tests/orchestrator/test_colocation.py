@@ -5,8 +5,9 @@ import ray
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.colocation import SharedDevices, plan_sharing
-from penstock.orchestrator.placement import ActorPlan
+from penstock.orchestrator.colocation import SharedDevices
+from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.sharing import plan_sharing
 
 PLAN = [
     ActorPlan("Store", "store"),

@@ -13,7 +13,7 @@ from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.model_check import check_model, num_parameters
 from penstock.orchestrator.configuration.validate import check_run, checks
-from penstock.orchestrator.placement import plan_actors
+from penstock.orchestrator.placement.actors import plan_actors
 from penstock.workers.models.fresh import build_fresh_model
 
 SMALL = FreshModelConfig(

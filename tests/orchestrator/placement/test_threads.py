@@ -3,7 +3,7 @@
 import pytest
 
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.placement import threads_per_worker
+from penstock.orchestrator.placement.threads import threads_per_worker
 
 
 def config_of(max_staleness: int, num_engines: int, num_ranks: int) -> RunConfig:

@@ -67,18 +67,3 @@ def check_fits(actors: list[ActorPlan], num_cpus: float, num_gpus: float) -> Non
             f"The run reserves {cpus:g} CPU(s) and the cluster has {num_cpus:g}. Lower cluster.cpus_per_worker "
             "(0 reserves none), rollout.num_workers or trainer.num_ranks, or point RAY_ADDRESS to a larger cluster."
         )
-
-
-def threads_per_worker(role: str, config: RunConfig, num_cores: int) -> int:
-    """CPU threads of an engine (`rollout`) or of a rank (`trainer`, `scorer`).
-
-    With `max_staleness=0` generation and training take turns, so each side divides every core among its own kind;
-    otherwise they run at the same time and all share them evenly.
-    """
-    engines, ranks = config.rollout.num_workers, config.trainer.num_ranks
-    requested, workers = (
-        (config.rollout.num_threads, engines) if role == "rollout" else (config.trainer.num_threads, ranks)
-    )
-    if config.max_staleness > 0:
-        workers = engines + ranks
-    return requested or max(1, num_cores // workers)

@@ -1,0 +1,29 @@
+"""Who shares a device with whom (`placement=colocated`): rank i and engine i.
+
+Called by `assignment.py`, which keeps them on one node, and by `reservation.py`, which reserves one GPU for both. When
+each has it is `colocation.py`'s.
+"""
+
+from collections.abc import Sequence
+
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.placement.actors import ActorPlan
+
+ROLES = ("trainer", "rollout")
+
+
+def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
+    """Those that take turns, by rank; nothing where nobody does. The last ones may be alone, where there are more
+    engines than ranks or the other way round."""
+    members = [actor for actor in plan if actor.role in ROLES]
+    if config.placement != "colocated" or not members:
+        return []
+    together: list[list[ActorPlan]] = [[] for _ in range(1 + max(actor.rank for actor in members))]
+    for actor in members:
+        together[actor.rank].append(actor)
+    return together
+
+
+def plan_sharing(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
+    """Who shares a GPU with whom, one list a GPU; nothing where nobody has one."""
+    return pairs([actor for actor in plan if actor.num_gpus], config)
