@@ -3,7 +3,10 @@
 from dataclasses import dataclass, field
 
 from penstock.conf.checks import above, at_least
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, suggest
+
+PLACED_ROLES = ("trainer", "scorer", "rollout", "reward", "compute")
+"""Of actors that may be on any node."""
 
 
 @dataclass
@@ -28,6 +31,13 @@ class ClusterConfig:
     minutes."""
     worker_logs: bool = False
     """Show what actors print in this terminal. They are in Ray's session directory either way."""
+    nodes: list[str] = field(default_factory=list)
+    """Nodes of a Ray cluster that the run may take, by host name or address. Empty: all. The store and the prompts are
+    on the driver's node in any case."""
+    labels: dict[str, dict[str, str]] = field(default_factory=dict)
+    """For clusters of unlike nodes: labels that the nodes of a role must have, such as
+    cluster.labels.rollout={accelerator: a100}. Roles: trainer, scorer, rollout, reward, compute. Nodes get them by
+    `ray start --labels accelerator=a100`; some are Ray's own (ray.io/accelerator-type)."""
     cpus_per_worker: float = 1.0
     """Logical CPUs that each rollout, trainer and scorer actor reserves."""
     shutdown_timeout_s: float = 20.0
@@ -42,6 +52,9 @@ class ClusterConfig:
             raise ConfigError(f"cluster.ports={self.ports}: write the first and the last port, such as [20000,20099].")
         if self.num_gpus is not None:
             at_least("cluster.num_gpus", self.num_gpus, 0)
+        for role in self.labels:
+            if role not in PLACED_ROLES:
+                raise ConfigError(f"cluster.labels.{role}: no role that could be placed{suggest(role, PLACED_ROLES)}")
 
 
 @dataclass

@@ -4,9 +4,11 @@ import contextlib
 import logging
 import math
 import os
+import socket
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.job_config import JobConfig
@@ -14,8 +16,12 @@ from ray.job_config import JobConfig
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.placement.actors import ActorPlan, check_fits, needed
+from penstock.orchestrator.placement.assignment import assign
+from penstock.orchestrator.placement.nodes import cluster_nodes
 
 MIB = 2**20
+KNOCK_S = 10.0
+"""For the cluster's port to answer."""
 
 
 def count_local_gpus() -> int:
@@ -57,12 +63,43 @@ def connect(actors: list[ActorPlan], config: RunConfig, run_id: str) -> Iterator
         check_resources(actors, config)
         _start(actors, config, namespace)
     try:
-        resources = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        check_fits(actors, resources.get("CPU", 0.0), resources.get("GPU", 0.0))
+        nodes = cluster_nodes()
+        check_fits(actors, sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
         yield namespace
     finally:
         if not borrowed:
             ray.shutdown()
+
+
+def check_placement(actors: Sequence[ActorPlan], config: RunConfig) -> None:
+    """Raise `ResourceError` if the nodes of the cluster that this process is connected to cannot hold the plan, were
+    they empty."""
+    assign(actors, cluster_nodes(), config)
+
+
+def join(address: str, **options: Any) -> None:
+    """Connect to the Ray cluster at `address`. Raises `ResourceError` if none answers there, soon where nothing
+    listens."""
+    try:
+        _knock(address)
+        ray.init(address=address, **options)
+    except OSError as error:
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: no Ray cluster answers there ({error}). Start one with `ray start --head`, or "
+            "unset RAY_ADDRESS to use this machine."
+        ) from error
+    except RuntimeError as error:
+        raise ResourceError(
+            f"RAY_ADDRESS={address}: this machine cannot join ({' '.join(str(error).split())}). It has to be a node of "
+            f"that cluster: `ray start --address={address}`. From elsewhere, send the run there with `ray job submit`."
+        ) from error
+
+
+def _knock(address: str) -> None:
+    """Ray itself tries for minutes."""
+    target = urlsplit(address if "://" in address else f"//{address}")
+    if target.port is not None and target.hostname:
+        socket.create_connection((target.hostname, target.port), KNOCK_S).close()
 
 
 def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
@@ -73,14 +110,8 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
         "log_to_driver": config.cluster.worker_logs,
         "logging_level": logging.ERROR,
     }
-    if os.environ.get("RAY_ADDRESS"):
-        try:
-            ray.init(address=os.environ["RAY_ADDRESS"], **common)
-        except ConnectionError as error:
-            raise ResourceError(
-                f"RAY_ADDRESS={os.environ['RAY_ADDRESS']}: no Ray cluster answers there ({error}). Start one with "
-                "`ray start --head`, or unset RAY_ADDRESS to use this machine."
-            ) from error
+    if address := os.environ.get("RAY_ADDRESS"):
+        join(address, **common)
         return
     wanted = max(1, math.ceil(needed(actors)[0]))
     # Ray's workers are niced by 15 unless told otherwise. Threads that meet at barriers then wait for the one that

@@ -1,68 +1,18 @@
-"""Engines and trainers on the same devices (`placement=colocated`): where they live, and when each has them.
-
-    bundle 0: GPU 3   Trainer-policy-0 (0.5)   Rollout-0 (0.5)
-    bundle 1: GPU 5   Trainer-policy-1 (0.5)   Rollout-1 (0.5)
+"""Whose turn it is on devices that engines and trainers share (`placement=colocated`).
 
     generation:  trainers have made room, engines are awake ─▶ the store has a batch
     training:    engines sleep, trainers are back ─▶ update, publication
 
-Rank i and engine i get one GPU by a placement group: without it Ray packs parts of GPUs as they come, two ranks onto
-one and two engines onto the next. With devices of their own, all are there all the time, and nobody waits for a turn.
-Called by `fleet.py` (where) and `controller.py` (when).
+Rank i and engine i have one GPU: `placement/reservation.py`. With devices of their own, all are there all the time, and
+nobody waits for a turn. Called by `controller.py`.
 """
 
 from collections.abc import Callable
 from typing import Any
 
-import ray
-from ray.exceptions import GetTimeoutError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.ray_calls import answer, answers
 from penstock.store.client.client import StoreClient
-
-
-class SharedDevices:
-    """Lifecycle: `reserve` before the actors are created, `options` for each of them, `release` at the end."""
-
-    def __init__(self, shared: list[list[ActorPlan]]) -> None:
-        self._index = {actor.name: index for index, actors in enumerate(shared) for actor in actors}
-        self._bundles = [
-            {"CPU": sum(actor.num_cpus for actor in actors), "GPU": sum(actor.num_gpus for actor in actors)}
-            for actors in shared
-        ]
-        self._placement: PlacementGroup | None = None
-
-    def reserve(self, timeout_s: float) -> None:
-        """Nothing where nobody shares. Raises `ResourceError` if the cluster does not have it in time."""
-        if not self._bundles:
-            return
-        bundles = [{kind: amount for kind, amount in bundle.items() if amount} for bundle in self._bundles]
-        self._placement = placement_group(bundles, strategy="PACK")
-        try:
-            ray.get(self._placement.ready(), timeout=timeout_s)
-        except GetTimeoutError:
-            self.release()
-            raise ResourceError(
-                f"placement=colocated wants {len(bundles)} GPU(s), each shared by a rank and an engine "
-                f"({bundles[0]}), and the cluster did not free them within {timeout_s:g} s. See `ray status` for who "
-                "has them, or lower trainer.num_ranks and rollout.num_workers."
-            ) from None
-
-    def options(self, actor: ActorPlan) -> dict[str, Any]:
-        """What Ray is told about where the actor goes."""
-        if self._placement is None or actor.name not in self._index:
-            return {}
-        return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._placement, self._index[actor.name])}
-
-    def release(self) -> None:
-        if self._placement is not None:
-            remove_placement_group(self._placement)
-            self._placement = None
 
 
 class Turns:

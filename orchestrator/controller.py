@@ -287,8 +287,8 @@ class Controller:
 
     async def _evaluate(self) -> tuple[float, float]:
         assert self.evaluator is not None
-        start = time.time()
-        accuracy = await self.evaluator.accuracy(self.rollouts, self.fleet.role("reward")[0])
+        start, num_rewards = time.time(), self.config.reward.num_workers  # of the first reward stage
+        accuracy = await self.evaluator.accuracy(self.rollouts, self.fleet.role("reward")[:num_rewards])
         self.outcome.accuracies.append(accuracy)
         self.directory.timeline.span("engines", "evaluate", start, time.time())
         return accuracy, time.time() - start

@@ -40,13 +40,13 @@ class Evaluator:
         self._sampling = Sampling.of(config.rollout.sampling).greedy()
         self._timeout_s = config.rollout.generate_timeout_s
 
-    async def accuracy(self, rollouts: Sequence[tuple[str, Any]], reward: tuple[str, Any]) -> float:
-        """In [0, 1]. A response whose reward fails counts as wrong."""
+    async def accuracy(self, rollouts: Sequence[tuple[str, Any]], rewards: Sequence[tuple[str, Any]]) -> float:
+        """In [0, 1]. A response whose reward fails counts as wrong. Responses of an engine go to one reward actor."""
         shares = [range(index, len(self._held_out.prompts), len(rollouts)) for index in range(len(rollouts))]
         parts = await asyncio.gather(
             *(
-                self._score(rollout, reward, share)
-                for rollout, share in zip(rollouts, shares, strict=True)
+                self._score(rollout, rewards[index % len(rewards)], share)
+                for index, (rollout, share) in enumerate(zip(rollouts, shares, strict=True))
                 if len(share)
             )
         )

@@ -6,6 +6,7 @@ loop.
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,17 @@ from ray.exceptions import RayError
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
+from penstock.conf.errors import NotStarted
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpoint import Checkpoint
-from penstock.orchestrator.colocation import SharedDevices
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.placement.actors import ActorPlan
-from penstock.orchestrator.placement.sharing import plan_sharing
-from penstock.orchestrator.placement.threads import threads_per_worker
+from penstock.orchestrator.placement.nodes import Node
+from penstock.orchestrator.placement.reservation import Reservation
+from penstock.orchestrator.placement.threads import threads_of
 from penstock.orchestrator.ray_calls import get_all
-from penstock.store.service.actor import create_store_actor, end_store_actor
+from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.node.agent import WEIGHTS
@@ -59,17 +61,27 @@ class Fleet:
     actors: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._devices = SharedDevices(plan_sharing(self.plan, self.config))
+        self._reservation: Reservation | None = None
+        self._cores: Mapping[str, int] = {}
+
+    @property
+    def reservation(self) -> Reservation:
+        if self._reservation is None:
+            raise NotStarted("No actor has its node before the fleet's `create`.")
+        return self._reservation
 
     def create(self) -> None:
         """Create every actor; models are not loaded yet."""
-        nodes = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-        self.agents.create([(node["NodeID"], node["NodeManagerAddress"]) for node in nodes])
-        self._devices.reserve(self.config.rollout.start_timeout_s)
+        timeout_s = self.config.rollout.start_timeout_s
+        self._reservation = Reservation.make(self.plan, self.config, self.namespace, timeout_s)
+        nodes = self._reservation.assignment.nodes
+        self.agents.create([(node.id, node.address) for node in nodes])
+        self._cores = self._cores_of(nodes)
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
             snapshot = self.resumed.store if self.resumed is not None else None
-            self.store = create_store_actor(spec, self.namespace, restore=snapshot)
+            options = self.reservation.options(self._plan_of(STORE))
+            self.store = create_store_actor(spec, self.namespace, restore=snapshot, options=options)
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue
@@ -129,7 +141,8 @@ class Fleet:
         if self.store is not None:  # nobody reads its files any more
             end_store_actor(self.store, self.config.store.spill_dir, grace_s)
         self.agents.close(grace_s)
-        self._devices.release()
+        if self._reservation is not None:
+            self._reservation.release()
         self.actors.clear()
         self.store = None
 
@@ -143,7 +156,7 @@ class Fleet:
             "num_cpus": actor.num_cpus,
             "num_gpus": actor.num_gpus,
             "max_concurrency": MANY_CALLS,
-            **self._devices.options(actor),
+            **self.reservation.options(actor),
         }
         store = self.store
         if actor.role == "prompts":
@@ -165,10 +178,9 @@ class Fleet:
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self.config
-        threads = threads_per_worker(actor.role, config, os.cpu_count() or 1)
         return RolloutSpec(
-            actor.name, config.rollout, self.model_path, threads, config.seed, self.flow.samples_per_prompt,
-            bool(self.flow.of_kind("greedy_rollout")), choose_transport(config),
+            actor.name, config.rollout, self.model_path, self._threads_of(actor), config.seed,
+            self.flow.samples_per_prompt, bool(self.flow.of_kind("greedy_rollout")), choose_transport(config),
             config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
         )  # fmt: skip
 
@@ -209,13 +221,23 @@ class Fleet:
             "config": config.trainer,
             "rank": actor.rank,
             "num_ranks": config.trainer.num_ranks,
-            "num_threads": threads_per_worker(actor.role, config, os.cpu_count() or 1),
+            "num_threads": self._threads_of(actor),
             "stage": stage.name,
             "head": "scores" if stage.is_scored else "policy",
             "temperature": config.rollout.sampling.temperature if self.flow.of_kind("rollout") else 1.0,
             "attention": config.model.attention,
             "engine_dtype": config.rollout.dtype,
         }
+
+    def _threads_of(self, actor: ActorPlan) -> int:
+        return threads_of(actor, self.plan, self.reservation.assignment, self._cores, self.config)
+
+    def _cores_of(self, nodes: Sequence[Node]) -> Mapping[str, int]:
+        """By node id. Where there is but the driver's, this process knows them and no agent is waited for."""
+        if len(nodes) == 1:
+            return {nodes[0].id: len(os.sched_getaffinity(0))}
+        facts = self.agents.facts(self.config.rollout.start_timeout_s)
+        return {node: fact.cores for node, fact in facts.items()}
 
 
 def _meeting(ranks: list[tuple[str, Any]], timeout_s: float) -> str | None:

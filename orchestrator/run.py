@@ -19,7 +19,7 @@ from penstock.conf.errors import ConfigError, PenstockError
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
-from penstock.orchestrator.cluster import connect
+from penstock.orchestrator.cluster import check_placement, connect
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.controller import Controller, Outcome
@@ -71,6 +71,7 @@ def run(
     directory, resumed = open_run(config)
     try:
         with connect(_with_warm_start(plan, config), config, directory.run_id) as namespace:
+            check_placement(plan, config)  # now, and not after the runs that come first
             note_connection(directory, namespace)
             if resumed is not None:
                 model_path, paths = resumed.model_path, resumed.model_paths | config.model.paths

@@ -27,7 +27,7 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
-from penstock.orchestrator.cluster import connect
+from penstock.orchestrator.cluster import check_placement, connect
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.node_agents import NodeAgents
@@ -159,16 +159,21 @@ class Reward:
     """The run's reward, as a function of rows."""
 
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
-        self._actor = fleet.role("reward")[0]
+        self._actors = fleet.role("reward")[: config.reward.num_workers]  # of the first reward stage
         self._timeout_s = config.rollout.generate_timeout_s
         self.last_errors: list[str] = []
         """Why rewards of the last call failed."""
 
     def __call__(self, rows: Rows) -> np.ndarray:
         """`[len(rows)]` float32; NaN where the reward failed (see `last_errors`)."""
-        name, handle = self._actor
-        call = handle.score.remote(rows.strings("task"), rows.strings("response_text"))
-        scores = get_all([(name, call)], phase="reward", timeout_s=self._timeout_s)[0]
+        tasks, texts, num = rows.strings("task"), rows.strings("response_text"), len(self._actors)
+        calls = [
+            (name, handle.score.remote(tasks[index::num], texts[index::num]))
+            for index, (name, handle) in enumerate(self._actors)
+        ]
+        scores: list[Any] = [None] * len(rows)
+        for index, part in enumerate(get_all(calls, phase="reward", timeout_s=self._timeout_s)):
+            scores[index::num] = part
         self.last_errors = [str(score) for score in scores if not isinstance(score, float)]
         return np.array([score if isinstance(score, float) else np.nan for score in scores], np.float32)
 
@@ -228,6 +233,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
     sinks: list[Sink] = []
     with connect(plan, config, directory.run_id) as namespace:
+        check_placement(plan, config)
         model_path = starting_model(config, directory)
         config = with_other_models(config, directory, model_path)
         agents = NodeAgents(directory.run_id, namespace, config.cluster)

@@ -1,14 +1,17 @@
 """One Ray cluster for all tests of a process, of workers that start quickly. The fixtures are in `tests/conftest.py`.
 
-Run as a program it is the cluster: `python ray_cluster.py` prints its address and lives until its input ends.
+Run as a program it is the cluster: `python ray_cluster.py NODES` prints its address and lives until its input ends. All
+its nodes are on this machine.
 """
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -20,10 +23,11 @@ QUIET = {"REPORTER_UPDATE_INTERVAL_MS": "600000", "RAY_worker_niceness": "0"}
 
 
 @contextmanager
-def running_cluster(environment: Mapping[str, str]) -> Iterator[str]:
-    """The address of a cluster in processes of its own. `environment`: what it has beside this process's."""
+def running_cluster(environment: Mapping[str, str], nodes: Sequence[Mapping[str, Any]] = ()) -> Iterator[str]:
+    """The address of a cluster in processes of its own. `environment`: what it has beside this process's. `nodes`: one
+    for each, with what it has; none: a single one."""
     cluster = subprocess.Popen(
-        [sys.executable, __file__],
+        [sys.executable, __file__, json.dumps(list(nodes))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -48,26 +52,25 @@ def connected(address: str) -> Iterator[None]:
         ray.shutdown()
 
 
-def serve() -> None:
+def serve(nodes: Sequence[Mapping[str, Any]]) -> None:
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(
-        initialize_head=True,
-        head_node_args={
-            "num_cpus": NUM_CPUS,
-            "num_gpus": NUM_GPUS,
-            "object_store_memory": OBJECT_STORE_BYTES,
-            "include_dashboard": False,
-            "dashboard_agent_listen_port": 0,  # any: a cluster that takes jobs must find the usual one free
-            "include_log_monitor": False,  # it reads the files of all workers that there were, again and again
-            "setup_worker_path": str(Path(__file__).with_name("warm_workers.py")),
-            "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
-        },
-    )
+    common = {
+        "object_store_memory": OBJECT_STORE_BYTES,
+        "include_dashboard": False,
+        "dashboard_agent_listen_port": 0,  # any: a cluster that takes jobs must find the usual one free
+        "include_log_monitor": False,  # it reads the files of all workers that there were, again and again
+        "setup_worker_path": str(Path(__file__).with_name("warm_workers.py")),
+    }
+    settings = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
+    head, *others = nodes or [{"num_cpus": NUM_CPUS, "num_gpus": NUM_GPUS}]
+    cluster = Cluster(initialize_head=True, head_node_args={**common, **head, "_system_config": settings})
+    for node in others:
+        cluster.add_node(**common, **node)
     print("address", cluster.address, flush=True)
     sys.stdin.read()
     cluster.shutdown()
 
 
 if __name__ == "__main__":
-    serve()
+    serve(json.loads(sys.argv[1]))

@@ -17,6 +17,8 @@ import yaml
 from penstock.conf.errors import ConfigError, suggest
 
 FILE_NAME = "recipe.yaml"
+FREE = ("options", "tags", "labels")
+"""Mappings with keys of the user's own, which may have dots in them."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,9 @@ def _expand(values: dict[str, Any]) -> dict[str, Any]:
         node = result
         for parent in parents:
             node = node.setdefault(parent, {})
+        is_free = leaf in FREE or any(parent in FREE for parent in parents)
         if isinstance(value, dict) and isinstance(node.get(leaf), dict):
-            node[leaf].update(_expand(value))
+            node[leaf].update(value if is_free else _expand(value))
         else:
-            node[leaf] = _expand(value) if isinstance(value, dict) and leaf not in ("options", "tags") else value
+            node[leaf] = _expand(value) if isinstance(value, dict) and not is_free else value
     return result

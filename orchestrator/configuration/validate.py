@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -23,6 +22,7 @@ from penstock.conf.transports import choose_transport, shares_gpus
 from penstock.orchestrator.cluster import check_resources
 from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
+from penstock.orchestrator.configuration.placement_view import PlacementView
 from penstock.orchestrator.placement.actors import ActorPlan, needed, plan_actors
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
@@ -74,11 +74,16 @@ def validate_run(config: RunConfig, console: Console) -> int:
     plan = plan_actors(flow, config)
     console.rule("dataflow", align="left")
     console.print(draw(flow), highlight=False, markup=False, soft_wrap=True)
+    view = PlacementView.of(plan, config)
     console.rule("actors", align="left")
-    console.print(plan_table(plan))
+    console.print(view.actors())
+    if view.nodes:
+        console.rule("nodes", align="left")
+        console.print(view.reserved())
     console.rule("checks", align="left")
     exit_code = 0
-    for check in checks(config, flow, plan):
+    placement = [Check("placement", view.found)] if view.is_of_cluster else []
+    for check in [*placement, *checks(config, flow, plan)]:
         try:
             found = check.look()
         except PenstockError as error:
@@ -89,18 +94,6 @@ def validate_run(config: RunConfig, console: Console) -> int:
             console.print(f"[green]✓[/] {check.name}: ", end="")
             console.print(found, highlight=False, markup=False, soft_wrap=True)
     return exit_code
-
-
-def plan_table(plan: list[ActorPlan]) -> Table:
-    """Actors and what each reserves."""
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for column in ("actor", "stage", "CPUs", "GPUs"):
-        table.add_column(column, justify="right" if column.endswith("PUs") else "left")
-    for actor in plan:
-        table.add_row(actor.name, actor.stage or "", f"{actor.num_cpus:g}", f"{actor.num_gpus:g}")
-    cpus, gpus = needed(plan)
-    table.add_row("in all", "", f"{cpus:g}", f"{gpus:g}", style="bold")
-    return table
 
 
 def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:

@@ -1,9 +1,10 @@
 """Which actors a dataflow needs, and what each reserves: decided before anything starts, from the graph and the
 configuration.
 
-`penstock validate` prints the plan, `cluster.py` checks it against the cluster, `fleet.py` carries it out.
+`penstock validate` prints the plan, `assignment.py` gives each actor its node, `fleet.py` carries it out.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -34,8 +35,11 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
         for index in range(config.rollout.num_workers):
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
-    reward_stages = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * samples
-    actors.extend(ActorPlan(f"Reward-{index}", "reward", stage=name) for index, name in enumerate(reward_stages))
+    reward = config.reward
+    scored = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * samples
+    for index, name in enumerate(name for name in scored for _ in range(reward.num_workers)):
+        rank = index % reward.num_workers
+        actors.append(ActorPlan(f"Reward-{index}", "reward", reward.cpus_per_worker, stage=name, rank=rank))
     for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores")):
         for rank in range(trainer.num_ranks):
             name = f"Scorer-{stage.name}-{rank}"
@@ -48,22 +52,23 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     return actors
 
 
-def needed(actors: list[ActorPlan]) -> tuple[float, float]:
+def needed(actors: Sequence[ActorPlan]) -> tuple[float, float]:
     """CPUs and GPUs that the plan reserves in all."""
     return sum(actor.num_cpus for actor in actors), sum(actor.num_gpus for actor in actors)
 
 
-def check_fits(actors: list[ActorPlan], num_cpus: float, num_gpus: float) -> None:
-    """Raise `ResourceError` unless the cluster has what the plan reserves."""
+def check_fits(actors: Sequence[ActorPlan], num_cpus: float, num_gpus: float, where: str = "the cluster has") -> None:
+    """Raise `ResourceError` unless so much is there as the plan reserves in sum."""
     cpus, gpus = needed(actors)
     if gpus > num_gpus:
         raise ResourceError(
-            f"The run asks for {gpus:g} GPU(s) and the cluster has {num_gpus:g}. Lower rollout.num_gpus_per_worker, "
+            f"The run asks for {gpus:g} GPU(s) and {where} {num_gpus:g}. Lower rollout.num_gpus_per_worker, "
             "rollout.num_workers, trainer.num_gpus_per_rank or trainer.num_ranks, point RAY_ADDRESS to a larger "
             "cluster, or run a small model on the CPU: model=tiny."
         )
     if cpus > num_cpus:
         raise ResourceError(
-            f"The run reserves {cpus:g} CPU(s) and the cluster has {num_cpus:g}. Lower cluster.cpus_per_worker "
-            "(0 reserves none), rollout.num_workers or trainer.num_ranks, or point RAY_ADDRESS to a larger cluster."
+            f"The run reserves {cpus:g} CPU(s) and {where} {num_cpus:g}. Lower cluster.cpus_per_worker or "
+            "reward.cpus_per_worker (0 reserves none), rollout.num_workers or trainer.num_ranks, or point RAY_ADDRESS "
+            "to a larger cluster."
         )

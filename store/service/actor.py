@@ -7,7 +7,7 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, sweep_stale
@@ -63,21 +63,27 @@ for _name in CALLS:
 
 
 def create_store_actor(
-    spec: StoreSpec, namespace: str, name: str = STORE, restore: str | None = None, directory: str | None = None
+    spec: StoreSpec,
+    namespace: str,
+    name: str = STORE,
+    restore: str | None = None,
+    directory: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
     until `end_store_actor`.
 
     `restore`: a snapshot to go on from, see `snapshot.py`. `directory`: which it makes for its socket and
-    segments; None: one in shared memory, which goes with this process if nobody ends the store.
+    segments; None: one in shared memory, which goes with this process if nobody ends the store. `options`: more for
+    Ray, such as its node.
     """
     import ray
 
     if directory is None:
         directory = os.path.join(SHARED_MEMORY, f"{PREFIX}store-{uuid.uuid4().hex}")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    options = {"name": name, "namespace": namespace, "num_cpus": 0, "max_concurrency": MAX_WAITING_CALLS}
-    return ray.remote(Store).options(**options).remote(spec, directory, restore)
+    own = {"name": name, "namespace": namespace, "num_cpus": 0, "max_concurrency": MAX_WAITING_CALLS}
+    return ray.remote(Store).options(**own, **(options or {})).remote(spec, directory, restore)
 
 
 def end_store_actor(handle: Any, spill_dir: str | None = None, timeout_s: float = 10.0) -> None:

@@ -5,8 +5,8 @@ import ray
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.colocation import SharedDevices
 from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.reservation import Reservation
 from penstock.orchestrator.placement.sharing import plan_sharing
 
 PLAN = [
@@ -46,23 +46,21 @@ class Probe:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_ray_puts_a_rank_and_its_engine_on_one_gpu_and_gets_it_back_afterwards(cluster):
-    shared = plan_sharing(PLAN[:-1], colocated())
-    devices = SharedDevices(shared)
-    devices.reserve(60)
-    members = [actor for actors in shared for actor in actors]
+    plan, config = PLAN[:3] + PLAN[4:6], colocated()
+    reservation = Reservation.make(plan, config, "penstock-first-00000000", 60)
     probes = {
-        actor.name: Probe.options(num_cpus=actor.num_cpus, num_gpus=actor.num_gpus, **devices.options(actor)).remote()
-        for actor in sorted(members, key=lambda actor: actor.role)  # Ray would pack the two engines together
+        actor.name: Probe.options(
+            num_cpus=actor.num_cpus, num_gpus=actor.num_gpus, **reservation.options(actor)
+        ).remote()
+        for actor in sorted(plan[1:], key=lambda actor: actor.role)  # Ray would pack the two engines together
     }
     gpus = dict(zip(probes, ray.get([probe.gpus.remote() for probe in probes.values()], timeout=60), strict=True))
     assert gpus["Rollout-0"] == gpus["Trainer-policy-0"]
     assert gpus["Rollout-1"] == gpus["Trainer-policy-1"]
     assert gpus["Rollout-0"] != gpus["Rollout-1"]
-    late = SharedDevices(shared)
-    with pytest.raises(ResourceError, match="did not free them within 1 s"):
-        late.reserve(1)
+    with pytest.raises(ResourceError, match="was not free within 1 s"):
+        Reservation.make(plan, config, "penstock-late-00000000", 1)
     for probe in probes.values():
         ray.kill(probe)
-    devices.release()
-    late.reserve(60)
-    late.release()
+    reservation.release()
+    Reservation.make(plan, config, "penstock-late-00000000", 60).release()

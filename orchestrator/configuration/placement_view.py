@@ -1,0 +1,76 @@
+"""Which actor goes to which node of the cluster that is there, as `penstock validate` prints it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.table import Table
+
+from penstock.conf.errors import ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.look import look
+from penstock.orchestrator.placement.actors import ActorPlan, needed
+from penstock.orchestrator.placement.assignment import Assignment, assign
+from penstock.orchestrator.placement.nodes import NODE_ID, Node, titles
+
+
+@dataclass(frozen=True)
+class PlacementView:
+    plan: Sequence[ActorPlan]
+    nodes: Sequence[Node] = ()
+    """The driver's first. Empty without a cluster, and if it does not answer."""
+    assignment: Assignment | None = None
+    refused: ResourceError | None = None
+    """Why there is none."""
+
+    @classmethod
+    def of(cls, plan: Sequence[ActorPlan], config: RunConfig) -> "PlacementView":
+        nodes: Sequence[Node] = ()
+        try:
+            nodes = look() or ()
+            return cls(plan, nodes, assign(plan, nodes, config) if nodes else None)
+        except ResourceError as error:
+            return cls(plan, nodes, refused=error)
+
+    @property
+    def is_of_cluster(self) -> bool:
+        """Or else a local Ray is started by the run."""
+        return bool(self.nodes or self.refused)
+
+    def found(self) -> str:
+        """In a few words. Raises `ResourceError` for what cannot be placed."""
+        if self.assignment is None:
+            raise self.refused or ResourceError("There is no cluster.")
+        num_free = sum(node.id not in {its.id for its in self.assignment.nodes} for node in self.nodes)
+        left = f"; {num_free} of the cluster's nodes are not used" if num_free else ""
+        return f"on {len(self.assignment.nodes)} node(s){left}"
+
+    def actors(self) -> Table:
+        """What each reserves, and its node."""
+        table = _table("actor", "stage", "CPUs", "GPUs", *(["node"] if self.assignment else []))
+        names = titles(self.nodes)
+        for actor in self.plan:
+            node = [names[self.assignment.node_of[actor.name].id]] if self.assignment else []
+            table.add_row(actor.name, actor.stage or "", f"{actor.num_cpus:g}", f"{actor.num_gpus:g}", *node)
+        cpus, gpus = needed(self.plan)
+        table.add_row("in all", "", f"{cpus:g}", f"{gpus:g}", style="bold")
+        return table
+
+    def reserved(self) -> Table:
+        """The cluster's nodes, and how much of each the run reserves."""
+        table = _table("node", "address", "CPUs", "GPUs", "labels")
+        names = titles(self.nodes)
+        for node in self.nodes:
+            there = set(self.assignment.names_on(node)) if self.assignment else set()
+            cpus, gpus = needed([actor for actor in self.plan if actor.name in there])
+            labels = ", ".join(f"{key}={value}" for key, value in sorted(node.labels.items()) if key != NODE_ID)
+            table.add_row(
+                names[node.id], node.address, f"{cpus:g} of {node.cpus:g}", f"{gpus:g} of {node.gpus:g}", labels
+            )
+        return table
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for column in columns:
+        table.add_column(column, justify="right" if column.endswith("PUs") else "left")
+    return table

@@ -1,0 +1,147 @@
+"""Filling nodes with the actors of a run, kind by kind: one of the ways that `assignment.py` tries. Pure."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.nodes import Node
+from penstock.orchestrator.placement.room import Need, Room
+
+Unit = list[ActorPlan]
+"""Actors that go to one node, on one device if they have part of one."""
+COMPUTING = {"trainer": "rank", "scorer": "rank", "rollout": "engine"}
+"""Whom it takes long: not on one node unless they must."""
+
+
+class NoRoom(Exception):
+    """This way does not work: `units` are not placed, and `rooms` are as they were before these."""
+
+    def __init__(self, units: Sequence[Unit], rooms: Sequence[Room]) -> None:
+        super().__init__(units, rooms)
+        self.units, self.rooms = units, rooms
+
+
+class Filling:
+    """Lifecycle: made over empty nodes, in the order of preference; `gang`, `spread` and `near` for each kind of
+    actors; then `room_of` has all of them. Each raises `NoRoom`."""
+
+    def __init__(self, nodes: Sequence[Node], labels: Mapping[str, Mapping[str, str]], *, apart: bool, tight: bool):
+        """`labels`: what the nodes of a role must have. `apart`: no engine beside a rank, unless they take turns.
+        `tight`: the smallest nodes that do are taken, so that larger ones stay whole for others."""
+        self.room_of: dict[str, Room] = {}
+        """By the actor's name."""
+        self._rooms = [Room.of(node) for node in nodes]
+        self._labels, self._apart, self._tight = labels, apart, tight
+        self._kinds: dict[str, set[str]] = {node.id: set() for node in nodes}
+        """Who computes on each node."""
+
+    def gang(self, units: Sequence[Unit], chunk: int = 1) -> None:
+        """Node-wise in their order, on few nodes. `chunk`: so many in a row stay together if that is possible."""
+        if not units:
+            return
+        rooms = self._open_to(units[0])
+        for size in dict.fromkeys((chunk, 1)):
+            chunks = [units[start : start + size] for start in range(0, len(units), size)]
+            for choice in self._choices(chunks, rooms):
+                if (places := _in_sequence(chunks, choice)) is not None:
+                    for unit, room in zip(units, places, strict=True):
+                        self._take(unit, room)
+                    return
+        raise NoRoom(units, rooms)
+
+    def spread(self, actors: Sequence[ActorPlan]) -> None:
+        """Each where the most room is; where that is the same, where the fewest of them are."""
+        counts: Counter[str] = Counter()
+        for actor in actors:
+            need, kind = Need.of([actor]), self._kind([actor])
+
+            def preference(room: Room, need: Need = need, kind: str = kind) -> tuple[int, ...]:
+                shared, count, times = self._is_shared(room, kind), counts[room.node.id], room.times(need)
+                return (shared, not count, times) if self._tight else (shared, -times, count)
+
+            counts[self._place(actor, preference).node.id] += 1
+
+    def near(self, actor: ActorPlan, nodes: Sequence[Node]) -> None:
+        """On the first of `nodes` that has room, or else where the most room is."""
+        need = Need.of([actor])
+        places = {node.id: place for place, node in enumerate(nodes)}
+        self._place(actor, lambda room: (places.get(room.node.id, len(nodes)), -room.times(need)))
+
+    def nodes_of(self, names: Sequence[str]) -> list[Node]:
+        """Of those that have been placed, in the order of the actors, each once."""
+        nodes = [self.room_of[name].node for name in names if name in self.room_of]
+        return list({node.id: node for node in nodes}.values())
+
+    def _open_to(self, unit: Unit) -> list[Room]:
+        """Rooms that these actors may have, whether or not there is any left. Those without the other kind first."""
+        wanted = [self._labels.get(actor.role, {}) for actor in unit]
+        rooms = [room for room in self._rooms if all(room.node.has(labels) for labels in wanted)]
+        kind = self._kind(unit)
+        if self._apart:
+            return [room for room in rooms if not self._is_shared(room, kind)]
+        return sorted(rooms, key=lambda room: self._is_shared(room, kind))
+
+    def _choices(self, chunks: Sequence[Sequence[Unit]], rooms: Sequence[Room]) -> Iterator[Sequence[Room]]:
+        """Sequences of rooms to try, those of the fewest first."""
+        need, size = Need.of(chunks[0][0]), len(chunks[0])
+        times = {room.node.id: room.times(need) // size for room in rooms}
+        if self._tight:
+            rooms = sorted(rooms, key=lambda room: times[room.node.id])
+        yield from ([room] for room in rooms)
+        yield _fewest(rooms, times, len(chunks))
+        yield sorted(rooms, key=lambda room: -times[room.node.id])
+        yield rooms
+
+    def _place(self, actor: ActorPlan, preference: Callable[[Room], tuple[int, ...]]) -> Room:
+        """In the room that comes first."""
+        rooms = self._open_to([actor])
+        fitting = [room for room in rooms if room.fits(Need.of([actor]))]
+        if not fitting:
+            raise NoRoom([[actor]], rooms)
+        chosen = min(fitting, key=preference)
+        self._take([actor], chosen)
+        return chosen
+
+    def _take(self, unit: Unit, room: Room) -> None:
+        room.take(Need.of(unit))
+        for actor in unit:
+            self.room_of[actor.name] = room
+        self._kinds[room.node.id] |= {self._kind([actor]) for actor in unit} - {""}
+
+    def _kind(self, unit: Unit) -> str:
+        """Of actors that take turns: none."""
+        kinds = {COMPUTING.get(actor.role, "") for actor in unit}
+        return kinds.pop() if len(kinds) == 1 else ""
+
+    def _is_shared(self, room: Room, kind: str) -> bool:
+        return bool(kind and self._kinds[room.node.id] - {kind})
+
+
+def _fewest(rooms: Sequence[Room], times: Mapping[str, int], wanted: int) -> list[Room]:
+    """The first ones in order of which as few as possible hold `wanted`."""
+    sizes = sorted((times[room.node.id] for room in rooms), reverse=True)
+    most = next((count for count in range(1, len(sizes) + 1) if sum(sizes[:count]) >= wanted), 0)
+    taken: list[Room] = []
+    for index, room in enumerate(rooms):
+        others = sorted((times[other.node.id] for other in rooms[index + 1 :]), reverse=True)
+        left = most - len(taken) - 1
+        size = times[room.node.id]
+        if left >= 0 and size and size + sum(others[:left]) >= wanted:
+            taken.append(room)
+            wanted -= size
+    return taken
+
+
+def _in_sequence(chunks: Sequence[Sequence[Unit]], rooms: Sequence[Room]) -> list[Room] | None:
+    """A room for each unit: one is filled, then the next. None if they do not hold all."""
+    places: list[Room] = []
+    index, trial = -1, None
+    for chunk in chunks:
+        while trial is None or (filled := trial.with_all(Need.of(unit) for unit in chunk)) is None:
+            index += 1
+            if index == len(rooms):
+                return None
+            trial = rooms[index]
+        trial = filled
+        places += [rooms[index]] * len(chunk)
+    return places

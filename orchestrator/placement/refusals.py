@@ -1,0 +1,122 @@
+"""What cannot be placed on the nodes that there are, told by name with the key to change. Used by `assignment.py`."""
+
+from collections.abc import Sequence
+
+from penstock.conf.cluster import ClusterConfig
+from penstock.conf.errors import ResourceError, suggest
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.filling import NoRoom, Unit
+from penstock.orchestrator.placement.nodes import NODE_ID, Node, titles
+from penstock.orchestrator.placement.room import UNIT, Need, Room
+
+KEYS = {
+    "rollout": "rollout.num_workers, rollout.num_gpus_per_worker, rollout.tensor_parallel_size or "
+    "cluster.cpus_per_worker",
+    "trainer": "trainer.num_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
+    "scorer": "trainer.num_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
+    "reward": "reward.num_workers or reward.cpus_per_worker (0 reserves none)",
+}
+"""What an actor's reservation goes by. Others reserve nothing."""
+
+
+def chosen_nodes(nodes: Sequence[Node], config: ClusterConfig) -> list[Node]:
+    """Those of `cluster.nodes`; all of them where it is empty."""
+    for name in config.nodes:
+        if not any(node.is_called(name) for node in nodes):
+            known = sorted({name for node in nodes for name in (node.name, node.address)})
+            raise ResourceError(f"cluster.nodes: the cluster has no node {name!r}{suggest(name, known)}")
+    return [node for node in nodes if not config.nodes or any(node.is_called(name) for name in config.nodes)]
+
+
+def check_labels(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: ClusterConfig) -> None:
+    """A label that none of the nodes has, and labels that none has together."""
+    for role in dict.fromkeys(actor.role for actor in actors):
+        wanted = config.labels.get(role, {})
+        what = f"cluster.labels.{role}={_labels(wanted)}"
+        known = {f"{key}={value}" for node in nodes for key, value in node.labels.items() if key != NODE_ID}
+        for label in (f"{key}={value}" for key, value in wanted.items()):
+            if label not in known:
+                hint = suggest(label, known) if known else ". No node has any."
+                raise ResourceError(
+                    f"{what}: no node has {label}{hint} A node gets labels when it is started: `ray start --labels "
+                    f"{label} …`."
+                )
+        if not any(node.has(wanted) for node in nodes):
+            raise ResourceError(f"{what}: no node has all of them together. {_labels_of(nodes)}.")
+
+
+def check_widths(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: RunConfig) -> None:
+    """An actor that none of its nodes could hold, were it empty."""
+    for actor in actors:
+        rooms = [Room.of(node) for node in nodes if node.has(config.cluster.labels.get(actor.role, {}))]
+        need, whose = Need.of([actor]), _whose(actor, config)
+        if not any(room.fits(need) for room in rooms):
+            raise ResourceError(
+                f"{actor.name} wants {_amount(need)} on one node, and the largest of {whose} has "
+                f"{_left(_freest(rooms, [actor]), need)}. Lower {KEYS[actor.role]}, or use larger nodes."
+            )
+
+
+def refusal(error: NoRoom, nodes: Sequence[Node], config: RunConfig) -> ResourceError:
+    """What fits in sum, and not node by node."""
+    unit, names, rooms = error.units[0], titles(nodes), error.rooms
+    need, whose = Need.of(unit), _whose(unit[0], config)
+    keys = " or ".join(dict.fromkeys(KEYS[actor.role] for actor in unit if actor.role in KEYS))
+    who = " and ".join(actor.name for actor in unit)
+    if not rooms:
+        return ResourceError(
+            f"{who} take turns on one node (placement=colocated), and no node has the labels of both. Mend "
+            f"{' or '.join(f'cluster.labels.{actor.role}' for actor in unit)}."
+        )
+    if len(error.units) == 1:
+        freest = _freest(rooms, unit)
+        return ResourceError(
+            f"{who} wants {_amount(need)} on one node; the freest of {whose} has {_left(freest, need)} left "
+            f"({names[freest.node.id]}), beside others of the run. Lower {keys}, or use more nodes."
+        )
+    last = " and ".join(actor.name for actor in error.units[-1])
+    places = ", ".join(f"{names[room.node.id]} {room.times(need)}" for room in rooms)
+    total = sum(room.times(need) for room in rooms)
+    return ResourceError(
+        f"{who} to {last}: {len(error.units)} times {_amount(need)}, each on one node, and {whose} have room for "
+        f"{total} ({places}). Lower {keys}, or use more nodes."
+    )
+
+
+def _whose(actor: ActorPlan, config: RunConfig) -> str:
+    """The nodes that it may have, in words."""
+    labels = config.cluster.labels.get(actor.role)
+    if labels:
+        return f"the nodes with {_labels(labels)} (cluster.labels.{actor.role})"
+    return f"{', '.join(config.cluster.nodes)} (cluster.nodes)" if config.cluster.nodes else "the cluster's nodes"
+
+
+def _freest(rooms: Sequence[Room], unit: Unit) -> Room:
+    """Of what the unit wants most of."""
+    by_gpus = any(actor.num_gpus for actor in unit)
+    return max(rooms, key=lambda room: (sum(room.devices), room.cpus) if by_gpus else (room.cpus, 0))
+
+
+def _amount(need: Need) -> str:
+    parts = [f"{units / UNIT:g} {kind}(s)" for units, kind in ((need.gpus, "GPU"), (need.cpus, "CPU")) if units]
+    return " and ".join(parts) or "nothing"
+
+
+def _left(room: Room, need: Need) -> str:
+    """Of what is needed."""
+    kinds = ((need.gpus, sum(room.devices), "GPU"), (need.cpus, room.cpus, "CPU"))
+    return " and ".join(f"{left / UNIT:g} {kind}(s)" for wanted, left, kind in kinds if wanted)
+
+
+def _labels(labels: object) -> str:
+    return str(labels).replace("'", "")
+
+
+def _labels_of(nodes: Sequence[Node]) -> str:
+    names = titles(nodes)
+    own = {
+        names[node.id]: ", ".join(f"{key}={value}" for key, value in node.labels.items() if key != NODE_ID)
+        for node in nodes
+    }
+    return "; ".join(f"{name} has {labels or 'none'}" for name, labels in own.items())

@@ -1,0 +1,173 @@
+"""One reservation of all that a run's actors need, on the nodes that `assignment.py` gives them: all of it or nothing.
+
+    bundle 0: node A, 1 CPU          Rollout-0
+    bundle 1: node B, 1 CPU, 1 GPU   Trainer-policy-0 (0.5), Rollout-1 (0.5): placement=colocated
+    …                                actors that reserve nothing are held to their node without one
+
+It is one placement group of Ray's, each bundle pinned to its node by a label. Two runs that start on one cluster at the
+same time cannot hold a half each and wait for the other: the second waits for what it planned, takes other nodes when
+they are free, and is told in the end who has what it wants. Made by `fleet.py`.
+"""
+
+import contextlib
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from penstock.conf.errors import ResourceError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.assignment import Assignment, assign
+from penstock.orchestrator.placement.nodes import NODE_ID, cluster_nodes, free_nodes, titles
+from penstock.orchestrator.placement.sharing import plan_sharing
+
+PATIENCE_S = 5.0
+"""How long a run waits for the nodes that it planned, before it looks whether others are free."""
+RUN_PREFIX = "penstock-"
+"""Of a reservation's name: the namespace of its run."""
+_LOG = logging.getLogger("penstock")
+
+
+class Reservation:
+    """Lifecycle: `make` before the actors are created, `options` for each of them, `release` at the end."""
+
+    def __init__(self, assignment: Assignment, index: Mapping[str, int], group: PlacementGroup | None) -> None:
+        self.assignment = assignment
+        self._index, self._group = index, group
+
+    @classmethod
+    def make(cls, actors: Sequence[ActorPlan], config: RunConfig, name: str, timeout_s: float) -> "Reservation":
+        """`name`: the namespace of the run. Raises `ResourceError` if the cluster can never hold it, and if what it
+        wants is not free in time."""
+        bundles = bundles_of(actors, config)
+        index = {actor.name: number for number, unit in enumerate(bundles) for actor in unit}
+        deadline = time.monotonic() + timeout_s
+        plans = _plans(actors, config)
+        assignment = next(plans)
+        if not bundles:
+            return cls(assignment, {}, None)
+        told = False
+        while (left_s := deadline - time.monotonic()) > 0:
+            if group := _reserved(bundles, assignment, name, min(PATIENCE_S, left_s)):
+                return cls(assignment, index, group)
+            if not told:
+                _LOG.warning("%s: waiting up to %g s. %s", wanted(bundles, assignment), timeout_s, holders())
+            told, assignment = True, next(plans)
+        raise ResourceError(
+            f"What the run reserves was not free within {timeout_s:g} s (rollout.start_timeout_s): "
+            f"{wanted(bundles, assignment)}. {holders()} End what is not needed, wait for it, or ask for less; "
+            "`ray status` shows the whole cluster."
+        )
+
+    def options(self, actor: ActorPlan) -> dict[str, Any]:
+        """What Ray is told about where the actor goes."""
+        if self._group is not None and actor.name in self._index:
+            return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, self._index[actor.name])}
+        node = self.assignment.node_of[actor.name]
+        return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
+
+    def release(self) -> None:
+        if self._group is not None:
+            remove_placement_group(self._group)
+            self._group = None
+
+
+def bundles_of(actors: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
+    """Who reserves something, one list a bundle: those that share a GPU together, others alone."""
+    shared = plan_sharing(actors, config)
+    sharing = {actor.name for unit in shared for actor in unit}
+    return shared + [[actor] for actor in actors if actor.name not in sharing and (actor.num_cpus or actor.num_gpus)]
+
+
+def wanted(bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment) -> str:
+    """`2 CPU(s) on node-1, 1 CPU(s) and 1 GPU(s) on node-2`."""
+    sums: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for unit in bundles:
+        for kind, amount in _resources(unit).items():
+            sums[assignment.node_of[unit[0].name].id][kind] += amount
+    names = titles(assignment.nodes)
+    return ", ".join(f"{_amount(sums[node.id])} on {names[node.id]}" for node in assignment.nodes if node.id in sums)
+
+
+def holders() -> str:
+    """Who has reserved what on the cluster, one sentence each, runs by their names."""
+    nodes, free = cluster_nodes(), {node.id: node for node in free_nodes()}
+    names, sentences, used = titles(nodes), [], {}
+    for node in nodes:
+        left = free.get(node.id, node)
+        used[node.id] = {"CPU": node.cpus - left.cpus, "GPU": node.gpus - left.gpus}
+    for group in _groups():
+        of_run: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for number, node_id in group["bundles_to_node_id"].items():
+            for kind in ("CPU", "GPU"):
+                amount = group["bundles"][number].get(kind, 0.0)
+                of_run[node_id][kind] += amount
+                if node_id in used:
+                    used[node_id][kind] -= amount
+        sentences.append(f"{_owner(group['name'])} has {_places(of_run, names)}.")
+    others = {node_id: amounts for node_id, amounts in used.items() if any(a > 1e-3 for a in amounts.values())}
+    if others:
+        sentences.append(f"Other jobs have {_places(others, names)}.")
+    return " ".join(sentences)
+
+
+def _plans(actors: Sequence[ActorPlan], config: RunConfig) -> Iterator[Assignment]:
+    """The one for the cluster by itself, then again and again one for what is free, if that holds the run. Raises
+    `ResourceError` if the cluster could not hold it even if it were empty."""
+    while True:
+        yield assign(actors, cluster_nodes(), config)
+        with contextlib.suppress(ResourceError):
+            yield assign(actors, free_nodes(), config)
+
+
+def _reserved(
+    bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment, name: str, timeout_s: float
+) -> PlacementGroup | None:
+    """None if it is not free in time."""
+    nodes = [assignment.node_of[unit[0].name] for unit in bundles]
+    group: PlacementGroup = placement_group(
+        [_resources(unit) for unit in bundles],
+        strategy="PACK",
+        name=name,
+        bundle_label_selector=[{NODE_ID: node.id} for node in nodes],
+    )
+    try:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if group.wait(1):  # a short one: an interrupt is heard in between
+                return group
+    except BaseException:
+        remove_placement_group(group)
+        raise
+    remove_placement_group(group)
+    return None
+
+
+def _groups() -> list[dict[str, Any]]:
+    """Placement groups that hold something now."""
+    return [group for group in placement_group_table().values() if group["state"] == "CREATED"]
+
+
+def _owner(name: str) -> str:
+    """Of a reservation, by its name."""
+    is_run = name.startswith(RUN_PREFIX)
+    return f"Run {name.removeprefix(RUN_PREFIX).rpartition('-')[0]}" if is_run else f"Placement group {name!r}"
+
+
+def _places(amounts: Mapping[str, Mapping[str, float]], names: Mapping[str, str]) -> str:
+    return ", ".join(f"{_amount(own)} on {names.get(node_id, node_id[:8])}" for node_id, own in amounts.items())
+
+
+def _resources(unit: Sequence[ActorPlan]) -> dict[str, float]:
+    """As Ray takes them: without zeros."""
+    sums = {"CPU": sum(actor.num_cpus for actor in unit), "GPU": sum(actor.num_gpus for actor in unit)}
+    return {kind: round(amount, 4) for kind, amount in sums.items() if amount}
+
+
+def _amount(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{resources[kind]:g} {kind}(s)" for kind in ("GPU", "CPU") if resources.get(kind, 0.0) > 1e-3)

@@ -1,0 +1,75 @@
+"""What is left of one node while `assignment.py` fills it. In Ray's own units, so that sums of parts come out even."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.nodes import Node
+
+UNIT = 10_000
+"""Of one CPU or GPU: Ray counts in parts of this size."""
+UNLIMITED = 1 << 40
+
+
+class Need(NamedTuple):
+    """Of one actor, or of those that go together. Units; GPUs are whole ones, or a part of a single one."""
+
+    cpus: int
+    gpus: int
+
+    @classmethod
+    def of(cls, actors: Iterable[ActorPlan]) -> "Need":
+        """Together: a GPU that they share is one."""
+        actors = list(actors)
+        return cls(round(UNIT * sum(a.num_cpus for a in actors)), round(UNIT * sum(a.num_gpus for a in actors)))
+
+
+@dataclass
+class Room:
+    """Lifecycle: `of` a node, `take` as long as it `fits`."""
+
+    node: Node
+    cpus: int
+    devices: list[int]
+    """Units that are left of each GPU."""
+
+    @classmethod
+    def of(cls, node: Node) -> "Room":
+        whole, part = divmod(round(UNIT * node.gpus), UNIT)
+        return cls(node, round(UNIT * node.cpus), [UNIT] * whole + [part] * bool(part))
+
+    def fits(self, need: Need) -> bool:
+        return self.times(need) > 0
+
+    def times(self, need: Need) -> int:
+        """How many of it fit."""
+        by_cpus = self.cpus // need.cpus if need.cpus else UNLIMITED
+        return min(by_cpus, self._times_on_devices(need.gpus))
+
+    def with_all(self, needs: Iterable[Need]) -> "Room | None":
+        """What would be left; None if not all of them fit."""
+        left = Room(self.node, self.cpus, list(self.devices))
+        for need in needs:
+            if not left.fits(need):
+                return None
+            left.take(need)
+        return left
+
+    def take(self, need: Need) -> None:
+        assert self.fits(need)
+        self.cpus -= need.cpus
+        whole = math.ceil(need.gpus / UNIT) if need.gpus >= UNIT else 0
+        for _ in range(whole):
+            self.devices.remove(UNIT)
+        if need.gpus and not whole:  # the fullest one that has it, as Ray does
+            smallest = min(left for left in self.devices if left >= need.gpus)
+            self.devices[self.devices.index(smallest)] -= need.gpus
+
+    def _times_on_devices(self, gpus: int) -> int:
+        if not gpus:
+            return UNLIMITED
+        if gpus >= UNIT:
+            return self.devices.count(UNIT) // math.ceil(gpus / UNIT)
+        return sum(left // gpus for left in self.devices)

@@ -1,0 +1,99 @@
+"""Actors of a run are where the plan says, on nodes of Ray that share this machine: scheduling is real, memory is not
+apart."""
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+
+from penstock.algorithms.catalogue import build_dataflow
+from penstock.conf.errors import ResourceError
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.placement.actors import plan_actors
+from penstock.orchestrator.placement.assignment import assign
+from penstock.orchestrator.placement.nodes import cluster_nodes, free_nodes
+from penstock.orchestrator.placement.reservation import Reservation
+from tests.orchestrator.placement.clusters import planned
+from tests.ray_cluster import connected, running_cluster
+from tests.warm_workers import SOCKET
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+NODES = [{"num_cpus": 2}, {"num_cpus": 3, "labels": {"zone": "a"}}, {"num_cpus": 3, "labels": {"zone": "b"}}]
+
+
+@pytest.fixture(scope="module")
+def three_nodes(warm_python: list[str]) -> Iterator[str]:
+    warm = {SOCKET: str(Path(warm_python[0]).with_name("socket"))}
+    with running_cluster(warm, NODES) as address, connected(address):
+        yield address
+
+
+def node_of_this_process(_: object) -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def test_nodes_are_told_with_what_they_have(three_nodes: str) -> None:
+    nodes = cluster_nodes()
+    assert nodes[0].id == ray.get_runtime_context().get_node_id()
+    assert sorted((node.cpus, node.labels.get("zone", "")) for node in nodes) == [(2, ""), (3, "a"), (3, "b")]
+    assert free_nodes() == nodes
+
+
+def test_every_actor_of_a_fleet_is_on_its_node(three_nodes: str, small_run: list[str], tmp_path: Path) -> None:
+    words = ["rollout.engine=hf", "rollout.num_workers=2", "reward.num_workers=2", "algorithm.kl_coef=0.1"]
+    config = load_config([*small_run, *words, "cluster.labels.reward={zone: a}", f"output_dir={tmp_path}"])
+    flow = build_dataflow(config.algorithm)
+    plan = plan_actors(flow, config)
+    expected = assign(plan, cluster_nodes(), config)
+    assert len(expected.nodes) == 3
+    agents = NodeAgents("placed", "placed", config.cluster)
+    fleet = Fleet(plan, config, flow, config.model.path, "placed", agents)
+    try:
+        fleet.create()
+        handles = {**fleet.actors, "Store": fleet.store}
+        calls = [
+            handle.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()) for handle in handles.values()
+        ]
+        found = dict(zip(handles, ray.get(calls, timeout=120), strict=True))
+        assert found == {name: node.id for name, node in expected.node_of.items()}
+    finally:
+        fleet.close()
+
+
+def test_a_second_run_takes_the_nodes_that_are_free(three_nodes: str) -> None:
+    actors, config = planned("rollout.num_workers=1", "cluster.cpus_per_worker=2", "reward.cpus_per_worker=0")
+    first = Reservation.make(actors, config, "penstock-first-00000000", 60)
+    taken = {first.assignment.node_of[actor.name].id for actor in actors if actor.num_cpus}
+    assert len(taken) == 2
+    free = next(node for node in cluster_nodes() if node.id not in taken)
+    little, small = planned("algorithm=sft", "evaluation.every_steps=0", f"cluster.cpus_per_worker={free.cpus}")
+    second = Reservation.make(little, small, "penstock-second-00000000", 60)
+    assert second.assignment.node_of["Trainer-policy-0"] == free
+    first.release()
+    second.release()
+
+
+def test_a_run_that_finds_the_cluster_taken_waits_and_is_told_who_has_it(
+    three_nodes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    actors, config = planned("rollout.num_workers=4", "trainer.num_ranks=2", "reward.cpus_per_worker=2")
+    first = Reservation.make(actors, config, "penstock-first-00000000", 60)
+    with pytest.raises(ResourceError, match=r"not free within 2 s \(rollout.start_timeout_s\): .*Run first has .*CPU"):
+        Reservation.make(actors, config, "penstock-second-00000000", 2)
+    assert "waiting up to 2 s" in caplog.text
+    threading.Timer(3.0, first.release).start()
+    started = time.monotonic()
+    second = Reservation.make(actors, config, "penstock-second-00000000", 60)
+    assert time.monotonic() - started > 2
+    second.release()
+
+
+def test_nothing_is_waited_for_that_the_cluster_cannot_hold(three_nodes: str) -> None:
+    actors, config = planned("cluster.cpus_per_worker=4")
+    with pytest.raises(ResourceError, match="the largest of the cluster's nodes has 3 CPU"):
+        Reservation.make(actors, config, "penstock-large-00000000", 60)
