@@ -29,6 +29,7 @@ from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.ray_calls import answer, answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics, update_metrics
@@ -305,8 +306,7 @@ class Controller:
 
     async def _export(self) -> None:
         self.progress.phase("writing the model")
-        calls = [(name, handle.export.remote(str(self.directory.model))) for name, handle in self.trainers]
-        await answers(calls, phase="export", timeout_s=self.config.trainer.collective_timeout_s)
+        await export_model(self.fleet, str(self.directory.model))
         self.directory.event("model_exported", path=str(self.directory.model))
 
 

@@ -7,7 +7,7 @@ loop.
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.node_files import NodeFiles
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.reservation import Reservation
@@ -36,6 +37,8 @@ from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 
+READERS = ("rollout", "trainer", "scorer", "reward")
+"""Roles that read files which the driver has."""
 MANY_CALLS = 10_000
 """Concurrency of async actors: calls wait inside, they do not compute."""
 
@@ -62,6 +65,7 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self._reservation: Reservation | None = None
+        self._files = NodeFiles(self.agents, self.config.cluster.files_timeout_s)
         self._cores: Mapping[str, int] = {}
 
     @property
@@ -77,6 +81,8 @@ class Fleet:
         nodes = self._reservation.assignment.nodes
         self.agents.create([(node.id, node.address) for node in nodes])
         self._cores = self._cores_of(nodes)
+        if len(nodes) > 1:
+            self._bring_files()
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
             snapshot = self.resumed.store if self.resumed is not None else None
@@ -105,8 +111,10 @@ class Fleet:
         ]
         get_all(calls, phase="start", timeout_s=timeout_s)
         if self.resumed is not None:
-            place, files = self.resumed.trainer, self.resumed.files
-            loads = [(name, handle.resume.remote(place, files)) for name, handle in self.role("trainer")]
+            loads = [
+                (name, handle.resume.remote(self._local(name, self.resumed.trainer), self.resumed.files))
+                for name, handle in self.role("trainer")
+            ]
             phase = f"resume {self.resumed.directory}"
             get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
@@ -114,6 +122,16 @@ class Fleet:
     def weights_root(self) -> Path:
         """Where publications lie on every node of the run."""
         return Path(self.agents.root) / WEIGHTS
+
+    async def places(self, directory: str) -> dict[str, str]:
+        """Where each of the trainer's ranks is to write what belongs into a directory of the driver's."""
+        nodes = {name: self._node_of(name) for name, _ in self.role("trainer")}
+        places = await self._files.places(directory, sorted(set(nodes.values())))
+        return {name: places[node] for name, node in nodes.items()}
+
+    async def collect(self, directory: str, places: Mapping[str, str]) -> None:
+        """Bring what ranks have written there to the driver's machine. Raises `ResourceError`, `DeadlineExceeded`."""
+        await self._files.collect(directory, {self._node_of(name): place for name, place in places.items()})
 
     def role(self, role: str) -> list[tuple[str, Any]]:
         """Names and handles of one role; `agent`: those of the nodes."""
@@ -149,6 +167,29 @@ class Fleet:
     def _plan_of(self, name: str) -> ActorPlan:
         return next(actor for actor in self.plan if actor.name == name)
 
+    def _node_of(self, name: str) -> str:
+        return self.reservation.assignment.node_of[name].id
+
+    def _local(self, name: str, path: str) -> str:
+        """A path of the driver's, as the actor of that name is to say it."""
+        return self._files.local(self._node_of(name), path)
+
+    def _bring_files(self) -> None:
+        """What actors read from the driver's disk, to the nodes that they are on."""
+        config = self.config
+        nodes = {role: {self._node_of(actor.name) for actor in self.plan if actor.role == role} for role in READERS}
+        self._files.provide(self.model_path, nodes["rollout"] | nodes["trainer"])
+        for stage in dict.fromkeys(actor.stage for actor in self.plan if actor.role == "scorer"):
+            self._files.provide(self._scored_by(self.flow.stage(str(stage))), nodes["scorer"])
+        if self.resumed is not None:
+            self._files.provide(self.resumed.trainer, nodes["trainer"])
+        for file in filter(None, [*config.imports, _file_of(config.reward.function)]):
+            self._files.provide(file, nodes["reward"], is_code=True)
+
+    def _scored_by(self, stage: Stage) -> str:
+        """The model of a scorer's stage."""
+        return self.config.model.path_of(str(stage.model), self.model_path)
+
     def _create(self, actor: ActorPlan) -> Any:
         options = {
             "name": actor.name,
@@ -179,26 +220,27 @@ class Fleet:
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self.config
         return RolloutSpec(
-            actor.name, config.rollout, self.model_path, self._threads_of(actor), config.seed,
+            actor.name, config.rollout, self._local(actor.name, self.model_path), self._threads_of(actor), config.seed,
             self.flow.samples_per_prompt, bool(self.flow.of_kind("greedy_rollout")), choose_transport(config),
             config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
-        config = self.config
-        imports = tuple(config.imports)
+        imports = tuple(self._local(actor.name, file) for file in self.config.imports)
+        config = self.config.reward
+        if file := _file_of(config.function):
+            local = config.function.replace(file, self._local(actor.name, file))
+            config = replace(config, function=local)
         if not self.flow.of_kind("reward"):
-            return RewardPlan(actor.name, config.reward, imports)
+            return RewardPlan(actor.name, config, imports)
         stage = self.flow.stage(str(actor.stage))
-        return RewardPlan(
-            actor.name, config.reward, imports, stage.function, stage.name, stage.writes[0].name, stage.reads[1]
-        )
+        return RewardPlan(actor.name, config, imports, stage.function, stage.name, stage.writes[0].name, stage.reads[1])
 
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self.config, self.flow.stage(str(actor.stage))
         assert stage.function is not None  # `Dataflow.check` has seen to it
         return TrainerSpec(
-            model_path=self.model_path,
+            model_path=self._local(actor.name, self.model_path),
             loss=stage.function,
             in_trainer=tuple(self.flow.in_trainer),
             columns=self.flow.columns,
@@ -210,7 +252,7 @@ class Fleet:
 
     def _scorer_spec(self, actor: ActorPlan) -> ScorerSpec:
         stage = self.flow.stage(str(actor.stage))
-        path = self.config.model.path_of(str(stage.model), self.model_path)
+        path = self._local(actor.name, self._scored_by(stage))
         return ScorerSpec(model_path=path, column=stage.writes[0].name, **self._of_rank(actor, stage))
 
     def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:
@@ -238,6 +280,12 @@ class Fleet:
             return {nodes[0].id: len(os.sched_getaffinity(0))}
         facts = self.agents.facts(self.config.rollout.start_timeout_s)
         return {node: fact.cores for node, fact in facts.items()}
+
+
+def _file_of(function: str) -> str:
+    """Of `file.py:function`; nothing of another name."""
+    file = function.rpartition(":")[0]
+    return file if file.endswith(".py") else ""
 
 
 def _meeting(ranks: list[tuple[str, Any]], timeout_s: float) -> str | None:

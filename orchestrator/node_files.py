@@ -6,14 +6,15 @@ way round: what actors of other nodes write to the driver's disk is collected th
 """
 
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from penstock.orchestrator.node_agents import NodeAgents
-from penstock.orchestrator.ray_calls import answer, get_all
+from penstock.orchestrator.ray_calls import answers, get_all
+from penstock.workers.files import is_url
 from penstock.workers.node.file_set import FileSet
 
 
@@ -42,48 +43,62 @@ class NodeFiles:
     def provide(self, path: str, nodes: Collection[str], *, is_code: bool = False) -> None:
         """Have the directory, or a Python file with what lies beside it, on these nodes. Nothing happens for what is
         no path of this machine, such as a model hub's id. Raises `ResourceError`, `DeadlineExceeded`."""
-        here = ray.get_runtime_context().get_node_id()
-        facts = self._agents.facts(self._timeout_s)
-        others = [
-            node for node in nodes if facts[node].memory != facts[here].memory and (node, path) not in self._places
-        ]
+        others = [node for node in nodes if self._is_elsewhere(node) and (node, path) not in self._places]
         source = Path(path).expanduser().resolve()
         if not others or not (source.is_file() if is_code else source.is_dir()):
             return
         folder = source.parent if is_code else source
         files = FileSet.of_code(source) if is_code else FileSet.of_directory(source)
-        self._call([(here, ("offer", files, str(folder)))])
+        facts, here = self._agents.facts(self._timeout_s), ray.get_runtime_context().get_node_id()
+        self._wait("offer", {here: (files, str(folder))})
         for wave in waves([here], others):
-            calls = [(target, ("obtain", files, str(folder), facts[origin].address)) for origin, target in wave]
-            for (target, _), place in zip(calls, self._call(calls), strict=True):
+            wanted = {target: (files, str(folder), facts[origin].address) for origin, target in wave}
+            for target, place in self._wait("obtain", wanted).items():
                 self._places[target, path] = f"{place}/{source.name}" if is_code else place
 
     def local(self, node: str, path: str) -> str:
         """Where that node has it."""
         return self._places.get((node, path), path)
 
-    async def collect(self, directory: str, nodes: Collection[str]) -> None:
-        """Have what actors on these nodes have written to that path on the driver's machine, where the path means
-        another disk there. Raises `ResourceError`, `DeadlineExceeded`."""
-        here = ray.get_runtime_context().get_node_id()
-        facts = self._agents.facts(self._timeout_s)
+    async def places(self, directory: str, nodes: Collection[str]) -> dict[str, str]:
+        """Where actors on these nodes are to write what belongs into a directory of the driver's: there, if they see
+        it, else into one of their own, for `collect`. A URL is itself everywhere."""
+        places = dict.fromkeys(nodes, directory)
+        others = [node for node in nodes if not is_url(directory) and self._is_elsewhere(node)]
+        if not others:
+            return places
         Path(directory).mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=directory, prefix=".seen-by-all-nodes-") as probe:
-            for node in nodes:
-                if facts[node].memory == facts[here].memory or await self._ask(node, "sees", probe.name):
-                    continue
-                files = await self._ask(node, "offer_all", directory)
-                await self._ask(here, "collect", files, directory, facts[node].address)
-                await self._ask(node, "withdraw", files)
+            seen = await self._all("sees", dict.fromkeys(others, (probe.name,)))
+        unseen: dict[str, tuple[Any, ...]] = {node: () for node in others if not seen[node]}
+        return places | await self._all("scratch", unseen)
 
-    async def _ask(self, node: str, method: str, *arguments: Any) -> Any:
-        name, handle = self._agents.members[node]
-        call = getattr(handle, method).remote(*arguments)
-        return await answer(call, name=name, phase="collect files", timeout_s=self._timeout_s)
+    async def collect(self, directory: str, places: Mapping[str, str]) -> None:
+        """Bring what was written into `places` to the directory on the driver's machine. Raises `ResourceError`,
+        `DeadlineExceeded`."""
+        here = ray.get_runtime_context().get_node_id()
+        away: dict[str, tuple[Any, ...]] = {node: (place,) for node, place in places.items() if place != directory}
+        facts = self._agents.facts(self._timeout_s)
+        for node, files in (await self._all("offer_all", away)).items():
+            await self._all("collect", {here: (files, directory, facts[node].address)})
+        await self._all("discard", away)
 
-    def _call(self, calls: list[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        named = []
-        for node, (method, *arguments) in calls:
-            name, handle = self._agents.members[node]
-            named.append((name, getattr(handle, method).remote(*arguments)))
-        return get_all(named, phase="bring files to every node", timeout_s=self._timeout_s)
+    def _is_elsewhere(self, node: str) -> bool:
+        """The driver's paths may mean something else there."""
+        facts = self._agents.facts(self._timeout_s)
+        return facts[node].memory != facts[ray.get_runtime_context().get_node_id()].memory
+
+    def _wait(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """By node, at the same time."""
+        results = get_all(self._calls(method, arguments), phase="bring files to nodes", timeout_s=self._timeout_s)
+        return dict(zip(arguments, results, strict=True))
+
+    async def _all(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> dict[str, Any]:
+        """The same, where others wait as well."""
+        calls = self._calls(method, arguments)
+        results = await answers(calls, phase="collect files", timeout_s=self._timeout_s) if calls else []
+        return dict(zip(arguments, results, strict=True))
+
+    def _calls(self, method: str, arguments: Mapping[str, tuple[Any, ...]]) -> list[tuple[str, Any]]:
+        members = [(self._agents.members[node], some) for node, some in arguments.items()]
+        return [(name, getattr(handle, method).remote(*some)) for (name, handle), some in members]

@@ -15,7 +15,7 @@ its result.
 import asyncio
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,7 @@ from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.cluster import check_placement, connect
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.ray_calls import get_all
@@ -105,6 +106,7 @@ class Policy(Model):
 
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         super().__init__(fleet.role("trainer"), config)
+        self._fleet = fleet
         self._engines = fleet.role("rollout")
         self._weights = WeightSync(fleet, config)
         self._sampling = Sampling.of(config.rollout.sampling)
@@ -140,8 +142,7 @@ class Policy(Model):
     def publish(self) -> int:
         """Bring the trainer's weights to the engines; returns the new version once every engine serves it."""
         version = self.version + 1
-        with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop of its own in this one
-            thread.submit(asyncio.run, self._bring(version)).result()
+        _run(self._bring(version))
         self.version = version
         return version
 
@@ -152,7 +153,7 @@ class Policy(Model):
 
     def export(self, directory: str | Path) -> None:
         """Write the weights as a HF model."""
-        self._all("export", [(str(directory),)] * len(self._ranks), self._config.trainer.collective_timeout_s)
+        _run(export_model(self._fleet, str(Path(directory).expanduser().resolve())))
 
 
 class Reward:
@@ -259,6 +260,12 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
             fleet.close()
             for sink in sinks:
                 sink.close()
+
+
+def _run(work: Coroutine[Any, Any, None]) -> None:
+    """In a thread of its own: a notebook has an event loop in this one."""
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(asyncio.run, work).result()
 
 
 def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Rows:

@@ -104,11 +104,19 @@ class Play:
             "compute": serve,
             "prompts": serve | {"start_after": lambda admitted: PromptStart()},
         }  # fmt: skip
+
+        async def places(directory: str) -> dict[str, str]:
+            return {"Trainer": directory}
+
+        async def collect(directory: str, places: dict[str, str]) -> None:
+            assert set(places.values()) == {directory}
+
         fleet = SimpleNamespace(
             role=lambda role: [(role.title(), Actor(self.said, **actors[role] | self.methods.get(role, {})))]
             if role in actors
             else [],
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
+            places=places, collect=collect, config=self.config,
         )  # fmt: skip
 
         async def measure(rollouts: Any, reward: Any) -> float:

@@ -69,9 +69,13 @@ class NodeAgent:
         """Bring files of another node to a directory of this one. Raises `ResourceError`."""
         await asyncio.to_thread(self._agent.files.collect, files, Path(directory), source)
 
-    async def withdraw(self, files: FileSet) -> None:
-        """They have been collected: remove them."""
-        await asyncio.to_thread(self._agent.files.withdraw, files)
+    async def scratch(self) -> str:
+        """A directory of this node for what another is to collect. Raises `ResourceError`."""
+        return str(self._agent.files.scratch())
+
+    async def discard(self, scratch: str) -> None:
+        """It has been collected, or will not be."""
+        await asyncio.to_thread(self._agent.files.discard, Path(scratch))
 
     @property
     def _relay(self) -> Relay:

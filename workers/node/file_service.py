@@ -4,7 +4,7 @@
                         │                                           │ the same path has the same content: use it
                         └──────────── TCP, sendfile ◀───────────────┘ else fetch, verify, keep until the run's end
 
-    another node: offer, withdraw ◀──────────────── driver's node: collect(set, directory, source)
+    another node: scratch, offer ─────────────────▶ driver's node: collect(set, directory, source)
 
 Used by `agent.py`.
 """
@@ -12,6 +12,7 @@ Used by `agent.py`.
 import platform
 import shutil
 import socket
+import tempfile
 import threading
 from pathlib import Path
 
@@ -77,11 +78,17 @@ class FileService:
                 "path that all machines share."
             ) from None
 
-    def withdraw(self, files: FileSet) -> None:
-        """Remove these files here, where they were offered: another node has them."""
-        _, directory = self._offered.pop(files.address)
-        for file in files.files:
-            (directory / file.name).unlink(missing_ok=True)
+    def scratch(self) -> Path:
+        """A new directory for what is to be collected by another node. Raises `ResourceError`."""
+        with self._lock:
+            self._make_directory()
+            return Path(tempfile.mkdtemp(prefix="out-", dir=self._directory))
+
+    def discard(self, scratch: Path) -> None:
+        """It has been collected, or will not be."""
+        with self._lock:
+            self._offered = {key: entry for key, entry in self._offered.items() if entry[1] != scratch}
+        shutil.rmtree(scratch, ignore_errors=True)
 
     def serve(self, connected: socket.socket) -> None:
         """A connection of another agent, until it ends."""
@@ -109,20 +116,25 @@ class FileService:
     def _copied(self, files: FileSet, source: Address) -> Path:
         target = self._directory / files.address
         part = self._directory / f"{files.address}.part"
+        self._make_directory()
+        shutil.rmtree(part, ignore_errors=True)
+        self.collect(files, part, source)
+        part.rename(target)
+        return target
+
+    def _make_directory(self) -> None:
+        """Raises `ResourceError`."""
+        if self._directory.exists():
+            return
         try:
-            if not self._directory.exists():
-                sweep_stale(self._directory.parent)
-                claim_root(self._directory)
-                guard_root(self._directory)
+            sweep_stale(self._directory.parent)
+            claim_root(self._directory)
+            guard_root(self._directory)
         except OSError as error:
             raise ResourceError(
                 f"{platform.node()}: {self._directory} cannot be made: {error}. Set cluster.files_dir to a directory "
                 "that this user may write to on every machine."
             ) from None
-        shutil.rmtree(part, ignore_errors=True)
-        self.collect(files, part, source)
-        part.rename(target)
-        return target
 
 
 def _receive(connection: Connection, address: str, number: int, file: SavedFile, target: Path) -> None:

@@ -108,13 +108,15 @@ def test_what_another_node_has_written_is_collected_and_goes_there(
     target = tmp_path / "target"
     target.mkdir()
     (target / "of another node").write_text("stays")
-    expected = contents(model)
-    files = FileSet.of_directory(model)
-    wrote.files.offer(files, model)
+    scratch = wrote.files.scratch()
+    model.rename(scratch / "model")
+    files = FileSet.of_directory(scratch)
+    wrote.files.offer(files, scratch)
     collects.files.collect(files, target, wrote.facts.address)
-    wrote.files.withdraw(files)
+    expected = contents(scratch)
+    wrote.files.discard(scratch)
     assert contents(target) == expected | {"of another node": b"stays"}
-    assert contents(model) == {}
+    assert not scratch.exists()
 
 
 def test_code_is_a_file_with_its_neighbours_and_packages(tmp_path: Path) -> None:
