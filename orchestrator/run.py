@@ -135,6 +135,7 @@ def _train(
         progress.phase(_starting_text(plan, config))
         evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None
         fleet.create()
+        directory.event("placed", actors=fleet.reservation.assignment.titles)
         fleet.start()
         sinks.extend(make_sinks(config.tracking, directory))
         controller = Controller(fleet, config, flow, directory, progress, sinks, evaluator)

@@ -18,7 +18,7 @@ from itertools import product
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.placement.actors import ActorPlan, check_fits
 from penstock.orchestrator.placement.filling import Filling, NoRoom
-from penstock.orchestrator.placement.nodes import Node, in_order
+from penstock.orchestrator.placement.nodes import Node, in_order, titles
 from penstock.orchestrator.placement.refusals import check_labels, check_widths, chosen_nodes, refusal
 from penstock.orchestrator.placement.sharing import pairs
 
@@ -35,6 +35,12 @@ class Assignment:
     """Those that take part: the driver's first, then the others that have an actor, by address."""
     node_of: Mapping[str, Node]
     """By the actor's name, in the plan's order."""
+
+    @property
+    def titles(self) -> dict[str, str]:
+        """What a reader knows each actor's node by."""
+        known = titles(self.nodes)
+        return {name: known[node.id] for name, node in self.node_of.items()}
 
     def names_on(self, node: Node) -> list[str]:
         """In the plan's order."""

@@ -1,0 +1,94 @@
+"""One `penstock run` over machines: it ends with the same bits as on one, and needs nothing of the driver's disk
+elsewhere."""
+
+import json
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from penstock.workers.models.fresh import build_fresh_model
+from tests.machines.cluster import ROOT, machines
+from tests.orchestrator.conftest import SMALL_MODEL
+
+pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
+
+MODEL = "/tmp/model"
+"""On the first machine alone, where the driver is."""
+CPUS = [1, 2, 1]
+"""Ranks fill machines 1 and 2, engines 3 and what is left of 2."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What the machines and this process share: prompts, and the run directories."""
+    folder = tmp_path_factory.mktemp("runs")
+    build_fresh_model(folder / "model", SMALL_MODEL, seed=3)
+    lines = [json.dumps({"question": f"{i} and {i * i} are numbers", "answer": str(i)}) for i in range(64)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(warm_python, tmp_path_factory, folder):
+    warm = Path(warm_python[0]).parent
+    with machines(3, keep=[warm, tmp_path_factory.getbasetemp()]) as cluster:
+        cluster.start_ray(num_cpus=CPUS, warm=warm)
+        cluster[1].run(["cp", "-r", str(folder / "model"), MODEL])
+        yield cluster
+
+
+@pytest.fixture
+def penstock_run(cluster, warm_python, folder):
+    """`penstock run` on the first machine, with an engine that is exact; its directory."""
+
+    def run(name, *words):
+        cluster[1].run(
+            [
+                *warm_python, "-m", "penstock.orchestrator.cli", "run",
+                f"model.path={MODEL}", f"data.path={folder}/prompts.jsonl", "rollout.max_model_len=64",
+                "rollout.sampling.max_tokens=12", "reward.function=digits", "trainer.groups_per_step=4",
+                "algorithm.group_size=4", "trainer.optimizer.lr=1e-3", "rollout.engine=hf", "trainer.max_steps=3",
+                "trainer.num_threads=1", "rollout.num_threads=1", "rollout.num_workers=2", f"output_dir={folder}",
+                f"name={name}", *words,
+            ],
+            cwd=ROOT, timeout_s=240,
+        )  # fmt: skip
+        return folder / name
+
+    return run
+
+
+def places(directory):
+    """The machine of each actor."""
+    events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
+    return next(event["actors"] for event in events if event["kind"] == "placed")
+
+
+def same_bits(one, other):
+    expected, found = (load_file(directory / "model" / "model.safetensors") for directory in (one, other))
+    return expected.keys() == found.keys() and all(bool((expected[name] == found[name]).all()) for name in expected)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "expected"),
+    [
+        (1, {"Trainer-policy-0": "machine1", "Rollout-0": "machine2", "Rollout-1": "machine3"}),
+        (2, {"Trainer-policy-0": "machine1", "Trainer-policy-1": "machine2",
+             "Rollout-0": "machine3", "Rollout-1": "machine2"}),
+    ],
+)  # fmt: skip
+def test_a_run_over_three_machines_ends_with_the_bits_of_one(penstock_run, num_ranks, expected):
+    ranks = f"trainer.num_ranks={num_ranks}"
+    alone = penstock_run(f"alone{num_ranks}", ranks, "cluster.nodes=[machine1]", "cluster.cpus_per_worker=0")
+    assert set(places(alone).values()) == {"machine1"}
+    spread = penstock_run(f"spread{num_ranks}", ranks)
+    assert {name: places(spread)[name] for name in expected} == expected
+    assert same_bits(alone, spread)
+
+
+def test_nothing_is_left_on_any_machine(cluster):
+    """After all the runs above. The last one here."""
+    for machine in cluster:
+        left = machine.run(["sh", "-c", "ls -d /dev/shm/penstock-* /tmp/penstock-* 2>/dev/null || true"]).stdout
+        assert not left, f"machine {machine.number}: {left}"
