@@ -40,9 +40,9 @@ class PlacementView:
         """In a few words. Raises `ResourceError` for what cannot be placed."""
         if self.assignment is None:
             raise self.refused or ResourceError("There is no cluster.")
-        num_free = sum(node.id not in {its.id for its in self.assignment.nodes} for node in self.nodes)
-        left = f"; {num_free} of the cluster's nodes are not used" if num_free else ""
-        return f"on {len(self.assignment.nodes)} node(s){left}"
+        cpus, gpus = needed(self.plan)
+        there = f"{len(self.assignment.nodes)} of the cluster's {len(self.nodes)} node(s)"
+        return f"{len(self.plan)} actors on {there} reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s)"
 
     def actors(self) -> Table:
         """What each reserves, and its node."""
@@ -57,15 +57,16 @@ class PlacementView:
 
     def reserved(self) -> Table:
         """The cluster's nodes, and how much of each the run reserves."""
-        table = _table("node", "address", "CPUs", "GPUs", "labels")
+        table = _table("node", "address", "CPUs", "GPUs", "labels", "")
         names = titles(self.nodes)
-        for node in self.nodes:
-            there = set(self.assignment.names_on(node)) if self.assignment else set()
-            cpus, gpus = needed([actor for actor in self.plan if actor.name in there])
+        for index, node in enumerate(self.nodes):
+            cpus, gpus = f"{node.cpus:g}", f"{node.gpus:g}"
+            if self.assignment is not None:
+                there = set(self.assignment.names_on(node))
+                own = needed([actor for actor in self.plan if actor.name in there])
+                cpus, gpus = f"{own[0]:g} of {cpus}", f"{own[1]:g} of {gpus}"
             labels = ", ".join(f"{key}={value}" for key, value in sorted(node.labels.items()) if key != NODE_ID)
-            table.add_row(
-                names[node.id], node.address, f"{cpus:g} of {node.cpus:g}", f"{gpus:g} of {node.gpus:g}", labels
-            )
+            table.add_row(names[node.id], node.address, cpus, gpus, labels, "" if index else "the driver's")
         return table
 
 

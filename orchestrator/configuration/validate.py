@@ -4,7 +4,6 @@
 shows the same checks one by one, with the resolved configuration, the dataflow and the plan of actors.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +28,8 @@ from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.trainer.checkpointing.carried import states_to_text
 
+RESOURCES = "resources"
+
 
 @dataclass(frozen=True)
 class Check:
@@ -40,7 +41,7 @@ class Check:
 
 def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
     """In the order in which a fault is most worth hearing of; cheap ones first."""
-    yield Check("resources", lambda: _resources(config, plan))
+    yield Check(RESOURCES, lambda: _resources(config, plan))
     if any(actor.role == "rollout" for actor in plan):
         yield Check("weights", lambda: _weights(config))
     yield Check("model", lambda: check_model(config))
@@ -78,14 +79,13 @@ def validate_run(config: RunConfig, console: Console) -> int:
     console.rule("actors", align="left")
     console.print(view.actors())
     if view.nodes:
-        console.rule("nodes", align="left")
+        console.rule("nodes of the cluster", align="left")
         console.print(view.reserved())
     console.rule("checks", align="left")
     exit_code = 0
-    placement = [Check("placement", view.found)] if view.is_of_cluster else []
-    for check in [*placement, *checks(config, flow, plan)]:
+    for check in checks(config, flow, plan):
         try:
-            found = check.look()
+            found = view.found() if check.name == RESOURCES and view.is_of_cluster else check.look()
         except PenstockError as error:
             exit_code = max(exit_code, error.exit_code)
             console.print(f"[red]✗[/] {check.name}: ", end="")
@@ -99,12 +99,7 @@ def validate_run(config: RunConfig, console: Console) -> int:
 def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
     check_resources(plan, config)
     cpus, gpus = needed(plan)
-    place = (
-        f"the cluster at {os.environ['RAY_ADDRESS']} is asked at the start"
-        if os.environ.get("RAY_ADDRESS")
-        else "a local Ray"
-    )
-    return f"{len(plan)} actors reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s); {place}"
+    return f"{len(plan)} actors reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s) of a local Ray"
 
 
 def _weights(config: RunConfig) -> str:

@@ -3,7 +3,6 @@ apart."""
 
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,18 +18,8 @@ from penstock.orchestrator.placement.assignment import assign
 from penstock.orchestrator.placement.nodes import cluster_nodes, free_nodes
 from penstock.orchestrator.placement.reservation import Reservation
 from tests.orchestrator.placement.clusters import planned
-from tests.ray_cluster import connected, running_cluster
-from tests.warm_workers import SOCKET
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
-NODES = [{"num_cpus": 2}, {"num_cpus": 3, "labels": {"zone": "a"}}, {"num_cpus": 3, "labels": {"zone": "b"}}]
-
-
-@pytest.fixture(scope="module")
-def three_nodes(warm_python: list[str]) -> Iterator[str]:
-    warm = {SOCKET: str(Path(warm_python[0]).with_name("socket"))}
-    with running_cluster(warm, NODES) as address, connected(address):
-        yield address
 
 
 def node_of_this_process(_: object) -> str:
