@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from tests.machines import ray_nodes
 from tests.machines.first_process import SHM, TMP
@@ -52,14 +53,25 @@ class Cluster:
     def start_ray(
         self,
         num_cpus: int | Sequence[int] = 4,
+        num_gpus: int | Sequence[int] = 0,
         *,
         warm: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        options: Sequence[str] = (),
         timeout_s: float = ray_nodes.START_S,
     ) -> str:
-        """A Ray cluster of all machines, its head on the first; its address. See `ray_nodes.start`."""
-        return ray_nodes.start(list(self), num_cpus, warm, environment or {}, options, timeout_s)
+        """A Ray cluster of all machines, its head on the first; its address, when all are there.
+
+        Ray asks for a token, as it does where a user made one. What is run on the machines from now on has it, and
+        `RAY_ADDRESS`, in its environment.
+
+        Args:
+            num_cpus, num_gpus: as Ray counts them, of each machine or of all.
+            warm: folder of the tests' warm Python (`tests/warm_workers.py`), which must be among `keep`: Ray's
+                processes are forks. None: they start as they do for users.
+            environment: of everything on the machines from now on, such as `RAY_health_check_period_ms`.
+        """
+        cpus, gpus = of_each(num_cpus, len(self), "num_cpus"), of_each(num_gpus, len(self), "num_gpus")
+        return ray_nodes.start(self._members, cpus, gpus, warm, environment or {}, timeout_s)
 
 
 @contextmanager
@@ -80,9 +92,7 @@ def machines(
     """
     if not 1 <= num_machines <= MOST:
         raise ValueError(f"{num_machines} machines: 1 to {MOST} share two cores")
-    sizes = [shm] * num_machines if isinstance(shm, str) else list(shm)
-    if len(sizes) != num_machines:
-        raise ValueError(f"shm has {len(sizes)} sizes for {num_machines} machines: say one for each, or one for all")
+    sizes = of_each(shm, num_machines, "shm")
     if missing := what_is_missing():
         raise MachinesUnavailable(f"machines need {missing}")
 
@@ -102,6 +112,14 @@ def machines(
             if rate is not None:
                 member.rate(rate)
         yield Cluster(members)
+
+
+def of_each(value: Any, num_machines: int, name: str) -> list[Any]:
+    """The value of each machine, of one for all or of a sequence."""
+    values = [value] * num_machines if isinstance(value, str | int) else list(value)
+    if len(values) != num_machines:
+        raise ValueError(f"{name} has {len(values)} values for {num_machines} machines: say one, or one for each")
+    return values
 
 
 def kept_folders(folders: Sequence[Path | str]) -> list[Path]:

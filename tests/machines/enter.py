@@ -44,7 +44,10 @@ def _become(directory: str, command: list[str]) -> NoReturn:
 
 
 def main(process: int, kinds: int, directory: str, command: list[str]) -> NoReturn:
-    join(process, kinds)
+    try:
+        join(process, kinds)
+    except OSError as error:
+        sys.exit(f"{command[0]} does not start: {error}")
     os.close(process)
     child = os.fork()
     if child == 0:

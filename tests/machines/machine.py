@@ -19,7 +19,8 @@ def hostname_of(number: int) -> str:
 class Machine:
     """Looks like a machine to its processes: own network, processes, host name, `/tmp`, `/dev/shm` and uptime.
 
-    Files elsewhere are those of the host, as on a shared file system, and so are cores, memory and the time of day.
+    Files elsewhere are those of the host, as on a shared file system, and so are cores, memory and the time of day,
+    for which the kernel has no namespace.
 
     Lifecycle: made, `connect`ed, used, and ended by `kill` or with its block.
     """

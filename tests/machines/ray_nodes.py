@@ -1,9 +1,9 @@
 """Ray on the machines of a cluster, by the commands that users type. Called by `Cluster.start_ray`."""
 
 import secrets
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.machines.machine import Machine
@@ -15,6 +15,9 @@ OBJECT_STORE_BYTES = 200 * 2**20
 START_S = 180.0
 TOKEN = "/tmp/ray_token"
 """Of each machine, in its own `/tmp`."""
+RAY = ("-m", "ray.scripts.scripts")
+"""What the command `ray` runs."""
+HEAD = ("--head", "--port", str(PORT), "--include-dashboard=false")
 QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
     "RAY_worker_niceness": "0",
@@ -38,60 +41,37 @@ while (found := sum(node.state == 0 for node in GcsClient(sys.argv[1]).get_all_n
 
 def start(
     members: Sequence[Machine],
-    num_cpus: int | Sequence[int],
+    num_cpus: Sequence[int],
+    num_gpus: Sequence[int],
     warm: Path | None,
     environment: Mapping[str, str],
-    options: Sequence[str],
     timeout_s: float,
 ) -> str:
-    """Ray's head on the first machine, and the others join; the address, when all are there.
-
-    Ray asks for a token, as it does where a user made one. What is run on the machines afterwards has it, and
-    `RAY_ADDRESS`, in its environment.
-
-    Args:
-        num_cpus: of each machine, or of all alike, as Ray counts them.
-        warm: folder of the tests' warm Python (`tests/warm_workers.py`), which must be among `keep`: Ray's workers are
-            forks. None: they start as they do for users.
-        environment: of Ray's processes, settings such as `RAY_health_check_period_ms`.
-        options: more words for each `ray start`.
-    """
-    head, *others = members
-    address = f"{head.address}:{PORT}"
+    """See `Cluster.start_ray`."""
+    address = f"{members[0].address}:{PORT}"
     python: list[str | Path] = [sys.executable]
     settings = {**QUIET, **environment}
     if warm is not None:
         python = [warm / EXECUTABLE]
-        settings |= {"RAY_START_HOOK": "tests.warm_workers.use_warm_workers"}
+        settings["RAY_START_HOOK"] = "tests.warm_workers.use_warm_workers"
     token = secrets.token_hex(32)
     for member in members:
         member.run(["sh", "-c", f"umask 077 && cat >{TOKEN}"], input=token)
         member.environment |= {
             "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": TOKEN, "RAY_ADDRESS": address, **settings,
         }  # fmt: skip
-    at_head = ["--head", "--port", str(PORT), "--include-dashboard=false", "--node-ip-address", head.address]
-    command = [*python, "-m", "ray.scripts.scripts", "start", "--disable-usage-stats",
-               "--object-store-memory", str(OBJECT_STORE_BYTES), *options]  # fmt: skip
 
-    numbers = [num_cpus] * len(members) if isinstance(num_cpus, int) else list(num_cpus)
-    head.run(
-        [*command, "--num-cpus", str(numbers[0]), *at_head],
-        cwd=ROOT,
-        timeout_s=timeout_s,
-    )
-    joining = [
-        member.start(
-            [*command, "--num-cpus", str(number), "--address", address, "--node-ip-address", member.address],
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for member, number in zip(others, numbers[1:], strict=True)
-    ]
-    for member, process in zip(others, joining, strict=True):
-        said, _ = process.communicate(timeout=timeout_s)
-        if process.returncode:
-            raise RuntimeError(f"Ray did not start on machine {member.number}:\n{said}")
-    head.run([*python, "-c", COUNT, address, str(len(members)), str(timeout_s)], cwd=ROOT, timeout_s=timeout_s + 30)
+    def start_node(member: Machine, cpus: int, gpus: int) -> None:
+        role = HEAD if member is members[0] else ("--address", address)
+        counts = ["--num-cpus", str(cpus), "--num-gpus", str(gpus), "--object-store-memory", str(OBJECT_STORE_BYTES)]
+        command = [*python, *RAY, "start", *role, "--node-ip-address", member.address, *counts, "--disable-usage-stats"]
+        member.run(command, cwd=ROOT, timeout_s=timeout_s)
+
+    head, *others = zip(members, num_cpus, num_gpus, strict=True)
+    start_node(*head)
+    with ThreadPoolExecutor() as pool:
+        for joining in [pool.submit(start_node, *other) for other in others]:
+            joining.result()
+    count = [*python, "-c", COUNT, address, str(len(members)), str(timeout_s)]
+    members[0].run(count, cwd=ROOT, timeout_s=2 * timeout_s)
     return address

@@ -35,7 +35,7 @@ def test_what_machines_have_of_their_own_cannot_be_kept(folder) -> None:
 def test_sizes_and_numbers_that_make_no_sense_are_refused_before_anything_starts() -> None:
     with pytest.raises(ValueError, match="4 machines: 1 to 3"), machines(4):
         pass
-    with pytest.raises(ValueError, match="1 sizes for 2 machines"), machines(2, shm=["1g"]):
+    with pytest.raises(ValueError, match="shm has 1 values for 2 machines"), machines(2, shm=["1g"]):
         pass
     with pytest.raises(IndexError, match="there is no machine 0"):
         Cluster([])[0]
