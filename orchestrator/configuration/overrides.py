@@ -106,7 +106,7 @@ def nearest_key(dotted: str, tree: DictConfig) -> str:
     near = same_leaf or difflib.get_close_matches(dotted, known, n=1, cutoff=0.6)
     if not near:
         leaves = {key.rpartition(".")[2]: key for key in known}
-        near = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.6)]
+        near = [leaves[name] for name in difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.65)]
     if near:
         return f"; did you mean {' or '.join(near[:3])}?"
     section = dotted.rpartition(".")[0]

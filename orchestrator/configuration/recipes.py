@@ -125,8 +125,13 @@ def _expand(values: dict[str, Any]) -> dict[str, Any]:
         for parent in parents:
             node = node.setdefault(parent, {})
         is_free = leaf in FREE or any(parent in FREE for parent in parents)
-        if isinstance(value, dict) and isinstance(node.get(leaf), dict):
-            node[leaf].update(value if is_free else _expand(value))
-        else:
-            node[leaf] = _expand(value) if isinstance(value, dict) and not is_free else value
+        _merge(node, {leaf: _expand(value) if isinstance(value, dict) and not is_free else value})
     return result
+
+
+def _merge(into: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        if isinstance(value, dict) and isinstance(into.get(key), dict):
+            _merge(into[key], value)
+        else:
+            into[key] = value

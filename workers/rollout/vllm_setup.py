@@ -48,8 +48,8 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
         # A seeded request whose prefill is cut in two has its generator set back, which CPU generators cannot do.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len)
-    if config.tensor_parallel_size == 1:
-        arguments["distributed_executor_backend"] = "uni"
+    # By itself it would have Ray start its processes, as it finds its actor in a placement group.
+    arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
     return arguments
 
 

@@ -136,6 +136,17 @@ def test_free_dictionaries_take_new_keys() -> None:
     assert config.tracking.tags == {"team": "blue"}
 
 
+def test_labels_of_nodes_may_have_dots_in_them(tmp_path: Path) -> None:
+    text = "cluster.labels.rollout: {ray.io/accelerator-type: A100}\ncluster: {labels: {reward: {a.b/c: d}}}\n"
+    recipe = write_recipe(tmp_path / "mine", text)
+    words = [f"recipe={recipe}", "cluster.labels.trainer={ray.io/accelerator-type: H100, zone: 1}"]
+    assert load_config(words).cluster.labels == {
+        "rollout": {"ray.io/accelerator-type": "A100"},
+        "reward": {"a.b/c": "d"},
+        "trainer": {"ray.io/accelerator-type": "H100", "zone": "1"},
+    }
+
+
 def test_existing_paths_become_absolute_and_hub_names_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.jsonl").write_text("{}\n")
