@@ -106,11 +106,9 @@ def machines(
         for number, size in zip(numbers, sizes, strict=True):
             members.append(Machine(number, f"127.0.0.1 localhost\n{hosts}", size, kept, switch))
             stack.callback(members[-1].kill)
-        switch.open()
+        switch.open({member.number: member.wait_until_ready() for member in members}, rate)
         for member in members:
-            member.connect()
-            if rate is not None:
-                member.rate(rate)
+            member.connect(rate)
         yield Cluster(members)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.machines.namespaces import MachineEnded, Namespaces, Stream
-from tests.machines.switch import GATEWAY, Switch, address_of, queueing
+from tests.machines.switch import GATEWAY, Switch, address_of, limit
 
 KINDS = ("net", "mount", "pid", "ipc", "uts", "time")
 DAY_S = 86400
@@ -22,7 +22,7 @@ class Machine:
     Files elsewhere are those of the host, as on a shared file system, and so are cores, memory and the time of day,
     for which the kernel has no namespace.
 
-    Lifecycle: made, `connect`ed, used, and ended by `kill` or with its block.
+    Lifecycle: made, `wait_until_ready`, `connect`ed, used, and ended by `kill` or with its block.
     """
 
     def __init__(self, number: int, hosts: str, shm: str, keep: Sequence[Path], switch: Switch) -> None:
@@ -41,12 +41,21 @@ class Machine:
             ["--mount-proc", "--monotonic", str(number * DAY_S), "--boottime", str(number * DAY_S)],
         )
 
-    def connect(self) -> None:
+    def wait_until_ready(self) -> int:
+        """The host's `pid` of its first process, for the switch."""
         self._inside.wait_until_ready()
-        self._switch.plug(self.number, self._inside.pid)
-        address = f"addr add {self.address}/24 dev eth0"
-        lines = ["link set lo up", address, "link set eth0 up", f"route add default via {GATEWAY}"]
-        self.run(["ip", "-batch", "-"], input="\n".join(lines))
+        return self._inside.pid
+
+    def connect(self, rate: str | None) -> None:
+        """Take the interface that the switch has given it into use. `rate`: of what it sends."""
+        lines = [
+            "ip link set lo up",
+            f"ip addr add {self.address}/24 dev eth0",
+            "ip link set eth0 up",
+            f"ip route add default via {GATEWAY}",
+        ]
+        lines += [limit("eth0", rate)] if rate else []
+        self.run(["sh", "-e"], input="\n".join(lines))
 
     @property
     def alive(self) -> bool:
@@ -92,8 +101,8 @@ class Machine:
 
     def rate(self, rate: str | None) -> None:
         """Limit what it sends, and what it receives, to a rate such as `200mbit`; None: no limit."""
-        self.run(["tc", *queueing("eth0", rate)])
-        self._switch.limit(self.number, rate)
+        self.run(["sh", "-e"], input=limit("eth0", rate))
+        self._switch.limit_port(self.number, rate)
 
     def cut(self) -> None:
         """Pull the cable at the switch: whatever is sent is lost."""

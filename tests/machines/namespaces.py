@@ -83,7 +83,7 @@ class Namespaces:
                 self._unshare.kill()
                 raise RuntimeError(f"{self.name} did not start: {line}{said.read()}")
         [first] = psutil.Process(self._unshare.pid).children()
-        self.pid = first.pid
+        self.pid: int = first.pid
         self._first = os.pidfd_open(self.pid)
 
     @property

@@ -10,7 +10,7 @@ rest of the world is unreachable.
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from tests.machines.namespaces import Namespaces
 
@@ -29,6 +29,10 @@ def address_of(number: int) -> str:
     return f"{NETWORK}.{number}"
 
 
+def port_of(number: int) -> str:
+    return f"p{number}"
+
+
 def bits_per_s(rate: str) -> float:
     """Of a rate as `tc` takes it, such as `200mbit` or `2.5gbit`."""
     if (match := re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)) is None or not float(match[1]):
@@ -36,43 +40,43 @@ def bits_per_s(rate: str) -> float:
     return float(match[1]) * UNITS[match[2]]
 
 
-def queueing(device: str, rate: str | None) -> list[str]:
-    """Words for `tc` that limit what `device` sends; None: to nothing."""
+def limit(device: str, rate: str | None) -> str:
+    """A command that limits what `device` sends; None: to nothing."""
     if rate is None:
-        return ["qdisc", "replace", "dev", device, "root", "noqueue"]
+        return f"tc qdisc replace dev {device} root noqueue"
     burst = max(LEAST_BURST_BYTES, int(bits_per_s(rate) / 8 * BURST_S))
-    return ["qdisc", "replace", "dev", device, "root", "tbf", "rate", rate, "burst", f"{burst}b",
-            "latency", f"{QUEUE_MS}ms"]  # fmt: skip
+    return f"tc qdisc replace dev {device} root tbf rate {rate} burst {burst}b latency {QUEUE_MS}ms"
 
 
 class Switch(Namespaces):
-    """Lifecycle: made, `open`, machines are plugged in, their ports cut, mended and limited, `end`."""
+    """Lifecycle: made, `open`ed, cables cut, mended and limited, `end`ed."""
 
     def __init__(self) -> None:
         super().__init__("the switch", ["net"])
 
-    def open(self) -> None:
+    def open(self, first_processes: Mapping[int, int], rate: str | None) -> None:
+        """Give machines their interface `eth0`. `first_processes`: of each by its number. `rate`: see `limit`."""
         self.wait_until_ready()
-        self.network(["link add br0 type bridge", f"addr add {GATEWAY}/24 dev br0", "link set br0 up"])
-        self.do(["sh", "-c", "echo 1 >/proc/sys/net/ipv4/ip_forward"])  # of this network, as all below /proc/sys/net
-
-    def plug(self, number: int, pid: int) -> None:
-        """The machine whose first process has this `pid` gets its interface `eth0`."""
-        port = f"p{number}"
-        cable = f"link add {port} type veth peer name eth0 netns {pid}"
-        self.network([cable, f"link set {port} master br0", f"link set {port} up"])
+        lines = [
+            "ip link add br0 type bridge",
+            f"ip addr add {GATEWAY}/24 dev br0",
+            "ip link set br0 up",
+            "echo 1 >/proc/sys/net/ipv4/ip_forward",  # of this network, as all that is below /proc/sys/net
+        ]
+        for number, pid in first_processes.items():
+            port = port_of(number)
+            lines += [f"ip link add {port} type veth peer name eth0 netns {pid}", f"ip link set {port} master br0 up"]
+            lines += [limit(port, rate)] if rate else []
+        self.do(*lines)
 
     def set_port(self, number: int, state: str) -> None:
         """`state`: `up`, or `down` for a cable that is not there."""
-        self.network([f"link set p{number} {state}"])
+        self.do(f"ip link set {port_of(number)} {state}")
 
-    def limit(self, number: int, rate: str | None) -> None:
+    def limit_port(self, number: int, rate: str | None) -> None:
         """What the machine receives."""
-        self.do(["tc", *queueing(f"p{number}", rate)])
+        self.do(limit(port_of(number), rate))
 
-    def network(self, lines: Sequence[str]) -> None:
-        """Commands of `ip`, in one process."""
-        self.run(["ip", "-batch", "-"], env=os.environ, input="\n".join(lines))
-
-    def do(self, command: Sequence[str]) -> None:
-        self.run(command, env=os.environ)
+    def do(self, *lines: str) -> None:
+        """Commands of a shell."""
+        self.run(["sh", "-e"], env=os.environ, input="\n".join(lines))
