@@ -86,8 +86,8 @@ class Fleet:
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
             snapshot = self.resumed.store if self.resumed is not None else None
-            options = self.reservation.options(self._plan_of(STORE))
-            self.store = create_store_actor(spec, self.namespace, restore=snapshot, options=options)
+            options, ports = self.reservation.options(self._plan_of(STORE)), self.config.cluster.ports
+            self.store = create_store_actor(spec, self.namespace, restore=snapshot, ports=ports, options=options)
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue

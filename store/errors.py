@@ -40,7 +40,8 @@ class StoreClosed(StoreError):
 
 
 class StoreUnreachable(StoreError):
-    """The connection to the store's machine broke during a call, and whether that was carried out is not known."""
+    """The store's machine cannot be reached, or could not for so long that this client counts as gone. Whether a call
+    that was under way was carried out is not known."""
 
 
 class UnknownColumn(StoreError):

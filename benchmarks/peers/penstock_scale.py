@@ -91,9 +91,9 @@ async def control(request: Request, number: int) -> Request:
         end = start + request["seconds"]
         running = [process.consume.remote(start, end) for process in processes]
         await asyncio.sleep(start - time.time())
-        before = await cpu_seconds(store)
+        before = await cpu_seconds(client)
         await asyncio.sleep(end - time.time())
-        cpu_share = (await cpu_seconds(store) - before) / request["seconds"]
+        cpu_share = (await cpu_seconds(client) - before) / request["seconds"]
         if not (await client.describe())["rows"]["reward"]["free"]:
             return {"error": f"{request['rows']} rows were not enough: consumers waited"}
         await client.close("enough")
@@ -110,9 +110,9 @@ async def control(request: Request, number: int) -> Request:
         end_store_actor(store)
 
 
-async def cpu_seconds(store: Any) -> float:
+async def cpu_seconds(client: StoreClient) -> float:
     """Of the store's process so far."""
-    return float((await store.describe.remote())["process"]["cpu_s"])
+    return float((await client.describe())["process"]["cpu_s"])
 
 
 async def spill(request: Request, number: int) -> Request:

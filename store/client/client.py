@@ -35,7 +35,7 @@ from penstock.store.data.arena import Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
-from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, StoreUnreachable, UnknownColumn
+from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, UnknownColumn
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import check_group_bytes
 from penstock.store.service.calls import Granted, LeaseRequest, Write
@@ -224,9 +224,6 @@ class StoreClient:
             for lease in leases:
                 self._heartbeat.hold(lease.id, lease.rows.row_ids)
             return leases
-        except StoreUnreachable:  # nobody knows whether it waits, or was granted
-            await self._calls.call("withdraw", ask.stage, ask.client, ask.ticket)
-            return await self._ask(ask)
         except BaseException:
             undoing = asyncio.ensure_future(self._withdraw(ask))
             self._undoing.add(undoing)

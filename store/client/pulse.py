@@ -1,19 +1,24 @@
 """How the thread of a heartbeat speaks to the store, beside the event loop of its client, which may be blocked.
 
 Each call blocks the thread for a bounded time. `ConnectionError` and `TimeoutError` may pass; `PartnerGone` is final.
-Made by `links.py`, used by `heartbeat.py`.
+Made by `links.py` and `connected.py`, used by `heartbeat.py`.
 """
 
 import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from penstock.conf.errors import PartnerGone
-from penstock.network.connection import Connection
+from penstock.network.connection import Connection, connect
 from penstock.store.data.codec import NOTHING, Codec, Malformed
 from penstock.store.service import peers
 from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Hello, Said, calls_of
+from penstock.store.service.server import STORE, Endpoint
 from penstock.store.service.store import Store
+
+Over = list[int] | None
+"""Leases that are over; None with an error."""
 
 
 class Pulse(Protocol):
@@ -44,11 +49,12 @@ class InProcess:
         pass
 
 
-class OverSocket:
+class OverConnection:
     """A connection of its own, made when it is needed and made again after it has broken."""
 
-    def __init__(self, path: str, client: str) -> None:
-        self._path, self._client = path, client
+    def __init__(self, connect: Callable[[float], Connection], where: object, client: str) -> None:
+        """`connect`: within so many seconds."""
+        self._connect, self._where, self._client = connect, where, client
         self._calls, self._codec = calls_of(Store), Codec()
         self._connection: Connection | None = None
 
@@ -75,35 +81,29 @@ class OverSocket:
     def _connected(self, timeout_s: float) -> Connection:
         if self._connection is None:
             try:
-                self._connection = Connection(peers.connect(Path(self._path)), timeout_s)
+                self._connection = self._connect(timeout_s)
             except (ConnectionRefusedError, FileNotFoundError):
-                raise PartnerGone(f"the store's process is gone, or the store is closed: {self._path}.") from None
+                raise PartnerGone(f"the store's process is gone, or the store is closed: {self._where}.") from None
             self._connection.send(HELLO, self._codec.encode(Hello(f"{self._client}.heartbeat"))[0])
         return self._connection
 
-    def _heard(self, connection: Connection) -> Answer[list[int] | None]:
+    def _heard(self, connection: Connection) -> Answer[Over]:
         frame = connection.receive()
         if frame.kind != ANSWER or frame.num_bytes:
             raise Malformed(f"the store sends a message of kind {frame.kind}.")
-        answer: Answer[list[int] | None] = self._codec.decode(Answer[list[int] | None], frame.body, NOTHING)
+        answer: Answer[Over] = self._codec.decode(Answer[Over], frame.body, NOTHING)
         return answer
 
 
-class OverRay:
-    """Actor calls, waited for in the thread."""
+def over_socket(path: Path, client: str) -> OverConnection:
+    return OverConnection(lambda timeout_s: Connection(peers.connect(path), timeout_s), path, client)
 
-    def __init__(self, handle: Any, client: str) -> None:
-        self._handle, self._client = handle, client
 
-    def renew(self, lease_ids: list[int], tickets: list[int], timeout_s: float) -> list[int]:
-        from ray.exceptions import ActorUnavailableError, ObjectLostError, RayActorError
+def over_tcp(endpoint: Endpoint, client: str) -> OverConnection:
+    address = endpoint.address
+    assert address is not None
 
-        try:
-            return list(self._handle.renew.remote(lease_ids, self._client, tickets).future().result(timeout_s))
-        except (ActorUnavailableError, ObjectLostError) as error:
-            raise ConnectionError(str(error)) from None
-        except RayActorError as error:
-            raise PartnerGone(f"the store's process is gone: {error}") from None
+    def connected(timeout_s: float) -> Connection:
+        return connect(address, STORE, endpoint.token, timeout_s, silence_s=timeout_s)
 
-    def close(self) -> None:
-        pass
+    return OverConnection(connected, address, client)

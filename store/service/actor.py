@@ -7,26 +7,18 @@ import os
 import shutil
 import tempfile
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
+from penstock.network.handshake import new_token
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, sweep_stale
 from penstock.store.data.segments import Segments
 from penstock.store.service import store
-from penstock.store.service.calls import with_values
+from penstock.store.service.server import Door, Endpoint
 from penstock.store.spec import StoreSpec
 
-MAX_WAITING_CALLS = 10_000
-"""Calls that may wait in the store at a time: each is a coroutine, not a thread."""
 STORE = "Store"
 """The actor's name, as in the dashboard."""
-CALLS = (
-    "spec", "endpoint", "many", "put", "withdraw_put", "lease", "withdraw", "lease_shared", "batch_ready",
-    "complete_shared",
-    "write", "drop", "release", "renew", "abandon", "published", "last_batch", "cut", "snapshot", "stats",
-    "describe", "close", "end",
-)  # fmt: skip
-"""What clients on other machines call through Ray."""
 GC_THRESHOLD = (50_000, 20, 50)
 """Python's collector looks for cycles, of which the store makes few; at its usual pace it would walk over all resident
 rows' state many times a second."""
@@ -35,31 +27,28 @@ rows' state many times a second."""
 class Store:
     """The store with its segments, on the machine that Ray puts it on. The dashboard shows the class's name.
 
-    Its methods are `CALLS`, each handed on, with values in place of segments: a client that calls through Ray may be on
-    another machine, and may be gone before it has read them. Ray wraps every method of an actor's class, and calls
-    that come by the store's own socket need not pay for that.
+    Ray says where it is called, and to whom: an actor call needs Ray's own authentication, and brings the token that
+    the store's port asks for. All other calls go there.
     """
 
-    def __init__(self, spec: StoreSpec, directory: str, restore: str | None = None) -> None:
+    def __init__(self, spec: StoreSpec, directory: str, restore: str | None, ports: list[int] | None) -> None:
         import ray
 
         gc.set_threshold(*GC_THRESHOLD)
         spill = os.path.join(_disk(spec.spill_dir), f"{PREFIX}store-{uuid.uuid4().hex}")
-        self._segments = Segments(directory, spill, spec.shared_bytes)
+        span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
+        door = Door(ray.util.get_node_ip_address(), new_token(), span)  # type: ignore[no-untyped-call]
+        segments = Segments(directory, spill, spec.shared_bytes)
         node = ray.get_runtime_context().get_node_id()
-        self._store = store.Store(spec, segments=self._segments, node=node, restore=restore)
+        self._store = store.Store(spec, segments=segments, node=node, restore=restore, door=door)
 
+    async def endpoint(self) -> Endpoint:
+        """Where it is called."""
+        return await self._store.endpoint()
 
-def _handed_on(name: str) -> Callable[..., Any]:
-    async def call(self: Store, *arguments: Any) -> Any:
-        return with_values(await getattr(self._store, name)(*arguments), self._segments.open)
-
-    call.__name__ = name
-    return call
-
-
-for _name in CALLS:
-    setattr(Store, _name, _handed_on(_name))
+    async def end(self) -> None:
+        """Nobody calls any more: what it keeps in files goes."""
+        await self._store.end()
 
 
 def create_store_actor(
@@ -68,22 +57,23 @@ def create_store_actor(
     name: str = STORE,
     restore: str | None = None,
     directory: str | None = None,
+    ports: list[int] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
     until `end_store_actor`.
 
     `restore`: a snapshot to go on from, see `snapshot.py`. `directory`: which it makes for its socket and
-    segments; None: one in shared memory, which goes with this process if nobody ends the store. `options`: more for
-    Ray, such as its node.
+    segments; None: one in shared memory, which goes with this process if nobody ends the store. `ports`: first and last
+    that it may listen on for other machines; None: any. `options`: more for Ray, such as its node.
     """
     import ray
 
     if directory is None:
         directory = os.path.join(SHARED_MEMORY, f"{PREFIX}store-{uuid.uuid4().hex}")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    own = {"name": name, "namespace": namespace, "num_cpus": 0, "max_concurrency": MAX_WAITING_CALLS}
-    return ray.remote(Store).options(**own, **(options or {})).remote(spec, directory, restore)
+    own = {"name": name, "namespace": namespace, "num_cpus": 0}
+    return ray.remote(Store).options(**own, **(options or {})).remote(spec, directory, restore, ports)
 
 
 def end_store_actor(handle: Any, spill_dir: str | None = None, timeout_s: float = 10.0) -> None:

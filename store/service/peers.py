@@ -13,7 +13,7 @@ from pathlib import Path
 
 CREDENTIALS = struct.Struct("iII")
 """Of `SO_PEERCRED`: PID, user, group (unix(7))."""
-BACKLOG = 4096
+MANY = 4096
 """Connections that wait to be accepted: all clients of a run come at once."""
 
 

@@ -1,29 +1,46 @@
-"""The store's socket for processes of its own machine: calls over a Unix socket, a tenth of what an actor call costs.
+"""Where a store is called: by a Unix socket from its own machine, over TCP from others.
 
-A connection is a client. When it ends, its process has ended, however that came: what it waited for is withdrawn and
-what it held goes back, at once and without a deadline. Made by `Store.endpoint`; the other end is `client/links.py`.
+A connection is a client. When it ends, its process has ended, or cannot be reached, however that came: what it waited
+for is withdrawn and what it held goes back, at once and without a deadline. Made by `Store.endpoint`; the other end is
+`client/connected.py`.
 
 The socket lies in a directory that only its user may enter, and a peer whose user the kernel does not name as this one
-is hung up on before anything is read of it.
+is hung up on before anything is read of it. Whoever comes over TCP has to know the token (`network/handshake.py`).
 """
 
 import asyncio
 import contextlib
-from dataclasses import dataclass
+import socket
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
 
 import pyarrow as pa
 
 from penstock.conf.errors import NotPlainData
+from penstock.network.connection import Address
+from penstock.network.listener import Listener
 from penstock.store.data.codec import Malformed
 from penstock.store.data.segments import Segments
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
-from penstock.store.service.calls import refs_of
+from penstock.store.service import peers
+from penstock.store.service.calls import refs_of, with_values
 from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello
-from penstock.store.service.peers import BACKLOG, bind, is_same_user
 from penstock.store.service.wire import Wire
+
+STORE = 4
+"""What a connection from another machine asks for (`network/listener.py`)."""
+
+
+@dataclass(frozen=True)
+class Door:
+    """For clients on other machines. `host`: an address of this one. `ports`: the first that is free is taken; 0: any.
+    `token`: they know it."""
+
+    host: str
+    token: bytes = field(repr=False)
+    ports: range = range(1)
 
 
 @dataclass(frozen=True)
@@ -34,6 +51,9 @@ class Endpoint:
     path: str
     segments: tuple[str, str]
     """Directories of large batches: shared memory, disk."""
+    address: Address | None = None
+    """For other machines, and containers that do not see the path."""
+    token: bytes = field(default=b"", repr=False)
 
 
 class Served(Protocol):
@@ -42,30 +62,71 @@ class Served(Protocol):
 
 
 class Server:
-    """Lifecycle: `start` once; it goes with its event loop, or with `close`. `path`: where it listens."""
+    """Lifecycle: made in an event loop, then `start`; it goes with the loop, or with `close`. `path`: of the socket.
+    `door`: for other machines; None: it is called from its own alone."""
 
-    def __init__(self, store: Served, calls: Calls, segments: Segments, path: Path) -> None:
+    def __init__(self, store: Served, calls: Calls, segments: Segments, path: Path, door: Door | None = None) -> None:
+        """Raises `StoreError` if no port is free."""
         self._store, self._calls = store, calls
         self._segments = segments
         self.path = path
-        self.refused = 0
+        self._token = door.token if door is not None else b""
+        self.other_users = 0
         """Connections of other users."""
         self.malformed = 0
         """Connections that ended with a message that is none."""
+        self._loop = asyncio.get_running_loop()
         self._server: asyncio.Server | None = None
+        self._visits: set[asyncio.Task[Any]] = set()
+        self._listener = self._listening(door) if door is not None else None
 
     async def start(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: PeerCheck(self), sock=bind(self.path), backlog=BACKLOG)
+        door = peers.bind(self.path)
+        self._server = await self._loop.create_unix_server(lambda: PeerCheck(self), sock=door, backlog=peers.MANY)
 
-    def accept(self) -> Wire:
+    def endpoint(self, node: str) -> Endpoint:
+        places = str(self._segments.directory), str(self._segments.spill)
+        address = self._listener.address if self._listener is not None else None
+        return Endpoint(node, str(self.path), places, address, self._token)
+
+    @property
+    def refused(self) -> int:
+        """Connections of other users, and of strangers."""
+        return self.other_users + (self._listener.refused if self._listener is not None else 0)
+
+    def accept(self, *, shares_memory: bool) -> Wire:
         """A visitor's end of its connection."""
-        return Connection(self, self._store, self._calls, self._segments).wire
+        return Connection(self, self._store, self._calls, self._segments, shares_memory).wire
 
     def close(self) -> None:
         """Take no more connections; those that are open stay."""
         if self._server is not None:
             self._server.close()
+        if self._listener is not None:
+            self._listener.close()
+
+    def _listening(self, door: Door) -> Listener:
+        try:
+            return Listener(door.host, door.token, {STORE: self._come_in}, door.ports)
+        except OSError as error:
+            raise StoreError(
+                f"the store finds no port to listen on at {door.host} ({error}). Widen cluster.ports, or set it to "
+                "null for any free port."
+            ) from None
+
+    def _come_in(self, connected: socket.socket) -> None:
+        """A visitor from another machine is known; in the thread of its handshake."""
+        connected.setblocking(False)
+        try:
+            self._loop.call_soon_threadsafe(self._let_in, connected)
+        except RuntimeError:  # the loop has closed
+            connected.close()
+
+    def _let_in(self, connected: socket.socket) -> None:
+        arriving = self._loop.connect_accepted_socket(lambda: self.accept(shares_memory=False), connected)
+        visit = self._loop.create_task(arriving)
+        self._visits.add(visit)
+        visit.add_done_callback(self._visits.discard)
 
 
 class PeerCheck(asyncio.BaseProtocol):
@@ -76,11 +137,11 @@ class PeerCheck(asyncio.BaseProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         transport = cast(asyncio.Transport, transport)
-        if not is_same_user(transport.get_extra_info("socket")):
-            self._server.refused += 1
+        if not peers.is_same_user(transport.get_extra_info("socket")):
+            self._server.other_users += 1
             transport.abort()
             return
-        wire = self._server.accept()
+        wire = self._server.accept(shares_memory=True)
         transport.set_protocol(wire)
         wire.connection_made(transport)
 
@@ -88,10 +149,12 @@ class PeerCheck(asyncio.BaseProtocol):
 class Connection:
     """One client's connection. Its first message is its name, the others are calls."""
 
-    def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments) -> None:
+    def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments, shares_memory: bool) -> None:
+        """`shares_memory`: the client can map segments; another is given values in their place, which it can read
+        whatever becomes of them."""
         self.wire = Wire(self._hear, self._gone)
         self._server, self._store, self._calls = server, store, calls
-        self._segments = segments
+        self._segments, self._shares_memory = segments, shares_memory
         self._client: str | None = None
         self._waiting: set[asyncio.Task[None]] = set()
 
@@ -127,6 +190,8 @@ class Connection:
         value = None
         try:
             value = await getattr(self._store, method)(*arguments)
+            if not self._shares_memory:
+                value = with_values(value, self._segments.open)
         except StoreError as failure:
             error = failure
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller hears it

@@ -30,7 +30,7 @@ from penstock.store.service.calls import Call, Granted, LeaseRequest, Result, Wr
 from penstock.store.service.clients import Clients
 from penstock.store.service.messages import calls_of
 from penstock.store.service.report import describe, stats
-from penstock.store.service.server import Endpoint, Server
+from penstock.store.service.server import Door, Endpoint, Server
 from penstock.store.service.waiting.consumers import Consumers
 from penstock.store.service.waiting.expiry import Expiry
 from penstock.store.service.waiting.pump import Pump
@@ -62,14 +62,15 @@ class Store:
         segments: Segments | None = None,
         node: str = "",
         restore: str | Path | None = None,
+        door: Door | None = None,
     ) -> None:
         """`clock`: seconds. `segments`: where batches larger than `spec.inline_bytes` lie; None: here, with all others.
-        `node`: the machine, for `endpoint`. `restore`: a snapshot, or a directory of them, to go on from; raises
-        `CorruptSnapshot`, `StoreError`.
+        `node`, `door`: the machine, and where others reach it, for `endpoint`. `restore`: a snapshot, or a directory of
+        them, to go on from; raises `CorruptSnapshot`, `StoreError`.
         """
         self._spec = spec
         self._clock = clock
-        self._segments = segments
+        self.segments = segments
         self._intake = Intake(spec, segments)
         self._blocks = Blocks(spec.columns, spec.group_size, self._intake.free)
         loaded = None if restore is None else snapshot.load(restore, spec)
@@ -77,7 +78,7 @@ class Store:
         if loaded is not None:
             snapshot.refill(self._blocks, loaded, lambda batch: self._intake.block(Inline(batch), batch.num_rows))
         self._reads = {stage.name: stage.reads for stage in spec.stages}
-        self._node = node
+        self._node, self._door = node, door
         self._server: Server | None = None
         self._clients = Clients(self.ledger)
         self._pump = pump = Pump(self._blocks)
@@ -94,7 +95,7 @@ class Store:
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
-        """The event loop that it lives in: all calls come from one."""
+        """That it lives in."""
         self._cut: tuple[snapshot.Cut, dict[Any, Any]] | None = None
 
     async def spec(self) -> StoreSpec:
@@ -102,21 +103,21 @@ class Store:
         return self._spec
 
     async def endpoint(self) -> Endpoint:
-        """Where processes of this machine can call; listens from the first time on."""
-        assert self._segments is not None
+        """Where other processes can call; listens from the first time on. Raises `StoreError` if it cannot."""
+        assert self.segments is not None
         if self._server is None:
-            self._server = Server(self, calls_of(Store), self._segments, self._segments.directory / "socket")
+            path = self.segments.directory / "socket"
+            self._server = Server(self, calls_of(Store), self.segments, path, self._door)
             await self._server.start()
-        places = (str(self._segments.directory), str(self._segments.spill))
-        return Endpoint(self._node, str(self._server.path), places)
+        return self._server.endpoint(self._node)
 
     async def left(self, client: str) -> None:
         """A client's process has ended: what it held goes back."""
         self._release_all(self._clients.left(client))
         for consumers in self._consumers.values():
             consumers.left(client)
-        if self._segments is not None:
-            self._segments.left(client)
+        if self.segments is not None:
+            self.segments.left(client)
         self._pump.wake_all_stages()  # those that are left share without it
 
     async def many(self, calls: list[Call]) -> list[Result]:
@@ -272,7 +273,7 @@ class Store:
     async def cut(self) -> int:
         """Take the state of this moment, for the next `snapshot` to write. Groups put so far."""
         # Mapped now: the rows may end, and their segments go, while it is written.
-        mapped = {placed: self._segments.open(placed) for placed in self._blocks.refs()} if self._segments else {}
+        mapped = {placed: self.segments.open(placed) for placed in self._blocks.refs()} if self.segments else {}
         self._cut = snapshot.cut(self._spec, self.ledger, self._blocks), mapped
         return self.ledger.residents.next_group
 
@@ -294,9 +295,9 @@ class Store:
         numbers["store/waiting_producers"] = len(self._puts)
         numbers["store/waiting_consumers"] = sum(map(len, self._waiting))
         numbers["store/blocks"] = self._blocks.num_blocks
-        if self._segments is not None:
-            numbers["store/shared_bytes"] = self._segments.book.bytes
-            numbers["store/spilled_bytes"] = self._segments.book.spilled_bytes
+        if self.segments is not None:
+            numbers["store/shared_bytes"] = self.segments.book.bytes
+            numbers["store/spilled_bytes"] = self.segments.book.spilled_bytes
         if self._server is not None:
             numbers["store/refused_connections"] = self._server.refused
             numbers["store/malformed_messages"] = self._server.malformed
@@ -330,8 +331,8 @@ class Store:
     async def end(self) -> None:
         """Nobody calls any more: what it keeps in files goes. A second time changes nothing."""
         await self.close("the run is over")
-        if self._segments is not None:
-            self._segments.close()
+        if self.segments is not None:
+            self.segments.close()
 
     def _grant(
         self, lease_id: int, stage: str, rows: list[int], version: int = 0, names: tuple[str, ...] | None = None

@@ -1,23 +1,31 @@
-"""A store that is served over its socket, clients as in other processes of the machine, and the files they share."""
+"""A store that is served to other processes, clients as in those, near and far, and the files they share."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from penstock.network.handshake import new_token
 from penstock.store.client.client import StoreClient
-from penstock.store.client.links import Lazy, OverSocket
+from penstock.store.client.connected import OverSocket, OverTcp
+from penstock.store.client.links import InProcess, Lazy, Link
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import Segments
-from penstock.store.service.server import Endpoint
+from penstock.store.service.server import Door, Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 
+WAYS = {"in process": InProcess, "socket": OverSocket, "tcp": OverTcp}
+"""From a client to its store."""
 
-def serve(tmp_path: Path, body: Callable[[Store, Endpoint], Awaitable[None]], **changes: Any) -> None:
+
+def serve(
+    tmp_path: Path, body: Callable[[Store, Endpoint], Awaitable[None]], *, node: str = "", **changes: Any
+) -> None:
     async def main() -> None:
         spec = make_spec(**{"lease_timeout_s": 600.0, "inline_bytes": 2000, **changes})
-        store = Store(spec, segments=Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), spec.shared_bytes))
+        segments = Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), spec.shared_bytes)
+        store = Store(spec, segments=segments, node=node, door=Door("127.0.0.1", new_token()))
         await asyncio.wait_for(body(store, await store.endpoint()), 20)
         store.ledger.check_invariants()
         await store.close("test over")
@@ -28,10 +36,38 @@ def serve(tmp_path: Path, body: Callable[[Store, Endpoint], Awaitable[None]], **
 async def visit(endpoint: Endpoint) -> tuple[StoreClient, OverSocket]:
     """A client as in another process of the machine."""
     client = StoreClient(endpoint)
+    link = await linked(client)
+    assert isinstance(link, OverSocket)
+    return client, link
+
+
+async def visit_from_afar(endpoint: Endpoint) -> tuple[StoreClient, OverTcp]:
+    """A client as on another machine."""
+    client = StoreClient(unseen(endpoint))
+    link = await linked(client)
+    assert isinstance(link, OverTcp)
+    return client, link
+
+
+async def visit_by(way: str, store: Store, endpoint: Endpoint) -> tuple[StoreClient, Link]:
+    client = StoreClient({"in process": store, "socket": endpoint, "tcp": unseen(endpoint)}[way])
+    link = await linked(client)
+    assert isinstance(link, WAYS[way])
+    return client, link
+
+
+async def linked(client: StoreClient) -> Link:
     await client.spec()
-    assert isinstance(client._link, Lazy)
-    assert isinstance(client._link.found, OverSocket)
-    return client, client._link.found
+    link = client._link
+    if not isinstance(link, Lazy):
+        return link
+    assert link.found is not None
+    return link.found
+
+
+def unseen(endpoint: Endpoint) -> Endpoint:
+    """As a machine or a container sees it that has other directories."""
+    return Endpoint(endpoint.node, "/not/here", ("/not", "/here"), endpoint.address, endpoint.token)
 
 
 def files_in(place: Path) -> list[str]:

@@ -74,7 +74,7 @@ def groups(count: int) -> list[dict[str, Any]]:
 
 
 def test_the_actor_is_named_for_what_it_is_and_stays_light(handle: Any) -> None:
-    assert ray.get(handle.spec.remote()).group_size == 2
+    assert asyncio.run(StoreClient(handle).spec()).group_size == 2
     assert "Actor(Store," in repr(handle)
 
 
@@ -182,7 +182,7 @@ def test_a_stores_directories_are_its_own_and_go_with_it(cluster: None, tmp_path
     assert len(spilled) == 2
     assert all(path.stat().st_mode & 0o777 == 0o700 for path in [*map(Path, names), *spilled])
     if killed:
-        os.kill(ray.get(stores[0].describe.remote())["process"]["pid"], signal.SIGKILL)
+        os.kill(asyncio.run(StoreClient(stores[0]).describe())["process"]["pid"], signal.SIGKILL)
     for store in stores:
         end_store_actor(store, spec.spill_dir)
     assert not list((tmp_path / "disk").iterdir())

@@ -44,14 +44,15 @@ NUM_EVENTS = 25
 
 
 class Worker:
-    """A process of its own. It cannot import the tests, so what it computes is brought by `players.values_of`."""
+    """A process of its own, perhaps on another machine. It cannot import the tests, so what it computes is brought by
+    `players.values_of`."""
 
-    def __init__(self, handle: Any, name: str, values_of: Any) -> None:
+    def __init__(self, handle: Any, name: str, values_of: Any, node: str | None = None) -> None:
         import os
 
         from penstock.store.client.client import StoreClient
 
-        self.client, self.name, self.values_of = StoreClient(handle), name, values_of
+        self.client, self.name, self.values_of = StoreClient(handle, node), name, values_of
         self.process = os.getpid()
         self.held: list[Any] = []
 
@@ -123,7 +124,8 @@ class History:
         self.count += 1
         name = f"worker-{self.count}"
         values = partial(values_of, more_tokens=MORE_TOKENS)
-        self.workers[name] = ray.remote(num_cpus=0)(Worker).remote(self.store, name, values)
+        node = self.dice.choice([None, "another machine"])
+        self.workers[name] = ray.remote(num_cpus=0)(Worker).remote(self.store, name, values, node)
 
     def answer(self, ref: Any) -> Any:
         return ray.get(ref, timeout=ANSWER_S)
@@ -159,7 +161,7 @@ class History:
     def publish(self) -> None:
         if self.serves.version < self.round:
             self.serves.version += 1
-            self.answer(self.store.published.remote(self.serves.version))
+            self.ask("published", self.serves.version)
 
     def any_worker(self) -> Any:
         return self.workers[self.dice.choice(list(self.workers))]
@@ -167,14 +169,18 @@ class History:
     def dismiss(self, name: str) -> None:
         pid = self.answer(self.workers.pop(name).pid.remote())
         os.kill(pid, signal.SIGKILL)
-        self.answer(self.store.abandon.remote(name))
+        self.ask("abandon", name)
 
-    def run(self, body: Callable[[StoreClient], Awaitable[None]]) -> None:
-        async def main() -> None:
-            await asyncio.wait_for(body(StoreClient(self.store)), ANSWER_S)
+    def ask(self, method: str, *arguments: Any) -> Any:
+        return self.run(lambda client: getattr(client, method)(*arguments))
 
-        asyncio.run(main())
+    def run(self, body: Callable[[StoreClient], Awaitable[Any]]) -> Any:
+        async def main() -> Any:
+            return await asyncio.wait_for(body(StoreClient(self.store)), ANSWER_S)
+
+        result = asyncio.run(main())
         gc.collect()  # the connections of its clients end
+        return result
 
     async def _work_off(self, client: StoreClient) -> None:
         async with self._working():
@@ -244,7 +250,7 @@ class History:
                 await client.published(self.round)
 
     def _check_numbers(self) -> None:
-        stats = self.answer(self.store.stats.remote())
+        stats = self.ask("stats")
         assert len(self.trained) == len(set(self.trained)) == stats["store/rows_trained"] > 0
         assert stats.get("dropped/stale", 0) == 0
         # What is left is less than a batch: nothing was lost on the way.
@@ -255,7 +261,7 @@ class History:
         """Of all that dead and living have written, what rows lie in is left, and nobody holds a lease."""
         deadline = time.monotonic() + ANSWER_S
         while True:
-            stats = self.answer(self.store.stats.remote())
+            stats = self.ask("stats")
             kept = stats["store/shared_bytes"] + stats["store/spilled_bytes"]
             found = sum(file.stat().st_size for place in (self.memory, self.disk) for file in files_below(place))
             if found == kept and stats["store/leases"] == 0:

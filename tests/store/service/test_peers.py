@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from penstock.store.client.client import StoreClient
-from penstock.store.client.links import OverSocket
+from penstock.store.client.connected import OverSocket
 from penstock.store.data.roots import SHARED_MEMORY, remove_root
 from penstock.store.data.segments import Segments
 from penstock.store.service.messages import HELLO, SAID, Hello, Said, calls_of

@@ -14,7 +14,7 @@ import pytest
 from penstock.conf.errors import WorkerDied
 from penstock.network.connection import HEADER, MOST_BODY
 from penstock.store.client.client import StoreClient
-from penstock.store.client.links import OverSocket
+from penstock.store.client.connected import OverSocket
 from penstock.store.data.codec import Codec
 from penstock.store.data.layout import Inline
 from penstock.store.data.roots import OWNER_NAME

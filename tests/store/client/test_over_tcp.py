@@ -1,4 +1,5 @@
-"""A client on another machine: calls through Ray, data by value. One cluster and one store for all tests."""
+"""A store actor's client on another machine: Ray says where the store is, all else goes over TCP. One cluster and one
+store for all tests."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator
@@ -10,12 +11,13 @@ import ray
 
 from penstock.conf.errors import PartnerGone
 from penstock.store.client.client import StoreClient
+from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.lease import Lease
-from penstock.store.client.links import Lazy, OverRay, OverSocket
 from penstock.store.errors import LeaseExpired, UnknownStage
 from penstock.store.service.calls import LeaseRequest
 from tests.store.driver import make_spec
 from tests.store.players import group, train, values_of
+from tests.store.visitors import linked
 
 pytestmark = pytest.mark.ray
 
@@ -38,10 +40,8 @@ def elsewhere(handle: Any, body: Callable[[StoreClient, StoreClient], Awaitable[
 
     async def main() -> None:
         far, near = StoreClient(handle, node="another machine"), StoreClient(handle)
-        for client, link in ((far, OverRay), (near, OverSocket)):
-            await client.spec()
-            assert isinstance(client._link, Lazy)
-            assert isinstance(client._link.found, link)
+        for client, link in ((far, OverTcp), (near, OverSocket)):
+            assert isinstance(await linked(client), link)
         await asyncio.wait_for(body(far, near), ANSWER_S)
         stats = await near.stats()
         while stats["store/rows"]:
@@ -156,7 +156,7 @@ def test_a_far_client_that_is_cancelled_leaves_no_lease(handle: Any) -> None:
     elsewhere(handle, body)
 
 
-def test_typed_errors_cross_ray_as_themselves(handle: Any) -> None:
+def test_typed_errors_arrive_as_themselves(handle: Any) -> None:
     async def body(far: StoreClient, near: StoreClient) -> None:
         with pytest.raises(UnknownStage, match="did you mean 'reward'") as caught:
             await far.lease("rewards", 1, "judge")

@@ -1,0 +1,250 @@
+"""Clients' ends of a connection to the store: over its socket on the same machine, or over TCP from another.
+
+One connection a client, any number of calls at a time. A client whose connection has ended is one that has left: what
+it held has gone back, so calls are not repeated. Made by `links.py`; the other end is `service/server.py`.
+"""
+
+import asyncio
+import itertools
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import pyarrow as pa
+from msgspec import Raw
+
+from penstock.conf.errors import NotPlainData, PartnerGone
+from penstock.network.connection import SILENCE_S, connect
+from penstock.store.client import pulse
+from penstock.store.client.pulse import Pulse
+from penstock.store.data.arena import Arena, Slot
+from penstock.store.data.codec import Malformed
+from penstock.store.data.layout import Inline, Parcel, Placed
+from penstock.store.data.mappings import Mappings
+from penstock.store.data.soon import Soon
+from penstock.store.errors import StoreError, StoreUnreachable
+from penstock.store.service import peers
+from penstock.store.service.calls import refs_of
+from penstock.store.service.messages import ANSWER, HELLO, SAID, Answer, Calls, Hello, Said, calls_of
+from penstock.store.service.server import STORE, Endpoint
+from penstock.store.service.store import Store
+from penstock.store.service.wire import Wire
+
+CONNECT_S = 10.0
+"""For the handshake; a packet that is lost is sent again within it."""
+TRIES = 5
+"""Of a handshake: the store hangs up when all machines of a run come at once."""
+LONGEST_PAUSE_S = 1.0
+
+
+class ByValue:
+    """Data goes with the call or the answer: there is nothing to place and nothing to fetch."""
+
+    async def reserve(self, nbytes: int) -> Slot | None:
+        return None
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
+        return Inline(batch)
+
+    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+        return []
+
+    def skip(self, refs: Sequence[Placed]) -> None:
+        pass
+
+
+class Connected:
+    """Calls over a connection."""
+
+    def __init__(self, endpoint: Endpoint, client: str, calls: Calls) -> None:
+        self._endpoint, self._client = endpoint, client
+        self._calls = calls
+        self._wire = Wire(self._hear, self._gone)
+        self._numbers = itertools.count()
+        self._answers: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+        """Method and caller of each call that has no answer yet."""
+        self._lost: PartnerGone | StoreUnreachable | None = None
+        """What became of the connection."""
+
+    async def call(self, method: str, *args: Any) -> Any:
+        """Raises what the store does, and `PartnerGone` or `StoreUnreachable` if the connection has ended: whether the
+        call was carried out is not known then."""
+        number, request = next(self._numbers), self._calls.request(method, args)
+        ended = self._ended()
+        try:
+            self._wire.send(SAID, Said(number, request, ended))
+        except NotPlainData:
+            self._ended_again(ended)
+            raise
+        except ConnectionError:
+            raise self._what_became() from None
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[number] = method, answer
+        return await answer
+
+    def skip(self, refs: Sequence[Placed]) -> None:
+        """What an answer names will not be read."""
+
+    def _ended(self) -> list[str]:
+        """Segments of which a reading has ended, for the store to hear of."""
+        return []
+
+    def _ended_again(self, names: list[str]) -> None:
+        """They could not be told: they are with the next call."""
+
+    def _noticed(self, recycled: list[str], removed: list[str]) -> None:
+        """What became of segments."""
+
+    def _hear(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
+        if kind != ANSWER:
+            raise Malformed(f"the store sends a message of kind {kind}.")
+        heard = self._wire.codec.decode(Answer[Raw], body, area)
+        if heard.notice is not None:
+            self._noticed(heard.notice.recycled, heard.notice.removed)
+        if heard.number is None:
+            return
+        if heard.number not in self._answers:
+            raise Malformed(f"the store answers call {heard.number}, which is none.")
+        method, answer = self._answers[heard.number]
+        value = None
+        if heard.error is None:
+            value = self._wire.codec.decode(self._calls.result(method), heard.value, area)
+        del self._answers[heard.number]
+        if answer.done():
+            self.skip(refs_of(value))  # nobody will read it: the use that the store has counted ends
+        elif heard.error is None:
+            answer.set_result(value)
+        else:
+            answer.set_exception(heard.error)
+
+    def _gone(self, error: Exception | None) -> None:
+        self._lost = self._explained(error)
+        for _, answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(self._what_became())
+
+    def _explained(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
+        return PartnerGone(f"the store's process is gone: {self._where} has closed{f' ({error})' if error else ''}.")
+
+    def _what_became(self) -> StoreError | PartnerGone:
+        """A new one for each who hears it: each adds its traceback."""
+        lost = self._lost or self._explained(None)
+        return type(lost)(str(lost))
+
+    @property
+    def _where(self) -> str:
+        return self._endpoint.path
+
+
+class OverSocket(Connected):
+    """Over the store's socket: large batches lie in memory that both ends share."""
+
+    def __init__(self, endpoint: Endpoint, client: str, calls: Calls) -> None:
+        super().__init__(endpoint, client, calls)
+        self._say_ended_soon = Soon(asyncio.get_running_loop(), self._say_ended)
+        self._arena = Arena(endpoint.segments, client)
+        self._mappings = Mappings(endpoint.segments, self._say_ended_soon)
+
+    @classmethod
+    async def connect(cls, endpoint: Endpoint, client: str, calls: Calls | None = None) -> Self | None:
+        """None if the socket cannot be reached from here: a container of its own, say. Or if it is another user's."""
+        link = cls(endpoint, client, calls or calls_of(Store))
+        try:
+            connection = peers.connect(Path(endpoint.path))
+        except OSError:
+            return None
+        await asyncio.get_running_loop().create_unix_connection(lambda: link._wire, sock=connection)
+        link._wire.send(HELLO, Hello(client))
+        return link
+
+    async def reserve(self, nbytes: int) -> Slot | None:
+        return self._arena.reserve(nbytes)
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
+        if slot is None and batch.nbytes <= inline_bytes:
+            return Inline(batch)
+        try:
+            return self._arena.place(batch, slot)
+        except OSError:  # shared memory and disk are full: the store is asked to keep it, and says so
+            if slot is not None:  # its pages are written again while the batch is under way
+                batch = batch.take(pa.array(range(batch.num_rows)))
+                slot.give_back()
+            return Inline(batch)
+
+    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+        batches: list[pa.RecordBatch] = []
+        try:
+            for placed in refs:
+                batches.append(self._mappings.read(placed))
+        finally:
+            self.skip(refs[len(batches) + 1 :])  # after one that cannot be read
+        return batches
+
+    def skip(self, refs: Sequence[Placed]) -> None:
+        self._mappings.skip(placed.segment for placed in refs)
+
+    def pulse(self) -> Pulse:
+        return pulse.over_socket(Path(self._endpoint.path), self._client)
+
+    def _ended(self) -> list[str]:
+        return self._mappings.ended()
+
+    def _ended_again(self, names: list[str]) -> None:
+        self._mappings.skip(names)
+
+    def _say_ended(self) -> None:
+        """No call has taken along which readings have ended: the store would hold on to their files."""
+        ended = self._mappings.ended()
+        if ended and self._wire.is_open:
+            self._wire.send(SAID, Said(0, None, ended))
+
+    def _noticed(self, recycled: list[str], removed: list[str]) -> None:
+        self._arena.recycled(recycled)
+        self._arena.forget(removed)
+        self._mappings.forget(removed)
+
+
+class OverTcp(ByValue, Connected):
+    """From another machine: the kernel notices when that or the link to it is gone, within `SILENCE_S`."""
+
+    @classmethod
+    async def connect(cls, endpoint: Endpoint, client: str, calls: Calls | None = None) -> Self:
+        """Raises `StoreUnreachable`."""
+        assert endpoint.address is not None
+        link = cls(endpoint, client, calls or calls_of(Store))
+        tries = 0
+        while True:
+            try:
+                arguments = endpoint.address, STORE, endpoint.token, CONNECT_S
+                connection = await asyncio.to_thread(connect, *arguments)  # the event loop goes on meanwhile
+                break
+            except OSError as error:
+                tries += 1
+                if not isinstance(error, ConnectionResetError) or tries == TRIES:
+                    raise StoreUnreachable(
+                        f"no connection to the store at {endpoint.address}: {error}. See that its run is still there, "
+                        "and that a firewall lets this machine through: cluster.ports=[20000,20099] keeps to a range "
+                        "of ports."
+                    ) from None
+            await asyncio.sleep(random.uniform(0, LONGEST_PAUSE_S))
+        connection.socket.setblocking(False)
+        await asyncio.get_running_loop().create_connection(lambda: link._wire, sock=connection.socket)
+        link._wire.send(HELLO, Hello(client))
+        return link
+
+    def pulse(self) -> Pulse:
+        return pulse.over_tcp(self._endpoint, self._client)
+
+    def _explained(self, error: Exception | None) -> PartnerGone | StoreUnreachable:
+        if error is None or isinstance(error, ConnectionError):  # its machine has said so
+            return super()._explained(error)
+        return StoreUnreachable(
+            f"nothing was heard of the store at {self._where} for {SILENCE_S:g} s ({error}): its machine is gone, or "
+            "the network between. See that both are well, and that no firewall drops connections that are idle; then "
+            "resume the run."
+        )
+
+    @property
+    def _where(self) -> str:
+        return str(self._endpoint.address)

@@ -1,0 +1,98 @@
+"""A store is found through its actor's handle, or it is said why not. The actor is a stand-in, so that Ray may fail at
+will."""
+
+import asyncio
+import concurrent.futures
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayTaskError
+
+from penstock.conf.errors import PartnerGone
+from penstock.network.addresses import free_address
+from penstock.network.connection import Address
+from penstock.network.handshake import new_token
+from penstock.store.client.client import StoreClient
+from penstock.store.client.connected import OverSocket, OverTcp
+from penstock.store.client.links import endpoint_of
+from penstock.store.errors import StoreError, StoreUnreachable
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
+from tests.store.visitors import linked, serve, unseen
+
+
+class Actor:
+    """The handle of a store's actor that answers one after the other of these."""
+
+    def __init__(self, *answers: Any) -> None:
+        self._answers = list(answers)
+        self.endpoint = self
+        self.calls = 0
+
+    def remote(self) -> "Actor":
+        return self
+
+    def future(self) -> "concurrent.futures.Future[Any]":
+        self.calls += 1
+        answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        future.set_exception(answer) if isinstance(answer, Exception) else future.set_result(answer)
+        return future
+
+
+def test_it_is_asked_again_until_it_answers_and_called_by_the_way_that_is_nearest(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        gone = ActorUnavailableError("the connection broke", None)
+        for node, seen, link in (("", endpoint, OverSocket), ("", unseen(endpoint), OverTcp), ("b", endpoint, OverTcp)):
+            actor = Actor(gone, seen)
+            client = StoreClient(actor, node or endpoint.node or "here")
+            assert isinstance(await linked(client), link)
+            assert actor.calls == 2
+
+    serve(tmp_path, body, node="here")
+
+
+def test_it_is_not_asked_for_ever() -> None:
+    actor = Actor(ActorUnavailableError("the connection broke", None))
+    with pytest.raises(StoreUnreachable, match=r"through Ray for 0.5 s: .*the connection broke"):
+        asyncio.run(endpoint_of(actor, patience_s=0.5))
+    assert actor.calls > 1
+
+
+def test_a_dead_one_is_not_asked_again() -> None:
+    actor = Actor(ActorDiedError())
+    with pytest.raises(PartnerGone, match="the store's process is gone"):
+        asyncio.run(endpoint_of(actor))
+    assert actor.calls == 1
+
+
+def test_one_that_cannot_listen_says_why() -> None:
+    error = RayTaskError("endpoint", "traceback", StoreError("no port"))
+    with pytest.raises(StoreError, match="no port"):
+        asyncio.run(endpoint_of(Actor(error)))
+
+
+def test_a_port_where_nobody_listens_is_named_with_what_to_look_at() -> None:
+    host, port = free_address("127.0.0.1").split(":")
+    endpoint = Endpoint("", "/not/here", ("", ""), Address(host, int(port)), new_token())
+    with pytest.raises(StoreUnreachable, match=rf"at 127.0.0.1:{port}: .*refused.*firewall.*cluster.ports"):
+        asyncio.run(StoreClient(endpoint).stats())
+
+
+def test_a_store_of_another_run_is_a_stranger(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        other = Endpoint("", "/not/here", ("", ""), endpoint.address, new_token())
+        with pytest.raises(StoreUnreachable, match="is it of the same run"):
+            await StoreClient(other).stats()
+        assert (await store.stats())["store/refused_connections"] >= 1
+
+    serve(tmp_path, body)
+
+
+def test_an_endpoints_token_is_not_shown(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        assert len(endpoint.token) == 32
+        assert repr(endpoint.token) not in repr(endpoint)
+
+    serve(tmp_path, body)
