@@ -28,6 +28,7 @@ from penstock.workers.weights.transport import Delivery, Engines, Transport
 if TYPE_CHECKING:
     from penstock.workers.trainer.assembly import ScorerParts, TrainerParts
     from penstock.workers.trainer.meeting import Meeting
+    from penstock.workers.weights.chain.plan import ChunkPlan
 
 T = TypeVar("T")
 
@@ -97,6 +98,11 @@ class Trainer(_Rank):
     def resume(self, directory: str, files: list[SavedFile]) -> None:
         """Go on from a checkpoint. Collective. Raises `CheckpointError`."""
         self._parts.state.load(directory, files)
+
+    def plan_chunks(self, node: str, num_receivers: int) -> "ChunkPlan":
+        """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them. The same
+        plan on every rank. Collective. Raises `WeightError`."""
+        return self._parts.trainer.plan_chunks(node, num_receivers)
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write a version of the weights into shared memory, below `directory`. Collective. Raises `WeightError`."""

@@ -39,6 +39,7 @@ from penstock.workers.trainer.update.loss_inputs import LossInputs
 from penstock.workers.trainer.update.minibatches import Cutter, Minibatch
 from penstock.workers.trainer.update.schedule import learning_rate
 from penstock.workers.trainer.update.tally import Tally, add_mismatch
+from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout
 
@@ -94,6 +95,8 @@ class PolicyTrainer:
             num_peers=config.ranks_per_row,
         )
         self._temperature = temperature
+        self._plan: ChunkPlan | None = None
+        """Of publications that go to other nodes."""
         dtype = "float32" if trainable else config.dtype
         checkpoint_layers = trainable and config.activation_checkpointing
         self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
@@ -191,7 +194,16 @@ class PolicyTrainer:
         model, or with `trainer.lora.publish=adapter` the adapter alone. Collective.
         """
         with self._phase(f"publication of version {version}"):
+            if self._plan is not None:
+                return writing.publish_between(self.ranks, self._published(), directory, version, self._plan)
             return writing.publish(self.ranks, self._published(), directory, version, self._layout)
+
+    def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
+        """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them.
+        Collective; the same plan on every rank."""
+        with self._phase("planning of publications"):
+            self._plan = writing.plan_chunks(self.ranks, self._published(), self._layout, node, num_receivers)
+            return self._plan
 
     @cached_property
     def _layout(self) -> Layout:

@@ -12,7 +12,9 @@ from penstock.algorithms.losses import sft_loss
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.publication import open_publication
+from penstock.workers.weights.publication.reading import MappedWeights
 from tests.workers.trainer.conftest import ENGINES
+from tests.workers.weights.chain.relays import Cluster
 
 Make = Callable[..., PolicyTrainer]
 
@@ -35,6 +37,24 @@ def test_a_publication_is_the_state_dict_in_the_engines_dtype_without_tied_weigh
     assert published.keys() == original.keys()
     for name, tensor in original.items():
         assert torch.equal(published[name], tensor.to(getattr(torch, dtype))), name
+
+
+def test_a_publication_for_other_nodes_arrives_there_as_it_would_be_here(
+    make_trainer: Make, make_rows: Callable[..., Rows], tmp_path: Path
+) -> None:
+    trainer = make_trainer(lr=1e-2, engine_dtype="bfloat16")
+    trainer.publish(str(tmp_path / "here"), 1)
+    plan = trainer.plan_chunks("x", num_receivers=1)
+    with Cluster(tmp_path, plan, ["a"]) as cluster:
+        for version in (1, 2):
+            cluster.begin(version)
+            trainer.publish(str(cluster.roots["x"]), version)
+            publication = cluster.relays["a"].wait(version, 60)
+            MappedWeights(open_publication(publication)).verify()
+            if version == 1:
+                files = [Path(root) / "v00000001" / "model.safetensors" for root in (tmp_path / "here", tmp_path / "a")]
+                assert files[0].read_bytes() == files[1].read_bytes()
+                trainer.update(make_rows(4), sft_loss)
 
 
 def test_what_is_published_after_an_update_is_what_was_trained(

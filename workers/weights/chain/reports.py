@@ -17,7 +17,7 @@ from typing import Self
 
 from penstock.conf.errors import WeightError
 from penstock.network.connection import hang_up, read_exactly
-from penstock.store.service.peers import BACKLOG, bind, connect, is_same_user
+from penstock.store.service.peers import bind, connect, is_same_user
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.transfer import Transfer, TransferOver
 from penstock.workers.weights.publication.ranges import ElementRange, Outlet
@@ -29,6 +29,8 @@ REPORT = struct.Struct("!i16s")
 """Chunk and digest."""
 FINISHED = REPORT.pack(-1, bytes(16))
 READ_BYTES = REPORT.size * 4096
+MANY = 1024
+"""Ranks that wait to be heard: all of a node come at once."""
 TIMEOUT_S = 30.0
 """The relay does nothing but listen: one that takes no reports for so long hangs."""
 
@@ -97,7 +99,7 @@ class ReportServer:
         self._path = root / SOCKET_NAME
         self._path.unlink(missing_ok=True)
         self._socket = bind(self._path)
-        self._socket.listen(BACKLOG)
+        self._socket.listen(MANY)
         self._open: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._is_closed = False

@@ -29,7 +29,8 @@ from penstock.workers.trainer.models.policy_model import load_causal_lm
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes, layout_of
-from penstock.workers.weights.publication.reading import MappedWeights, open_publication
+from penstock.workers.weights.publication.reading import WEIGHTS_NAME, MappedWeights, open_publication
+from tests.workers.weights.chain.relays import Cluster
 
 Make = Callable[..., PolicyTrainer]
 MakeRows = Callable[..., Rows]
@@ -116,6 +117,20 @@ def test_what_is_published_alone_adds_up_to_what_is_published_merged(
     for name, weight in merged.items():
         expected = base[name] + changes[name] if name in changes else base[name]
         torch.testing.assert_close(weight, expected, atol=1e-7, rtol=0, msg=name)
+
+
+def test_an_adapter_goes_to_other_nodes_as_a_model_does(
+    make_trainer: Make, make_rows: MakeRows, tmp_path: Path
+) -> None:
+    trainer = trained(make_trainer, make_rows, lora=ALONE)
+    here = Path(trainer.publish(str(tmp_path / "here"), 1).directory)
+    with Cluster(tmp_path, trainer.plan_chunks("x", num_receivers=2), ["a", "b"]) as cluster:
+        cluster.begin(1)
+        trainer.publish(str(cluster.roots["x"]), 1)
+        for node in cluster.receivers:
+            there = cluster.relays[node].wait(1, 60)
+            assert layer_shapes(open_publication(there), ALONE)
+            assert (Path(there.directory) / WEIGHTS_NAME).read_bytes() == (here / WEIGHTS_NAME).read_bytes()
 
 
 @pytest.mark.parametrize("targets", [["all-linear"], ["q_proj", "down_proj"]])
