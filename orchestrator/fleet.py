@@ -27,6 +27,7 @@ from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.reservation import Reservation
 from penstock.orchestrator.placement.threads import threads_of
 from penstock.orchestrator.ray_calls import get_all
+from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.actor import Compute
@@ -132,6 +133,12 @@ class Fleet:
     async def collect(self, directory: str, places: Mapping[str, str]) -> None:
         """Bring what ranks have written there to the driver's machine. Raises `ResourceError`, `DeadlineExceeded`."""
         await self._files.collect(directory, {self._node_of(name): place for name, place in places.items()})
+
+    @property
+    def relay_nodes(self) -> RelayNodes:
+        """Between which publications go."""
+        node_of = {name: node.id for name, node in self.reservation.assignment.node_of.items()}
+        return self.agents.relay_nodes(node_of, self.config.rollout.start_timeout_s)
 
     def role(self, role: str) -> list[tuple[str, Any]]:
         """Names and handles of one role; `agent`: those of the nodes."""

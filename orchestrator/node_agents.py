@@ -6,7 +6,7 @@ that its agent owns. What an agent does is in `workers/node/agent.py`.
 
 import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
@@ -16,6 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from penstock.conf.cluster import ClusterConfig
 from penstock.network.handshake import new_token
 from penstock.orchestrator.ray_calls import get_all
+from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
 from penstock.workers.node.actor import NodeAgent as Agent
 from penstock.workers.node.agent import NodeFacts
@@ -58,6 +59,16 @@ class NodeAgents:
             answers = get_all(calls, phase="start", timeout_s=timeout_s)
             self._facts = dict(zip(self.members, answers, strict=True))
         return self._facts
+
+    def relay_nodes(self, node_of: Mapping[str, str], timeout_s: float) -> RelayNodes:
+        """`node_of`: each actor's. Nodes that share their memory have one relay."""
+        facts = self.facts(timeout_s)
+        owner = {fact.memory: node for node, fact in facts.items() if fact.owns_root}
+        return RelayNodes(
+            {name: owner[facts[node].memory] for name, node in node_of.items()},
+            self.members,
+            {node: fact.address for node, fact in facts.items()},
+        )
 
     def close(self, grace_s: float) -> None:
         """Have them remove the run's directories. Never raises for one that is dead: its directory goes with it."""

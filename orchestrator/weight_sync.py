@@ -2,6 +2,7 @@
 `session.py`.
 
     shm:      ranks write the publication ─▶ (training may go on) ─▶ engines load it
+              (between nodes, relays bring it to the engines' while it is written: `weight_relays.py`)
     streams:  ranks send ‖ engines receive, both before the next update
 
 What the two sides do is `workers/weights/`'s business; here are the order of the calls, and their deadlines.
@@ -10,17 +11,17 @@ What the two sides do is `workers/weights/`'s business; here are the order of th
 import time
 from typing import Any, cast
 
+from penstock.conf.errors import NotStarted
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.conf.weights import STREAMS
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answers
+from penstock.orchestrator.weight_relays import WeightRelays
 from penstock.workers.protocols import Publication
-from penstock.workers.weights.publication.publication import reclaim
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Delivery
 
-PUBLICATIONS_KEPT = 2
 PHASES = 10
 """Of one side of a sync at most, each with `weights.phase_timeout_s`."""
 
@@ -35,10 +36,15 @@ class WeightSync:
         self._transport = choose_transport(config) if self._engines else "shm"
         self._streams = self._transport in STREAMS
         self._timeout_s = config.weights.phase_timeout_s
+        self._relays: WeightRelays | None = None
 
     async def connect(self) -> None:
         """Let trainers and engines meet, where they need to. Raises `DeadlineExceeded`, `WeightError`."""
+        if not self._engines:
+            return
         if not self._streams:
+            self._relays = WeightRelays(self._fleet.relay_nodes, self._trainers, self._engines, self._timeout_s)
+            await self._relays.plan()
             return
         name, first = self._trainers[0]
         (address,) = await answers([(name, first.free_address.remote())], phase="connect", timeout_s=self._timeout_s)
@@ -53,6 +59,7 @@ class WeightSync:
             return Publication("", version)
         phase = f"publish version {version}"
         if not self._streams:
+            await self._between_nodes.begin(version)
             publications = await self._all(self._trainers, "publish", (str(self._root), version), phase, PHASES)
             return cast(Delivery, publications[0])
         delivery = cast(Delivery, (await self._all(self._trainers, "prepare", (version,), phase))[0])
@@ -65,10 +72,17 @@ class WeightSync:
         """Every engine serves the version afterwards; seconds."""
         start = time.time()
         if self._engines and not self._streams:
+            await self._between_nodes.wait(delivery.version)
             phase = f"load version {delivery.version}"
             await self._all(self._engines, "load", (delivery,), phase, PHASES)
-            reclaim(self._root, keep=PUBLICATIONS_KEPT)
+            await self._between_nodes.reclaim()
         return time.time() - start
+
+    @property
+    def _between_nodes(self) -> WeightRelays:
+        if self._relays is None:
+            raise NotStarted("A version of the weights before trainers and engines have met: `connect` first.")
+        return self._relays
 
     async def _all(
         self, members: list[tuple[str, Any]], method: str, arguments: tuple[Any, ...], phase: str, phases: int = 1

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.workers.protocols import Publication
+from tests.orchestrator.one_node import on_one_node
 
 
 class NotingActors:
@@ -13,11 +14,15 @@ class NotingActors:
     def __init__(self, numbers: Mapping[str, int], weights_root: Path = Path()) -> None:
         self.said: list[str] = []
         self.weights_root = weights_root
+        self.relay_nodes = on_one_node(self.handle("agent"))
         self._numbers = numbers
+
+    def handle(self, name: str) -> Any:
+        return _Handle(name, self.said)
 
     def role(self, role: str) -> list[tuple[str, Any]]:
         names = [f"{role}-{index}" for index in range(self._numbers[role])]
-        return [(name, _Handle(name, self.said)) for name in names]
+        return [(name, self.handle(name)) for name in names]
 
 
 class _Handle:

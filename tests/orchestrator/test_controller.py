@@ -22,6 +22,7 @@ from penstock.orchestrator.reporting.sinks import JsonLines
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport, TrainedRows
+from tests.orchestrator.one_node import on_one_node
 
 Said = list[tuple[str, Any]]
 
@@ -117,6 +118,7 @@ class Play:
             else [],
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=places, collect=collect, config=self.config,
+            relay_nodes=on_one_node(),
         )  # fmt: skip
 
         async def measure(rollouts: Any, reward: Any) -> float:

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.run import RunConfig
+from penstock.network.connection import Address
+from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.orchestrator.weight_sync import WeightSync
 from tests.orchestrator.noting_actors import NotingActors
 
@@ -14,7 +16,7 @@ from tests.orchestrator.noting_actors import NotingActors
     ("num_engines", "expected"),
     [
         (0, []),
-        (1, ["trainer-0 publish", "trainer-1 publish", "rollout-0 load"]),
+        (1, ["trainer-0 publish", "trainer-1 publish", "rollout-0 load", "agent reclaim_versions"]),
     ],
 )
 def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
@@ -31,3 +33,23 @@ def test_a_version_is_written_where_an_engine_loads_it_and_only_there(
 
     asyncio.run(body())
     assert actors.said == expected
+
+
+def test_between_nodes_relays_are_told_of_a_version_before_it_is_written_and_waited_for_before_it_is_loaded() -> None:
+    actors = NotingActors({"trainer": 2, "rollout": 2})
+    where = {"trainer-0": "x", "trainer-1": "y", "rollout-0": "a", "rollout-1": "y"}
+    agents = {node: (node, actors.handle(node)) for node in "xya"}
+    actors.relay_nodes = RelayNodes(where, agents, {node: Address(node, 1) for node in "xya"})
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        await sync.load(await sync.publish(1))
+
+    asyncio.run(body())
+    assert actors.said == [
+        "trainer-0 plan_chunks", "trainer-1 plan_chunks", "x plan_chunks", "y plan_chunks", "a plan_chunks",
+        "x begin_version", "y begin_version", "a begin_version", "trainer-0 publish", "trainer-1 publish",
+        "a wait_for_version", "y wait_for_version", "rollout-0 load", "rollout-1 load",
+        "x reclaim_versions", "y reclaim_versions", "a reclaim_versions",
+    ]  # fmt: skip

@@ -47,6 +47,10 @@ class NodeAgent:
         """All of it, as engines of this node load it. Raises `WeightError`, `DeadlineExceeded`."""
         return await asyncio.to_thread(self._relay.wait, version, timeout_s)
 
+    async def reclaim_versions(self) -> None:
+        """Remove publications that nobody will ask for any more."""
+        await asyncio.to_thread(self._relay.reclaim)
+
     async def offer(self, files: FileSet, directory: str) -> None:
         """Let other nodes fetch these files."""
         self._agent.files.offer(files, Path(directory))

@@ -94,7 +94,7 @@ class Relay:
         for source in transfer.pulls:
             puller = Puller(transfer, source, self._token, self._service, self._counters)
             threading.Thread(target=puller.run, name=f"pull-{source}", daemon=True).start()
-        reclaim(self._root, keep=PUBLICATIONS_KEPT)
+        self.reclaim()
 
     def wait(self, version: int, timeout_s: float) -> Publication:
         """All of a version that has begun, as this node's engines can load it. Raises `WeightError` if it cannot come
@@ -103,6 +103,10 @@ class Relay:
         if transfer is None or transfer.broadcast.version != version or not transfer.receives:
             raise WeightError(f"node {self._node}: version {version} has not begun here, or is not for this node.")
         return transfer.wait(timeout_s)
+
+    def reclaim(self) -> None:
+        """Remove all but the newest two publications."""
+        reclaim(self._root, keep=PUBLICATIONS_KEPT)
 
     def serve(self, connected: socket.socket) -> None:
         """A subscriber's connection, past its handshake: chunks, as they come. The listener's handler."""
