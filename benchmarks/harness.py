@@ -10,7 +10,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,19 +41,23 @@ class Child:
     """A side of a comparison. Lifecycle: start, `ready`, any number of `round`s, `close`."""
 
     def __init__(
-        self, name: str, peer: str, log: Path, arguments: Sequence[str] = (), python: str | Path = sys.executable
+        self,
+        name: str,
+        peer: str,
+        log: Path,
+        arguments: Sequence[str] = (),
+        python: str | Path = sys.executable,
+        start: Callable[..., "subprocess.Popen[str]"] | None = None,
     ) -> None:
-        """`peer`: a module of `benchmarks.peers`. `python`: of its environment."""
+        """`peer`: a module of `benchmarks.peers`. `python`: of its environment. `start`: of another machine."""
         self.name = name
         self._log = log.open("w")
-        self._process = subprocess.Popen(
+        self._process = (start or _start_here)(
             [str(python), "-m", f"benchmarks.peers.{peer}", *arguments],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
-            text=True,
-            start_new_session=True,
         )
         self._log_path = log
 
@@ -87,6 +91,10 @@ class Child:
                 return answer
         tail = "\n".join(self._log_path.read_text().splitlines()[-20:])
         raise SystemExit(f"{self.name} ended without an answer. The end of {self._log_path}:\n{tail}")
+
+
+def _start_here(command: list[str], **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command, text=True, start_new_session=True, **options)
 
 
 def parse_arguments(docstring: str | None) -> argparse.Namespace:
