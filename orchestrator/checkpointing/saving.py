@@ -2,7 +2,7 @@
 
     begin(N):  trainers begin (they copy while the next batch is sampled) ─▶ store.cut ─▶ prompts' place
                   │ all of one moment: no update is under way
-    meanwhile: store.snapshot, trainers finish ─▶ manifest, marker ─▶ older ones go
+    meanwhile: store.snapshot, trainers finish ─▶ collected from other disks ─▶ manifest, marker ─▶ older ones go
 
 One at a time: a second waits for the first. One that fails is told and counted, what there is of it is removed (it may
 be what filled the disk), and the run goes on, since its last good checkpoint is still there; only the last of a run
@@ -51,6 +51,8 @@ class CheckpointWriter:
         self._writing: asyncio.Task[PenstockError | None] | None = None
         self._newest: int | None = None
         """Step of the last that was begun."""
+        self._places: dict[str, str] = {}
+        """Where each rank writes it: its own disk, where it does not see the driver's."""
         self._left: set[int] = set()
         """Steps of failed ones: something of theirs may have come after it was removed."""
         self.failed = 0
@@ -90,8 +92,9 @@ class CheckpointWriter:
         trainers, deadline = self._fleet.role("trainer"), time.monotonic() + patience_s
         directory = trainer_directory(self._checkpoints.directory(step))
         await asyncio.to_thread(self._clear, step)
+        self._places = await self._fleet.places(directory)
         while True:
-            calls = [(name, handle.begin_saving.remote(directory)) for name, handle in trainers]
+            calls = [(name, handle.begin_saving.remote(self._places[name])) for name, handle in trainers]
             if all(await answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)):
                 return True
             if time.monotonic() >= deadline:
@@ -152,6 +155,7 @@ class CheckpointWriter:
             *saved, _ = await _all_ended(*calls, self._in_time(self._store.snapshot(root, step, keep=1), "Store", step))
             if root != checkpoint.store:
                 await asyncio.to_thread(self._checkpoints.add_directory, step, "store", Path(root))
+        await self._fleet.collect(checkpoint.trainer, self._places)
         checkpoint.files.extend(file for files in saved for file in files)
         await asyncio.to_thread(self._checkpoints.seal, checkpoint)
         removed = await asyncio.to_thread(self._checkpoints.prune)

@@ -49,8 +49,8 @@ def penstock_run(cluster, warm_python, folder):
                 f"model.path={MODEL}", f"data.path={folder}/prompts.jsonl", "rollout.max_model_len=64",
                 "rollout.sampling.max_tokens=12", "reward.function=digits", "trainer.groups_per_step=4",
                 "algorithm.group_size=4", "trainer.optimizer.lr=1e-3", "rollout.engine=hf", "trainer.max_steps=3",
-                "trainer.num_threads=1", "rollout.num_threads=1", "rollout.num_workers=2", f"output_dir={folder}",
-                f"name={name}", *words,
+                "trainer.num_threads=1", "rollout.num_threads=1", "rollout.num_workers=2", "reward.cpus_per_worker=0",
+                f"output_dir={folder}", f"name={name}", *words,
             ],
             cwd=ROOT, timeout_s=240,
         )  # fmt: skip

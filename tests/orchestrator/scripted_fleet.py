@@ -32,6 +32,7 @@ from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import RolloutWorker
 from penstock.workers.trainer.report import StepReport, TrainedRows
+from tests.orchestrator.one_machine import OneMachine
 from tests.orchestrator.one_node import on_one_node
 
 Pause = Callable[[float], Awaitable[None]]
@@ -137,7 +138,7 @@ class Trainer(Member):
         return []
 
 
-class ScriptedFleet:
+class ScriptedFleet(OneMachine):
     """Stands where a `Fleet` does."""
 
     def __init__(
@@ -148,6 +149,7 @@ class ScriptedFleet:
 
         self.flow, self.store, self.resumed, self.model_path = flow, store, resumed, "/"
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
+        super().__init__(self.role)
         start = resumed.prompts if resumed is not None else PromptStart()
         size = flow.samples_per_prompt
         self.rollouts = [

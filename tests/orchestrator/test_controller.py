@@ -22,6 +22,7 @@ from penstock.orchestrator.reporting.sinks import JsonLines
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport, TrainedRows
+from tests.orchestrator.one_machine import OneMachine
 from tests.orchestrator.one_node import on_one_node
 
 Said = list[tuple[str, Any]]
@@ -106,18 +107,16 @@ class Play:
             "prompts": serve | {"start_after": lambda admitted: PromptStart()},
         }  # fmt: skip
 
-        async def places(directory: str) -> dict[str, str]:
-            return {"Trainer": directory}
+        def role_of(role: str) -> list[tuple[str, Actor]]:
+            if role not in actors:
+                return []
+            return [(role.title(), Actor(self.said, **actors[role] | self.methods.get(role, {})))]
 
-        async def collect(directory: str, places: dict[str, str]) -> None:
-            assert set(places.values()) == {directory}
-
+        files = OneMachine(role_of)
         fleet = SimpleNamespace(
-            role=lambda role: [(role.title(), Actor(self.said, **actors[role] | self.methods.get(role, {})))]
-            if role in actors
-            else [],
+            role=role_of,
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
-            places=places, collect=collect, config=self.config,
+            places=files.places, collect=files.collect, config=self.config,
             relay_nodes=on_one_node(),
         )  # fmt: skip
 

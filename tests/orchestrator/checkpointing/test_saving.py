@@ -14,6 +14,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.workers.prompts.source import PromptStart
+from tests.orchestrator.one_machine import OneMachine
 from tests.tmpfs import run_in_tmpfs
 
 
@@ -71,7 +72,8 @@ def saving(tmp_path, **config):
     flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
     checkpoint = CheckpointConfig(directory=str(tmp_path), **config)
     run = RunConfig(algorithm=GrpoConfig(), checkpoint=checkpoint, trainer=TrainerConfig(max_steps=4))
-    fleet = Some(role=roles.get, flow=flow, model_path="/")
+    files = OneMachine(roles.__getitem__)
+    fleet = Some(role=roles.get, flow=flow, model_path="/", places=files.places, collect=files.collect)
     return CheckpointWriter(fleet, EmptyStore(calls), run, directory, Mock()), trainer, directory, calls
 
 
@@ -144,6 +146,7 @@ from penstock.workers.trainer.checkpointing.reading import check_files
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.weights.piece import Piece
 from penstock.workers.trainer.ranks import Ranks
+from tests.orchestrator.one_machine import OneMachine
 
 place = Path(sys.argv[1])
 ELEMENTS = 3 * 2**18  # 3 MiB
@@ -176,7 +179,9 @@ roles = {"trainer": [("Trainer-0", trainer)], "prompts": [("Prompts", prompts)]}
 flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
 config = RunConfig(algorithm=GrpoConfig(), checkpoint=CheckpointConfig(directory=str(place), keep_last=1))
 directory, progress = Mock(), Mock()
-writer = CheckpointWriter(Some(role=roles.get, flow=flow, model_path="/"), Store(), config, directory, progress)
+files = OneMachine(roles.__getitem__)
+fleet = Some(role=roles.get, flow=flow, model_path="/", places=files.places, collect=files.collect)
+writer = CheckpointWriter(fleet, Store(), config, directory, progress)
 checkpoints = Checkpoints(str(place), config.checkpoint)
 
 
