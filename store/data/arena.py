@@ -7,7 +7,7 @@
 
 A page that is touched for the first time costs as much as copying it several times. So a file that the store has done
 with goes back to its writer, who writes through a mapping of it; a new file is written by the kernel, which touches
-pages cheaper than a mapping does. Used by `client/links.py` for clients, and by `segments.py` for what comes by value.
+pages cheaper than a mapping does. Used by `client/connected.py`, and by `segments.py` for what comes by value.
 """
 
 import itertools

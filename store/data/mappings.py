@@ -3,7 +3,7 @@ to them any more.
 
 A file is written anew after its last reader, so the store counts who was told of it (`segments.py`); each `Use` ends
 when the last array of what was read is collected, wherever that is, and `tell` is called then. Used by
-`client/links.py` and `segments.py`.
+`client/connected.py` and `segments.py`.
 """
 
 import mmap

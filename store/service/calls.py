@@ -1,6 +1,6 @@
 """What travels between clients and a store: requests, writes, leases, as plain data (`data/codec.py`).
 
-Made by `client/client.py` and `store.py`; carried by `client/links.py` and `server.py`.
+Made by `client/client.py` and `store.py`; carried by `client/connected.py` and `server.py`.
 """
 
 from collections.abc import Callable

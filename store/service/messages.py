@@ -4,8 +4,8 @@
     client ◀─ Answer(number, value or error, …) ──── store
 
 A call can travel once it stands in `CALLS`, and nothing else can: a message that names another method, or has arguments
-of other types than the method says, is refused before anything of it is used. Used by `server.py`, `client/links.py`
-and `client/pulse.py`.
+of other types than the method says, is refused before anything of it is used. Used by `server.py`,
+`client/connected.py` and `client/pulse.py`.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""The ends of a store's socket: where it lies, and whose they are. Used by `server.py` and `client/links.py`.
+"""The ends of a store's socket: where it lies, and whose they are. Used by `server.py` and `client/connected.py`.
 
 The peer's user is asked of the kernel: the standard library has no call for it, and its own connections
 (`multiprocessing.connection`) want a secret that somebody would have to hand over.
@@ -13,7 +13,7 @@ from pathlib import Path
 
 CREDENTIALS = struct.Struct("iII")
 """Of `SO_PEERCRED`: PID, user, group (unix(7))."""
-MANY = 4096
+BACKLOG = 4096
 """Connections that wait to be accepted: all clients of a run come at once."""
 
 

@@ -82,7 +82,7 @@ class Server:
 
     async def start(self) -> None:
         door = peers.bind(self.path)
-        self._server = await self._loop.create_unix_server(lambda: PeerCheck(self), sock=door, backlog=peers.MANY)
+        self._server = await self._loop.create_unix_server(lambda: PeerCheck(self), sock=door, backlog=peers.BACKLOG)
 
     def endpoint(self, node: str) -> Endpoint:
         places = str(self._segments.directory), str(self._segments.spill)

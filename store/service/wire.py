@@ -2,7 +2,7 @@
 
 The frames are those of `network/connection.py`, whose other end may be one of these or a thread; asyncio's own streams
 would copy twice what they receive. What a message says is `data/codec.py`'s business. Used by `server.py` and
-`client/links.py`.
+`client/connected.py`.
 """
 
 import asyncio
