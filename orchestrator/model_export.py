@@ -1,13 +1,17 @@
 """The trainer's weights as a HF model on the driver's machine, wherever its ranks are. Used by `controller.py` and
 `session.py`."""
 
+import asyncio
+
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answers
+from penstock.workers.trainer.exported_files import check_exported
 
 
 async def export_model(fleet: Fleet, directory: str) -> None:
-    """Raises `DeadlineExceeded`, `WorkerDied`, `ResourceError`."""
+    """Raises `DeadlineExceeded`, `WorkerDied`, `ResourceError`, `WeightError`."""
     places = await fleet.places(directory)
     calls = [(name, handle.export.remote(places[name])) for name, handle in fleet.role("trainer")]
-    await answers(calls, phase="export", timeout_s=fleet.config.trainer.collective_timeout_s)
+    written = await answers(calls, phase="export", timeout_s=fleet.config.trainer.collective_timeout_s)
     await fleet.collect(directory, places)
+    await asyncio.to_thread(check_exported, directory, written)

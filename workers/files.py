@@ -111,6 +111,19 @@ def exists(place: str) -> bool:
     return True
 
 
+def fault_of_size(place: str, num_bytes: int) -> str | None:
+    """What is wrong with a file that ought to have so many bytes, as half a sentence; None: nothing. Raises
+    `CheckpointError` if that cannot be told."""
+    system, path = _open(place)
+    try:
+        size = system.info(path)["size"]
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be read: {error}") from None
+    return None if size == num_bytes else f"has {size:,} bytes instead of {num_bytes:,}"
+
+
 def remove(place: str) -> None:
     """A file, or a directory as far as what is in it can be removed; nothing happens if it is not there."""
     system, path = _open(place)

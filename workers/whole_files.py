@@ -14,7 +14,7 @@ from pathlib import Path
 def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
     """The file to write within the block; it becomes `target` at its end. `synced`: once its bytes are on the disk, so
     that it is whole after a power cut too."""
-    part = target.with_name(f".{target.name}.part")
+    part = part_of(target)
     try:
         yield part
     except BaseException:
@@ -23,6 +23,11 @@ def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
     if synced:
         _sync(part)
     part.replace(target)
+
+
+def part_of(target: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return target.with_name(f".{target.name}.part")
 
 
 def write_whole(target: Path, text: str, *, synced: bool = False) -> None:

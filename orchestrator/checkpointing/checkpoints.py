@@ -18,6 +18,7 @@ from penstock.orchestrator.checkpoint import FORMAT, Checkpoint
 from penstock.workers.files import (
     SavedFile,
     exists,
+    fault_of_size,
     is_url,
     list_names,
     read_text,
@@ -137,8 +138,6 @@ def way_out(place: str) -> str:
 
 def _check_sizes(checkpoint: Checkpoint) -> None:
     for file in checkpoint.files:
-        path = Path(checkpoint.trainer) / file.name
-        size = path.stat().st_size if path.is_file() else None
-        if size != file.num_bytes:
-            found = "is missing" if size is None else f"has {size:,} bytes instead of {file.num_bytes:,}"
-            raise CheckpointError(f"{path} {found}. {way_out(checkpoint.directory)}")
+        path = f"{checkpoint.trainer}/{file.name}"
+        if fault := fault_of_size(path, file.num_bytes):
+            raise CheckpointError(f"{path} {fault}. {way_out(checkpoint.directory)}")

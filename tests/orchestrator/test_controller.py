@@ -100,6 +100,7 @@ class Play:
             "trainer": {
                 "step": report, "begin_saving": lambda place: True, "finish_saving": list, "stats": dict,
                 "publish": lambda root, version: Publication(str(self.directory.path), version),
+                "export": lambda place: {},
             },
             "rollout": serve,
             "reward": serve,

@@ -140,9 +140,10 @@ class Trainer(_Rank):
         """Make room on the device that it shares with an engine. Collective."""
         self._parts.trainer.leave_device()
 
-    def export(self, directory: str) -> None:
-        """Write a HF model directory. Collective."""
-        self._parts.trainer.export(directory)
+    def export(self, directory: str) -> dict[str, int]:
+        """Write a HF model directory; the weight files of this rank, with their bytes. Collective. Raises
+        `WeightError`."""
+        return self._parts.trainer.export(directory)
 
     def close(self) -> None:
         """Let go of engines and ranks, as far as there are any."""

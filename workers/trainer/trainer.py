@@ -26,7 +26,7 @@ from torch import Tensor
 from penstock.conf.trainer import OptimizerConfig, TrainerConfig
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Loss, Publication, UpdateReport
-from penstock.workers.trainer import deadlines, writing
+from penstock.workers.trainer import deadlines, exporting, writing
 from penstock.workers.trainer.engines.factory import make_engine
 from penstock.workers.trainer.engines.layers import compile_layers, use_liger
 from penstock.workers.trainer.engines.lora import add_adapters
@@ -215,9 +215,12 @@ class PolicyTrainer:
         alone = self.trainable and self.config.lora.publishes_adapter
         return self.engine.adapter_pieces() if alone else self.engine.pieces()
 
-    def export(self, directory: str) -> None:
-        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype. Collective."""
-        writing.export(self.engine, directory, self.model_path, self.engine_dtype)
+    def export(self, directory: str) -> dict[str, int]:
+        """Write a HF model directory (safetensors, configuration, tokenizer), in the engines' dtype; the weight files
+        that this rank has written, with their bytes. `directory`: one that all ranks see. Collective. Raises
+        `WeightError`."""
+        with self._phase("export"):
+            return exporting.export(self.engine, directory, self.model_path, self.engine_dtype)
 
     def take_device(self) -> None:
         """Come back to the device that an engine had meanwhile. Collective."""

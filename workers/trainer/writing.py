@@ -1,40 +1,17 @@
-"""The trainer's weights to files: publications in shared memory for the engines, and HF model directories for people.
-
-Every rank writes its own rows. Rank 0 seals, or, where engines are on other nodes, the nodes' relays do. An exported
-model is a publication of the whole model with its configuration and tokenizer beside it. Called by `trainer.py`.
+"""The trainer's weights to publications in shared memory, for the engines. Every rank writes its own elements. Rank 0
+seals, or, where engines are on other nodes, the nodes' relays do. Called by `trainer.py`. Models for people:
+`exporting.py`.
 """
 
-import os
-import shutil
 from collections.abc import Iterable
-from pathlib import Path
-
-from transformers import AutoTokenizer
 
 from penstock.workers.protocols import Publication
-from penstock.workers.trainer.engines.engine import TrainEngine
-from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.chain.plan import ChunkPlan, choose_chunk_bytes, make_plan
 from penstock.workers.weights.chain.reports import Reporter
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout, compute_layout
 from penstock.workers.weights.publication.publication import PublicationWriter, publication_directory, seal
-from penstock.workers.weights.publication.reading import WEIGHTS_NAME
-
-ADAPTER_FOLDER = "adapter"
-WEIGHT_FILES = (
-    "*.safetensors",
-    "*.bin",
-    "*.pt",
-    "*.pth",
-    "*.gguf",
-    "*.index.json",
-    "*.h5",
-    "*.msgpack",
-    "manifest*.json",
-    ADAPTER_FOLDER,
-)
 
 
 def layout_of(pieces: Iterable[Piece], dtype: str) -> Layout:
@@ -83,37 +60,3 @@ def publish(ranks: Ranks, pieces: Iterable[Piece], directory: str, version: int,
         seal(directory, version, layout, ranks.num_ranks)
     ranks.barrier()
     return Publication(str(publication_directory(directory, version)), version, layout.num_bytes)
-
-
-def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> None:
-    """A HF model directory that `from_pretrained` loads. `model_path`: where configuration and tokenizer come from.
-    Where LoRA was trained, its weights are merged, and the adapter alone lies in `adapter/`. Collective.
-    """
-    target = Path(directory)
-    target.mkdir(parents=True, exist_ok=True)
-    layout = layout_of(engine.pieces(), dtype)
-    publish(engine.ranks, engine.pieces(), str(target / ".export"), 0, layout)
-    if engine.ranks.rank == 0:
-        os.replace(publication_directory(target / ".export", 0) / WEIGHTS_NAME, target / WEIGHTS_NAME)
-        shutil.rmtree(target / ".export")
-        _copy_tokenizer(model_path, target)
-        _write_config(engine, target, dtype)
-    save_adapter(engine.model.lm, target / ADAPTER_FOLDER, engine.ranks.rank == 0)
-    engine.ranks.barrier()
-
-
-def _copy_tokenizer(model_path: str, target: Path) -> None:
-    """A directory's files as they are, weights left out; a hub id's tokenizer through transformers."""
-    source = Path(model_path)
-    if not source.is_dir():
-        AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
-    elif source.resolve() != target.resolve():
-        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHT_FILES), dirs_exist_ok=True)
-
-
-def _write_config(engine: TrainEngine, target: Path, dtype: str) -> None:
-    lm = engine.model.lm
-    config = type(lm.config).from_dict(lm.config.to_dict() | {"dtype": dtype})
-    config.save_pretrained(target)
-    if getattr(lm, "generation_config", None) is not None:
-        lm.generation_config.save_pretrained(target)

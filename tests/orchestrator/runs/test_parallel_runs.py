@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
+from tests.model_files import load_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 SPLITS = ("tensor_parallel_size=2", "sequence_parallel_size=2", "shard_size=1")
@@ -21,7 +21,7 @@ def steps_and_weights(small_run, tmp_path, name, *more):
     words = [*small_run, "rollout.engine=hf", "algorithm.kl_coef=0.1", "trainer.max_steps=2", "trainer.num_threads=1"]
     result = run(load_config([*words, *more, f"name={name}", f"output_dir={tmp_path}"]), quiet=True)
     lines = (Path(result.directory) / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines], load_file(result.model / "model.safetensors")
+    return [json.loads(line) for line in lines], load_model(result.model)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,9 @@
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from penstock.algorithms.losses import sft_loss
 from penstock.store.data.rows import Rows
@@ -66,27 +63,3 @@ def test_what_is_published_after_an_update_is_what_was_trained(
     trainer.publish(str(tmp_path), 1)
     first, second = (load_file(tmp_path / f"v0000000{version}" / "model.safetensors") for version in (0, 1))
     assert all(not torch.equal(first[name], second[name]) for name in first)
-
-
-def test_an_exported_model_loads_with_equal_logits_and_its_tokenizer(
-    make_trainer: Make, make_rows: Callable[..., Rows], weights_of: Callable[..., Any], model_path: str, tmp_path: Path
-) -> None:
-    trainer = make_trainer(lr=1e-2)
-    trainer.update(make_rows(4), sft_loss)
-    trainer.export(str(tmp_path / "model"))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    expected = AutoModelForCausalLM.from_pretrained(model_path)
-    expected.load_state_dict(weights_of(trainer), strict=False)
-    ids = torch.randint(3, 90, (3, 11))
-    with torch.no_grad():
-        assert torch.equal(loaded(ids).logits, expected(ids).logits)
-    assert AutoTokenizer.from_pretrained(tmp_path / "model").decode(loaded.config.eos_token_id) == "<eos>"
-    assert not (tmp_path / "model" / ".export").exists()
-
-
-def test_an_export_in_bfloat16_says_so_and_can_be_trained_on(
-    make_trainer: Make, make_rows: Callable[..., Rows], tmp_path: Path
-) -> None:
-    make_trainer(engine_dtype="bfloat16").export(str(tmp_path))
-    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
-    assert make_trainer(path=str(tmp_path)).update(make_rows(4), sft_loss).num_samples == 4

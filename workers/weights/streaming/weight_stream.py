@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from penstock.conf.errors import WeightError
-from penstock.workers.weights.piece import Piece
+from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,7 @@ class WeightStream:
         self._pieces = pieces
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._device = device
-        own = [(piece.name, tuple(piece.shape), piece.first, piece.values.numel()) for piece in pieces()]
-        self._spans = _spans_by_tensor(gather(own))
+        self._spans = [spans for _, _, spans in spans_by_tensor(pieces(), gather)]
         self._metadata = [
             TensorMeta(piece.name, self._wire_dtype(piece.values), tuple(piece.shape)) for piece in pieces()
         ]
@@ -83,7 +82,7 @@ class WeightStream:
     def _wire_dtype(self, values: Tensor) -> torch.dtype:
         return self._dtype if values.is_floating_point() else values.dtype
 
-    def _whole(self, piece: Piece, meta: TensorMeta, spans: list[tuple[int, int]]) -> Tensor:
+    def _whole(self, piece: Piece, meta: TensorMeta, spans: list[Span]) -> Tensor:
         """Cast first, so that what travels between ranks has the engines' size."""
         values = piece.values.detach().to(device=self._device, dtype=meta.dtype)
         if len(spans) == 1:
@@ -94,26 +93,3 @@ class WeightStream:
             if count:
                 dist.broadcast(whole[first : first + count], src=rank)
         return whole.reshape(meta.shape)
-
-
-def _spans_by_tensor(by_rank: list[list[tuple[str, tuple[int, ...], int, int]]]) -> list[list[tuple[int, int]]]:
-    """`(first, count)` of each rank, tensor by tensor. Raises `WeightError` where they leave a gap or overlap."""
-    spans = []
-    names = [[name for name, _, _, _ in own] for own in by_rank]
-    if any(other != names[0] for other in names):
-        raise WeightError("the trainer's ranks list their weights in different orders; they cannot be gathered.")
-    for entries in zip(*by_rank, strict=True):
-        name, shape, _, _ = entries[0]
-        own = [(first, count) for _, _, first, count in entries]
-        end = 0
-        for first, count in sorted(span for span in own if span[1]):
-            if first != end:
-                break
-            end = first + count
-        if end != math.prod(shape) or sum(count for _, count in own) != end:
-            raise WeightError(
-                f"tensor {name!r} of shape {list(shape)}: the ranks' pieces {own} (first, count) are not every "
-                "element once."
-            )
-        spans.append(own)
-    return spans

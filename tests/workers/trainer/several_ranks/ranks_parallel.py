@@ -129,7 +129,8 @@ def run(rank: int, num_ranks: int, address: str | None, models: str, directory: 
         started = trainers[list(scenarios).index("copies")]
         torch.save(through_checkpoints(started, f"{models}/qwen2", rank, directory), directory / f"resumed.{rank}.pt")
     for name, options in LARGE.items() if num_ranks == 4 else ():
-        torch.save(load_large(options, f"{models}/large", rank, num_ranks), directory / f"{name}.{rank}.pt")
+        loaded = load_large(options, f"{models}/large", rank, num_ranks, directory / name)
+        torch.save(loaded, directory / f"{name}.{rank}.pt")
     trainers[0].close()
 
 
@@ -157,19 +158,21 @@ def through_checkpoints(started: PolicyTrainer, model: str, rank: int, directory
     return {"states": states, "answers": answers}
 
 
-def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int) -> dict[str, Any]:
-    """What loading a model of 184 MB costs this rank, in bytes, and whether it has what is in the file."""
-    gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not be seen
-    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
-    before = own_bytes("VmHWM")
+def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int, directory: Path) -> dict[str, Any]:
+    """What loading a model of 184 MB and exporting it cost this rank, in bytes, and whether it has what is in the
+    file."""
+    before = forget_peak()
     config = TrainerConfig(num_ranks=num_ranks, **options)
     trainer = PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks)
     peak = own_bytes("VmHWM") - before
+    before = forget_peak()
+    trainer.export(str(directory))
+    exported_peak = own_bytes("VmHWM") - before
     parameters = [fsdp.local(parameter) for parameter in trainer.model.parameters()]
     stored = load_file(f"{model}/model.safetensors")
     return {
         "peak": peak,
+        "exported_peak": exported_peak,
         "shard": sum(parameter.nbytes for parameter in parameters),
         "layer": sum(stored[name].nbytes for name in stored if name.startswith("model.layers.0.")),
         "right": [
@@ -177,6 +180,14 @@ def load_large(options: dict[str, Any], model: str, rank: int, num_ranks: int) -
             for piece in trainer.engine.pieces()
         ],
     }
+
+
+def forget_peak() -> int:
+    """What this process has had at most, from now on."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed would be used again, and not be seen
+    Path("/proc/self/clear_refs").write_text("5")
+    return own_bytes("VmHWM")
 
 
 def own_bytes(field: str) -> int:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.trainer import PolicyTrainer
+from tests.model_files import load_model
 from tests.rank_processes import run_ranks
 from tests.workers.trainer.conftest import ENGINES
 from tests.workers.trainer.several_ranks import ranks
@@ -105,7 +106,7 @@ def test_each_rank_publishes_about_half_of_the_model(one: Path, two: Path, engin
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_export_of_two_ranks_is_their_publication(two: Path, engine: str) -> None:
-    exported = load_file(two / engine / "exported" / "model.safetensors")
+    exported = load_model(two / engine / "exported")
     published = weights(two, engine, list(ranks.scenarios_of(engine))[-1])
     assert exported.keys() == published.keys()
     assert all(torch.equal(exported[name], published[name]) for name in published)

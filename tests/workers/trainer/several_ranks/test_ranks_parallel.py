@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
+from tests.model_files import load_model
 from tests.rank_processes import run_ranks
 from tests.workers.trainer.several_ranks import ranks_parallel as ranks
 
@@ -98,6 +99,20 @@ def test_weights_of_bfloat16_passes_are_near_those_of_one_rank(
 def test_what_is_streamed_to_engines_is_what_is_published(several: Several, num_ranks: int, scenario: str) -> None:
     for rank in (0, num_ranks - 1):
         assert_same(result(several(num_ranks), scenario, rank)["streamed"], weights(several(num_ranks), scenario), 0)
+
+
+@pytest.mark.parametrize(("num_ranks", "scenario"), EVERY)
+def test_what_is_exported_by_a_file_a_rank_is_what_is_published(
+    several: Several, num_ranks: int, scenario: str
+) -> None:
+    assert_same(load_model(several(num_ranks) / scenario / "exported"), weights(several(num_ranks), scenario), 0)
+
+
+@pytest.mark.parametrize("num_ranks", ranks.SCENARIOS)
+def test_transformers_loads_what_several_ranks_export(several: Several, num_ranks: int) -> None:
+    directory = several(num_ranks) / next(iter(ranks.SCENARIOS[num_ranks])) / "exported"
+    loaded, exported = AutoModelForCausalLM.from_pretrained(directory).state_dict(), load_model(directory)
+    assert_same({name: loaded[name] for name in exported}, exported, 0)
 
 
 @pytest.mark.parametrize(("num_ranks", "scenario"), CASES)
@@ -197,10 +212,11 @@ def test_one_rank_goes_on_from_a_checkpoint_of_copies(several: Several, models: 
 
 
 @pytest.mark.parametrize("scenario", ranks.LARGE)
-def test_no_rank_ever_holds_much_more_than_its_shard_while_it_loads(several: Several, scenario: str) -> None:
+def test_no_rank_ever_holds_much_more_than_its_shard_while_it_loads_or_exports(several: Several, scenario: str) -> None:
     for rank in range(4):
         loaded = result(several(4), scenario, rank)
         assert loaded["shard"] > 40 * 2**20
         assert loaded["peak"] > 0.9 * loaded["shard"]
         assert loaded["peak"] <= 1.2 * loaded["shard"] + loaded["layer"]
         assert all(loaded["right"])
+        assert loaded["exported_peak"] < 2 * loaded["shard"]  # half a model; most of it is what malloc keeps

@@ -7,12 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from penstock.conf.errors import WeightError
 from penstock.workers.weights.piece import Piece
-from penstock.workers.weights.streaming.weight_stream import WeightStream, _spans_by_tensor
+from penstock.workers.weights.streaming.weight_stream import WeightStream
 from tests.rank_processes import run_ranks
 from tests.workers.weights.streaming import gathering
 
@@ -59,25 +57,6 @@ def test_a_trainer_that_changes_the_order_of_its_weights_is_refused() -> None:
     stream = alone(lambda: [piece(name, 1) for name in next(orders)])
     with pytest.raises(WeightError, match="'b' instead of 'a'"):
         list(stream)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=5), st.data())
-def test_pieces_that_are_every_element_once_are_taken_and_others_refused(counts: list[int], data: Any) -> None:
-    total, first, own = sum(counts), 0, []
-    for count in counts:
-        own.append([("w", (total,), first, count)])
-        first += count
-    assert [count for _, count in _spans_by_tensor(own)[0]] == counts
-    rank = data.draw(st.integers(0, len(counts) - 1))
-    name, shape, first, count = own[rank][0]
-    own[rank] = [(name, shape, first, count + 1)]
-    with pytest.raises(WeightError, match=r"'w' of shape .* are not every element once"):
-        _spans_by_tensor(own)
-
-
-def test_ranks_that_list_different_tensors_are_refused() -> None:
-    with pytest.raises(WeightError, match="different orders"):
-        _spans_by_tensor([[("a", (1,), 0, 1), ("b", (1,), 0, 1)], [("b", (1,), 0, 0), ("a", (1,), 0, 0)]])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,172 @@
+"""The trainer's model as a HF directory for people, which `from_pretrained` loads. Called by `trainer.py`.
+
+    one rank      model.safetensors
+    several       model-00001-of-00002.safetensors, …, one a rank, and by rank 0 model.safetensors.index.json
+
+Tensors are dealt to the ranks by bytes. One after the other is brought together on the rank that writes it, so that
+none ever holds more of the model than its own elements and one tensor, and each sends what it has of it once. Ranks on
+several machines write into a directory that all of them see, or each into one of its own, which the driver collects.
+What an earlier export left there goes when all files have been written; the index comes last.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from penstock.conf.errors import WeightError
+from penstock.workers.trainer.engines.engine import TrainEngine
+from penstock.workers.trainer.engines.lora import save_adapter
+from penstock.workers.trainer.exported_files import INDEX, SINGLE, remove_weights, shard_name
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
+from penstock.workers.weights.publication.layout import DTYPE_BYTES, Layout, compute_layout
+from penstock.workers.whole_files import part_of, write_whole
+
+ADAPTER_FOLDER = "adapter"
+WEIGHT_FILES = (
+    "*.safetensors",
+    "*.bin",
+    "*.pt",
+    "*.pth",
+    "*.gguf",
+    "*.index.json",
+    "*.h5",
+    "*.msgpack",
+    "manifest*.json",
+    ADAPTER_FOLDER,
+)
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """Which rank writes which tensors, the same on every rank."""
+
+    shapes: dict[str, tuple[int, ...]]
+    owners: dict[str, int]
+    dtype: str
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        """The file of each rank that has one."""
+        writers = sorted(set(self.owners.values()))
+        if len(writers) == 1:
+            return {writers[0]: SINGLE}
+        return {rank: shard_name(number, len(writers)) for number, rank in enumerate(writers, 1)}
+
+    def layout(self, rank: int) -> Layout:
+        """Of the rank's file."""
+        mine = [name for name, owner in self.owners.items() if owner == rank]
+        return compute_layout((name, self.shapes[name], self.dtype) for name in mine)
+
+    def index(self) -> str:
+        """As `save_pretrained` writes it."""
+        num_bytes = sum(map(math.prod, self.shapes.values())) * DTYPE_BYTES[self.dtype]
+        files = {name: self.names[owner] for name, owner in sorted(self.owners.items())}
+        return json.dumps({"metadata": {"total_size": num_bytes}, "weight_map": files}, indent=2) + "\n"
+
+
+def deal(shapes: dict[str, tuple[int, ...]], num_ranks: int, dtype: str) -> FilePlan:
+    """Each tensor, in order, to the rank that has the fewest bytes so far."""
+    loads, owners = [0] * num_ranks, {}
+    for name, shape in shapes.items():
+        owners[name] = loads.index(min(loads))
+        loads[owners[name]] += math.prod(shape)
+    return FilePlan(shapes, owners, dtype)
+
+
+def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> dict[str, int]:
+    """Write it; the weight files, with their bytes, that this rank has written. `model_path`: where configuration and
+    tokenizer come from. Where LoRA was trained, its weights are merged, and the adapter alone lies in `adapter/`.
+    Collective. Raises `WeightError` where a file cannot be written."""
+    target, ranks = Path(directory), engine.ranks
+    target.mkdir(parents=True, exist_ok=True)
+    spans = spans_by_tensor(engine.pieces(), ranks.gather_ranks)
+    plan = deal({name: shape for name, shape, _ in spans}, ranks.num_ranks, dtype)
+    written = _write_own(engine, plan, [own for _, _, own in spans], target)
+    ranks.barrier()
+    remove_weights(target)
+    ranks.barrier()
+    for name in written:
+        part_of(target / name).replace(target / name)
+    ranks.barrier()
+    if ranks.rank == 0:
+        if len(plan.names) > 1:
+            write_whole(target / INDEX, index := plan.index())
+            written[INDEX] = len(index.encode())
+        _copy_tokenizer(model_path, target)
+        _write_config(engine, target, dtype)
+    save_adapter(engine.model.lm, target / ADAPTER_FOLDER, ranks.rank == 0)
+    ranks.barrier()
+    return written
+
+
+def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Span]], target: Path) -> dict[str, int]:
+    """This rank's file, under the name that it has until all are there. Every rank takes part in every tensor."""
+    ranks = engine.ranks
+    name, layout = plan.names.get(ranks.rank), plan.layout(ranks.rank)
+    try:
+        with part_of(target / name).open("wb", buffering=0) if name else nullcontext() as file:
+            if file is not None:
+                _write_at(file.fileno(), memoryview(layout.header), 0)
+            for piece, own in zip(engine.pieces(), spans, strict=True):
+                whole = _brought_together(piece, own, plan.owners[piece.name], getattr(torch, plan.dtype), ranks)
+                if whole is not None and file is not None:
+                    data = whole.view(torch.uint8).numpy().data
+                    _write_at(file.fileno(), data, layout.place(piece.name).offset)
+    except OSError as error:
+        raise WeightError(f"export to {target}: rank {ranks.rank} could not write {name}: {error}") from None
+    return {name: layout.num_bytes} if name else {}
+
+
+def _brought_together(
+    piece: Piece, spans: Sequence[Span], owner: int, dtype: torch.dtype, ranks: Ranks
+) -> Tensor | None:
+    """The flattened tensor, on its owner; None on the others. Collective over those that have a part of it."""
+    values = piece.values.detach().to(device="cpu", dtype=dtype).contiguous()
+    if ranks.rank != owner:
+        if len(values):
+            dist.send(values, dst=owner)
+        return None
+    if len(values) == math.prod(piece.shape):
+        return values
+    whole = torch.empty(math.prod(piece.shape), dtype=dtype)
+    whole[piece.first : piece.first + len(values)] = values
+    for rank, (first, count) in enumerate(spans):
+        if count and rank != owner:
+            dist.recv(whole[first : first + count], src=rank)
+    return whole
+
+
+def _write_at(file: int, data: memoryview, offset: int) -> None:
+    """A system call writes at most 2 GiB."""
+    while data:
+        count = os.pwrite(file, data, offset)
+        data, offset = data[count:], offset + count
+
+
+def _copy_tokenizer(model_path: str, target: Path) -> None:
+    """A directory's files as they are, weights left out; a hub id's tokenizer through transformers."""
+    source = Path(model_path)
+    if not source.is_dir():
+        AutoTokenizer.from_pretrained(model_path).save_pretrained(target)
+    elif source.resolve() != target.resolve():
+        shutil.copytree(source, target, ignore=shutil.ignore_patterns(*WEIGHT_FILES), dirs_exist_ok=True)
+
+
+def _write_config(engine: TrainEngine, target: Path, dtype: str) -> None:
+    lm = engine.model.lm
+    config = type(lm.config).from_dict(lm.config.to_dict() | {"dtype": dtype})
+    config.save_pretrained(target)
+    if getattr(lm, "generation_config", None) is not None:
+        lm.generation_config.save_pretrained(target)
