@@ -94,11 +94,11 @@ def _fill(filling: Filling, order: Sequence[str], actors: Sequence[ActorPlan], d
 
 def _place_ranks(filling: Filling, actors: Sequence[ActorPlan], config: RunConfig) -> None:
     """And the engines that take turns with them."""
-    peers = config.trainer.ranks_per_row
+    blocks = (config.trainer.shard_size, config.trainer.ranks_per_row)
     together = pairs(actors, config)
-    filling.gang(together or [[actor] for actor in actors if actor.role == "trainer"], peers)
+    filling.gang(together or [[actor] for actor in actors if actor.role == "trainer"], blocks)
     for stage in dict.fromkeys(actor.stage for actor in actors if actor.role == "scorer"):
-        filling.gang([[actor] for actor in actors if actor.role == "scorer" and actor.stage == stage], peers)
+        filling.gang([[actor] for actor in actors if actor.role == "scorer" and actor.stage == stage], blocks)
 
 
 def _place_engines(filling: Filling, actors: Sequence[ActorPlan], config: RunConfig) -> None:

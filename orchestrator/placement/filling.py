@@ -1,13 +1,14 @@
 """Filling nodes with the actors of a run, kind by kind: one of the ways that `assignment.py` tries. Pure."""
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.room import Need, Room
 
-Unit = list[ActorPlan]
+Unit = Sequence[ActorPlan]
 """Actors that go to one node, on one device if they have part of one."""
 COMPUTING = {"trainer": "rank", "scorer": "rank", "rollout": "engine"}
 """Whom it takes long: not on one node unless they must."""
@@ -31,16 +32,18 @@ class Filling:
         self.room_of: dict[str, Room] = {}
         """By the actor's name."""
         self._rooms = [Room.of(node) for node in nodes]
+        self._room_of_node = {room.node.id: room for room in self._rooms}
         self._labels, self._apart, self._tight = labels, apart, tight
         self._kinds: dict[str, set[str]] = {node.id: set() for node in nodes}
         """Who computes on each node."""
 
-    def gang(self, units: Sequence[Unit], chunk: int = 1) -> None:
-        """Node-wise in their order, on few nodes. `chunk`: so many in a row stay together if that is possible."""
+    def gang(self, units: Sequence[Unit], blocks: Sequence[int] = ()) -> None:
+        """Node-wise in their order, on few nodes. `blocks`: so many in a row stay together if that is possible, or else
+        as many as the next one says."""
         if not units:
             return
         rooms = self._open_to(units[0])
-        for size in dict.fromkeys((chunk, 1)):
+        for size in dict.fromkeys((*filter(None, blocks), 1)):
             chunks = [units[start : start + size] for start in range(0, len(units), size)]
             for choice in self._choices(chunks, rooms):
                 if (places := _in_sequence(chunks, choice)) is not None:
@@ -50,22 +53,36 @@ class Filling:
         raise NoRoom(units, rooms)
 
     def spread(self, actors: Sequence[ActorPlan]) -> None:
-        """Each where the most room is; where that is the same, where the fewest of them are."""
+        """Actors that are alike: each where the most room is; where that is the same, where the fewest of them are."""
+        if not actors:
+            return
+        need, kind, rooms = Need.of(actors[:1]), self._kind(actors[:1]), self._open_to(actors[:1])
         counts: Counter[str] = Counter()
+
+        def preference(room: Room) -> tuple[int, ...]:
+            shared, count, times = self._is_shared(room, kind), counts[room.node.id], room.times(need)
+            return (not times, shared, not count, times) if self._tight else (not times, shared, -times, count)
+
+        preferences = [preference(room) for room in rooms]
         for actor in actors:
-            need, kind = Need.of([actor]), self._kind([actor])
-
-            def preference(room: Room, need: Need = need, kind: str = kind) -> tuple[int, ...]:
-                shared, count, times = self._is_shared(room, kind), counts[room.node.id], room.times(need)
-                return (shared, not count, times) if self._tight else (shared, -times, count)
-
-            counts[self._place(actor, preference).node.id] += 1
+            place = min(range(len(rooms)), key=preferences.__getitem__, default=None)
+            if place is None or not rooms[place].fits(need):
+                raise NoRoom([[actor]], rooms)
+            self._take([actor], rooms[place])
+            counts[rooms[place].node.id] += 1
+            preferences[place] = preference(rooms[place])
 
     def near(self, actor: ActorPlan, nodes: Sequence[Node]) -> None:
         """On the first of `nodes` that has room, or else where the most room is."""
-        need = Need.of([actor])
-        places = {node.id: place for place, node in enumerate(nodes)}
-        self._place(actor, lambda room: (places.get(room.node.id, len(nodes)), -room.times(need)))
+        need, labels = Need.of([actor]), self._labels.get(actor.role, {})
+        rooms = (self._room_of_node[node.id] for node in nodes if node.id in self._room_of_node and node.has(labels))
+        room = next((room for room in rooms if room.fits(need)), None)
+        if room is None:
+            open_to = self._open_to([actor])
+            room = max(open_to, key=lambda room: room.times(need), default=None)
+            if room is None or not room.fits(need):
+                raise NoRoom([[actor]], open_to)
+        self._take([actor], room)
 
     def nodes_of(self, names: Sequence[str]) -> list[Node]:
         """Of those that have been placed, in the order of the actors, each once."""
@@ -92,16 +109,6 @@ class Filling:
         yield sorted(rooms, key=lambda room: -times[room.node.id])
         yield rooms
 
-    def _place(self, actor: ActorPlan, preference: Callable[[Room], tuple[int, ...]]) -> Room:
-        """In the room that comes first."""
-        rooms = self._open_to([actor])
-        fitting = [room for room in rooms if room.fits(Need.of([actor]))]
-        if not fitting:
-            raise NoRoom([[actor]], rooms)
-        chosen = min(fitting, key=preference)
-        self._take([actor], chosen)
-        return chosen
-
     def _take(self, unit: Unit, room: Room) -> None:
         room.take(Need.of(unit))
         for actor in unit:
@@ -119,14 +126,14 @@ class Filling:
 
 def _fewest(rooms: Sequence[Room], times: Mapping[str, int], wanted: int) -> list[Room]:
     """The first ones in order of which as few as possible hold `wanted`."""
-    sizes = sorted((times[room.node.id] for room in rooms), reverse=True)
-    most = next((count for count in range(1, len(sizes) + 1) if sum(sizes[:count]) >= wanted), 0)
+    sizes = sorted(times[room.node.id] for room in rooms)
+    most = next((count for count in range(1, len(sizes) + 1) if sum(sizes[-count:]) >= wanted), 0)
     taken: list[Room] = []
-    for index, room in enumerate(rooms):
-        others = sorted((times[other.node.id] for other in rooms[index + 1 :]), reverse=True)
-        left = most - len(taken) - 1
+    for room in rooms:
         size = times[room.node.id]
-        if left >= 0 and size and size + sum(others[:left]) >= wanted:
+        del sizes[bisect_left(sizes, size)]
+        left = most - len(taken) - 1
+        if left >= 0 and size and size + sum(sizes[len(sizes) - left :]) >= wanted:
             taken.append(room)
             wanted -= size
     return taken

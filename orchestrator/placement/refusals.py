@@ -48,7 +48,8 @@ def check_labels(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: Clu
 
 def check_widths(actors: Sequence[ActorPlan], nodes: Sequence[Node], config: RunConfig) -> None:
     """An actor that none of its nodes could hold, were it empty."""
-    for actor in actors:
+    alike = {(actor.role, Need.of([actor])): actor for actor in reversed(actors)}
+    for actor in reversed(alike.values()):
         rooms = [Room.of(node) for node in nodes if node.has(config.cluster.labels.get(actor.role, {}))]
         need, whose = Need.of([actor]), _whose(actor, config)
         if not any(room.fits(need) for room in rooms):

@@ -59,8 +59,9 @@ def test_ranks_fill_a_node_in_their_order_and_then_the_next() -> None:
     assert {found[f"Rollout-{index}"] for index in range(4)} == {"node-4"}
 
 
-def test_ranks_that_split_a_row_stay_together() -> None:
-    words = ("trainer.num_ranks=4", "trainer.tensor_parallel_size=2", "cluster.labels.trainer={kind: small}")
+@pytest.mark.parametrize("block", ["trainer.tensor_parallel_size=2", "trainer.shard_size=2"])
+def test_ranks_that_split_a_row_or_hold_a_copy_stay_together(block: str) -> None:
+    words = ("trainer.num_ranks=4", block, "cluster.labels.trainer={kind: small}")
     small = [node(number, 3, kind="small") for number in (1, 2)]
     found = places(assigned([*small, node(3)], *words))
     assert [found[f"Trainer-policy-{rank}"] for rank in range(4)] == ["node-1", "node-1", "node-2", "node-2"]

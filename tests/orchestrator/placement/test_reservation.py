@@ -17,6 +17,8 @@ from penstock.orchestrator.placement.actors import plan_actors
 from penstock.orchestrator.placement.assignment import assign
 from penstock.orchestrator.placement.nodes import cluster_nodes, free_nodes
 from penstock.orchestrator.placement.reservation import Reservation
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run import run
 from tests.orchestrator.placement.clusters import planned
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -52,6 +54,22 @@ def test_every_actor_of_a_fleet_is_on_its_node(three_nodes: str, small_run: list
         assert found == {name: node.id for name, node in expected.node_of.items()}
     finally:
         fleet.close()
+
+
+def test_several_reward_actors_score_what_one_would(three_nodes: str, small_run: list[str], tmp_path: Path) -> None:
+    words = [*small_run, "rollout.engine=hf", "rollout.num_workers=2", "trainer.max_steps=2", "trainer.num_threads=1"]
+    words += [
+        "rollout.num_threads=1",
+        f"output_dir={tmp_path}",
+        "evaluation.every_steps=2",
+        "evaluation.num_problems=8",
+    ]
+    words += [f"evaluation.path={small_run[1].partition('=')[2]}"]
+    one, two = (run(load_config([*words, f"reward.num_workers={n}", f"name=by-{n}"]), quiet=True) for n in (1, 2))
+    for key in ("reward/mean", "reward/std", "actor/grad_norm", "accuracy/heldout"):
+        assert two.outcome.last_metrics[key] == one.outcome.last_metrics[key], key
+    placed = next(e for e in RunDirectory.open(two.directory).read_events() if e["kind"] == "placed")["actors"]
+    assert placed["Reward-0"] == placed["Rollout-0"] != placed["Reward-1"] == placed["Rollout-1"]
 
 
 def test_a_second_run_takes_the_nodes_that_are_free(three_nodes: str) -> None:
