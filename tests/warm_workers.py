@@ -196,9 +196,7 @@ def become(caller: socket.socket) -> None:
     caller.send(str(os.getpid()).encode())
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     status = _status_of(request["arguments"])
-    for thread in threading.enumerate():
-        if not thread.daemon and thread is not threading.current_thread():
-            thread.join()
+    threading._shutdown()  # type: ignore[attr-defined]  # as at Python's own end: executors end, other threads are waited for
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
