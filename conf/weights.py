@@ -15,8 +15,9 @@ VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 class WeightsConfig:
     transport: str = "auto"
     """auto, or one of:
-    shm: a file in the node's shared memory, written by all ranks at once and mapped by every engine. Without GPUs the
-    only way, and with them the one that works for every engine and every placement on one node.
+    shm: a file in the node's shared memory, written by all ranks at once and mapped by every engine; between nodes it
+    goes from one to the next in chunks. Without GPUs the only way, and with them the one that works for every engine
+    and every placement.
     ipc: handles to GPU memory that trainer and engine share, where both run on the same GPU.
     nccl: broadcast from rank 0 to engines on GPUs of their own, also on other nodes.
     nccl_m2n: each FSDP2 rank's shard straight to where an engine wants it, without a whole tensor anywhere; needs

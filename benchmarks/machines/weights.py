@@ -78,7 +78,7 @@ class Nodes:
     """A relay on each machine that takes part. Lifecycle: a context; `send` a version after the other."""
 
     def __init__(self, cluster: Cluster, case: Case, plan: ChunkPlan, logs: Path) -> None:
-        self._cluster, self._case, self._plan = cluster, case, plan
+        self._cluster, self._case, self.plan = cluster, case, plan
         self.children: dict[int, Child] = {}
         for number in sorted({*case.sources, *case.receivers}):
             machine = cluster[number]
@@ -127,7 +127,7 @@ class Nodes:
         """Who will be the first of the next version's chain, where there is one."""
         receivers = [str(number) for number in self._case.receivers]
         broadcast = Broadcast(self._number + 1, self._number + 1, receivers, {})
-        return int(chain(broadcast, self._plan.sources, self._plan.sources[0])[0])
+        return int(chain(broadcast, self.plan.sources, self.plan.sources[0])[0])
 
     def _write(self, which: tuple[int, int]) -> None:
         rank, number = which

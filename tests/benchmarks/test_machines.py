@@ -1,0 +1,18 @@
+"""That both benchmarks of many machines run and write what they promise; what they measure is not judged here."""
+
+import pytest
+
+
+def test_the_simulated_chain_is_that_of_the_model_and_leaves_no_node_behind(run_quickly):
+    written, _ = run_quickly("simulated_chain")
+    assert {one["dying"] for one in written["rounds"]} == {"none", "processes", "machines"}
+    assert all(target["met"] for target in written["targets"])
+
+
+@pytest.mark.machines
+@pytest.mark.slow
+def test_the_quick_run_measures_every_way_between_machines(run_quickly):
+    written, _ = run_quickly("machines")
+    assert [one["way"] for one in written["rounds"]] == ["chain", "star", "process killed", "machine lost", "Ray"]
+    assert all(one["seconds"] > 0.5 * one["model_s"] for one in written["rounds"])
+    assert len(written["targets"]) == 4
