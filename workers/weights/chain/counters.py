@@ -3,7 +3,9 @@
 import threading
 from collections import Counter
 
-NAMES = ("versions", "chunks", "bytes_in", "bytes_out", "damaged", "reparented", "strangers")
+NAMES = ("versions", "chunks", "bytes_in", "bytes_out", "damaged", "reparented")
+"""Versions that have begun; chunks and bytes that came from other nodes or went there; chunks that came damaged;
+upstreams that were given up."""
 
 
 class Counters:

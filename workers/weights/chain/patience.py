@@ -1,7 +1,7 @@
 """How long a node waits for its upstream before it asks another one. Pure: times are arguments.
 
 An upstream that has nothing to send says so, `heartbeat_s` after it last said anything. So silence means that it, or
-the way to it, is gone or far slower than usual.
+the way to it, is gone.
 """
 
 import statistics
@@ -23,6 +23,8 @@ class Patience:
     """Not less, however fast chunks are: processes stand still for so long when a machine is busy."""
     first_s: float = 1.0
     """Before any chunk has been timed."""
+    slow: float = 4.0
+    """So many times that may a chunk be under way, as long as some of it comes: links are shared, and seldom evenly."""
     cut_off: float = 4.0
     """So many times that, since the trainer's node was last heard of through all that lie between, and the upstream
     stands on the wrong side of a cut. Its own upstream is nearer to it: it has had the time to ask another."""

@@ -49,6 +49,8 @@ class Pull:
         self._damaged: Counter[int] = Counter()
         self._heard = now
         """When anything came last."""
+        self._told = now
+        """When a whole chunk or message came last."""
         self._source_heard = now
         """When the trainer's node was alive, as far as anybody has told."""
         self._in_vain = 0
@@ -64,9 +66,10 @@ class Pull:
 
     @property
     def deadline(self) -> float:
-        """When silence has lasted too long. Upstreams given up in vain make it longer: where all are slow, one of them
-        is to be heard out."""
-        return max(self._heard, self.not_before) + self._silence_s * 2 ** min(self._in_vain, 6)
+        """When silence has lasted too long, or a chunk. Upstreams given up in vain make it longer: where all are slow,
+        one of them is to be heard out."""
+        patience_s = self._silence_s * 2 ** min(self._in_vain, 6)
+        return min(self._heard + patience_s, self._told + self._patience.slow * patience_s)
 
     def source_age_s(self, now: float) -> float:
         """How long ago the trainer's node was heard of: for those who wait for this node."""
@@ -74,11 +77,15 @@ class Pull:
 
     def connected(self, now: float) -> None:
         """The upstream has answered."""
+        self._heard = self._told = now
+
+    def progressed(self, now: float) -> None:
+        """Some of a chunk has come."""
         self._heard = now
 
     def arrived(self, chunk: int, num_bytes: int, seconds: float, now: float) -> bool:
         """A chunk with the right digest, so long after its beginning. False: it is there already."""
-        self._heard = self._source_heard = now
+        self._heard = self._told = self._source_heard = now
         self._in_vain = 0
         self._pace.timed(num_bytes, seconds)
         is_new = chunk in self.missing
@@ -88,7 +95,7 @@ class Pull:
     def damaged(self, chunk: int, now: float) -> None:
         """A chunk with another digest: it is fetched again when the upstream has sent all else, and if that is damaged
         too, from another one."""
-        self._heard = now
+        self._heard = self._told = now
         self._damaged[chunk] += 1
         if self._damaged[chunk] >= MOST_DAMAGED:
             self.failure = f"chunk {chunk} came damaged {MOST_DAMAGED} times, last from {self.upstream}"
@@ -97,7 +104,7 @@ class Pull:
 
     def waiting(self, source_age_s: float, now: float) -> None:
         """The upstream has nothing new. `source_age_s`: how long ago it has heard of the trainer's node."""
-        self._heard = now
+        self._heard = self._told = now
         self._source_heard = max(self._source_heard, now - source_age_s)
         if self.source_age_s(now) > self._patience.cut_off * self._silence_s:
             self._source_heard = now  # the next upstream gets as much time
@@ -130,4 +137,4 @@ class Pull:
 
     def _ask_again(self, at: float) -> None:
         self.turn += 1
-        self._heard = self.not_before = at
+        self._heard = self._told = self.not_before = at

@@ -24,7 +24,7 @@ from penstock.workers.weights.chain.messages import (
 )
 from penstock.workers.weights.chain.transfer import Transfer, TransferOver
 
-WINDOW_BYTES = 2**20
+WINDOW_BYTES = 2**18
 """Received, then summed: it is in the cache still."""
 LEAST_TIMEOUT_S = 0.001
 MOST_CONNECT_S = 5.0
@@ -142,6 +142,7 @@ class Puller:
             connection.socket.settimeout(self._remaining_s())
             connection.receive_into(window)
             digest.update(window)
+            self._pull.progressed(time.monotonic())
         return digest.digest()
 
     def _remaining_s(self) -> float:

@@ -88,6 +88,7 @@ class Relay:
         if older is not None:
             older.give_up()
         transfer = self._make_transfer(broadcast, plan)
+        self._counters.add(versions=1)
         with self._changed:
             self._transfer = transfer
             self._changed.notify_all()

@@ -46,6 +46,7 @@ class Transfer:
         self.seconds = 0.0
         """Until it was whole."""
         self._connections: set[Connection] = set()
+        self._is_sealing = False
 
     @property
     def is_over(self) -> bool:
@@ -62,6 +63,7 @@ class Transfer:
             self.digests.update(new)
             self.logs[source] += [chunk for chunk, _ in new]
             is_whole = bool(new) and self.receives and len(self.digests) == len(self.plan.chunks)
+            self._is_sealing = self._is_sealing or is_whole
             self.condition.notify_all()
         if is_whole:
             self._seal()
@@ -87,7 +89,7 @@ class Transfer:
             for connection in self._connections:
                 connection.hang_up()
             self.condition.notify_all()
-            self.condition.wait_for(lambda: not self._connections, LEAVING_S)
+            self.condition.wait_for(lambda: not self._connections and not self._is_sealing, LEAVING_S)
         self.slot.close()
 
     @contextmanager
@@ -131,9 +133,14 @@ class Transfer:
         return ", ".join(parts)
 
     def _seal(self) -> None:
-        publication = self.slot.seal(self.digests)
+        publication = None
+        try:
+            publication = self.slot.seal(self.digests)
+        except OSError as error:
+            self.fail(f"its manifest cannot be written: {error}")
         with self.condition:
-            if not self.is_given_up:
+            self._is_sealing = False
+            if not self.is_over:
                 self.publication = publication
                 self.seconds = time.monotonic() - self._began
             self.condition.notify_all()

@@ -53,6 +53,16 @@ def test_silence_is_borne_no_less_than_the_floor_however_fast_chunks_are() -> No
     assert pull.deadline == pytest.approx(20.2)
 
 
+def test_a_chunk_of_which_some_comes_is_borne_longer_but_not_for_ever() -> None:
+    pull = pull_of()
+    pull.arrived(0, MIB, 0.1, 20.0)
+    now = 20.0
+    while pull.deadline > now:
+        now += 0.05
+        pull.progressed(now)
+    assert now == pytest.approx(20.0 + 4 * 3 * 0.1, abs=0.06)
+
+
 def test_tiny_chunks_say_nothing_of_the_link() -> None:
     pull = pull_of()
     pull.arrived(0, 100, 0.001, 20.0)
