@@ -64,7 +64,7 @@ def test_several_reward_actors_score_what_one_would(three_nodes: str, small_run:
         "evaluation.every_steps=2",
         "evaluation.num_problems=8",
     ]
-    words += [f"evaluation.path={small_run[1].partition('=')[2]}"]
+    words += [f"evaluation.path={small_run[1].partition('=')[2]}", f"output_dir={tmp_path}"]
     one, two = (run(load_config([*words, f"reward.num_workers={n}", f"name=by-{n}"]), quiet=True) for n in (1, 2))
     for key in ("reward/mean", "reward/std", "actor/grad_norm", "accuracy/heldout"):
         assert two.outcome.last_metrics[key] == one.outcome.last_metrics[key], key
