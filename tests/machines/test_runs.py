@@ -75,7 +75,7 @@ def same_bits(one, other):
     [
         (1, {"Trainer-policy-0": "machine1", "Rollout-0": "machine2", "Rollout-1": "machine3"}),
         (2, {"Trainer-policy-0": "machine1", "Trainer-policy-1": "machine2",
-             "Rollout-0": "machine3", "Rollout-1": "machine2"}),
+             "Rollout-0": "machine2", "Rollout-1": "machine3"}),
     ],
 )  # fmt: skip
 def test_a_run_over_three_machines_ends_with_the_bits_of_one(penstock_run, num_ranks, expected):
