@@ -5,10 +5,10 @@ import json
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 from penstock.workers.models.fresh import build_fresh_model
 from tests.machines.cluster import ROOT, machines
+from tests.model_files import load_model
 from tests.orchestrator.conftest import SMALL_MODEL
 
 pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
@@ -66,7 +66,7 @@ def places(directory):
 
 
 def same_bits(one, other):
-    expected, found = (load_file(directory / "model" / "model.safetensors") for directory in (one, other))
+    expected, found = (load_model(directory / "model") for directory in (one, other))
     return expected.keys() == found.keys() and all(bool((expected[name] == found[name]).all()) for name in expected)
 
 
