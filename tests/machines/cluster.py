@@ -55,6 +55,8 @@ class Cluster:
         num_cpus: int | Sequence[int] = 4,
         num_gpus: int | Sequence[int] = 0,
         *,
+        num_nodes: int | None = None,
+        takes_jobs: bool = False,
         warm: Path | None = None,
         environment: Mapping[str, str] | None = None,
         timeout_s: float = ray_nodes.START_S,
@@ -66,12 +68,15 @@ class Cluster:
 
         Args:
             num_cpus, num_gpus: as Ray counts them, of each machine or of all.
+            num_nodes: leave the machines after so many out; they have its token.
+            takes_jobs: with the dashboard, to which `ray job submit` speaks.
             warm: folder of the tests' warm Python (`tests/warm_workers.py`), which must be among `keep`: Ray's
                 processes are forks. None: they start as they do for users.
             environment: of everything on the machines from now on, such as `RAY_health_check_period_ms`.
         """
         cpus, gpus = of_each(num_cpus, len(self), "num_cpus"), of_each(num_gpus, len(self), "num_gpus")
-        return ray_nodes.start(self._members, cpus, gpus, warm, environment or {}, timeout_s)
+        nodes = [(member, *numbers) for member, *numbers in zip(self, cpus, gpus, strict=True)][:num_nodes]
+        return ray_nodes.start(self._members, nodes, warm, environment or {}, timeout_s, takes_jobs)
 
 
 @contextmanager

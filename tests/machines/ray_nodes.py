@@ -17,7 +17,8 @@ TOKEN = "/tmp/ray_token"
 """Of each machine, in its own `/tmp`."""
 RAY = ("-m", "ray.scripts.scripts")
 """What the command `ray` runs."""
-HEAD = ("--head", "--port", str(PORT), "--include-dashboard=false")
+HEAD = ("--head", "--port", str(PORT))
+WITHOUT_JOBS, WITH_JOBS = ("--include-dashboard=false",), ("--include-dashboard=true", "--dashboard-host=0.0.0.0")
 QUIET = {
     "REPORTER_UPDATE_INTERVAL_MS": "600000",
     "RAY_worker_niceness": "0",
@@ -41,13 +42,13 @@ while (found := sum(node.state == 0 for node in GcsClient(sys.argv[1]).get_all_n
 
 def start(
     members: Sequence[Machine],
-    num_cpus: Sequence[int],
-    num_gpus: Sequence[int],
+    nodes: Sequence[tuple[Machine, int, int]],
     warm: Path | None,
     environment: Mapping[str, str],
     timeout_s: float,
+    takes_jobs: bool = False,
 ) -> str:
-    """See `Cluster.start_ray`."""
+    """See `Cluster.start_ray`. `nodes`: those of the members that become nodes, with their CPUs and GPUs."""
     address = f"{members[0].address}:{PORT}"
     python: list[str | Path] = [sys.executable]
     settings = {**QUIET, **environment}
@@ -62,16 +63,17 @@ def start(
         }  # fmt: skip
 
     def start_node(member: Machine, cpus: int, gpus: int) -> None:
-        role = HEAD if member is members[0] else ("--address", address)
+        is_head, jobs = member is members[0], WITH_JOBS if takes_jobs else WITHOUT_JOBS
+        role = (*HEAD, *jobs) if is_head else ("--address", address)
         counts = ["--num-cpus", str(cpus), "--num-gpus", str(gpus), "--object-store-memory", str(OBJECT_STORE_BYTES)]
         command = [*python, *RAY, "start", *role, "--node-ip-address", member.address, *counts, "--disable-usage-stats"]
         member.run(command, cwd=ROOT, timeout_s=timeout_s)
 
-    head, *others = zip(members, num_cpus, num_gpus, strict=True)
+    head, *others = nodes
     start_node(*head)
     with ThreadPoolExecutor() as pool:
         for joining in [pool.submit(start_node, *other) for other in others]:
             joining.result()
-    count = [*python, "-c", COUNT, address, str(len(members)), str(timeout_s)]
+    count = [*python, "-c", COUNT, address, str(len(nodes)), str(timeout_s)]
     members[0].run(count, cwd=ROOT, timeout_s=2 * timeout_s)
     return address
