@@ -282,8 +282,8 @@ def use_warm_workers(ray_params: Any, head: bool) -> None:
 
 
 def set_up(arguments: Sequence[str]) -> list[str]:
-    """What Ray's own `setup_worker.py` does for a worker of plain Python: take over the variables of its runtime
-    environment. The worker's program and what it is for."""
+    """What Ray's own `setup_worker.py` does for a worker of plain Python: take over the variables and the working
+    directory of its runtime environment. The worker's program and what it is for."""
     import argparse
 
     parser = argparse.ArgumentParser(allow_abbrev=False)
@@ -291,7 +291,10 @@ def set_up(arguments: Sequence[str]) -> list[str]:
     parser.add_argument("--language")
     known, program = parser.parse_known_args(arguments)
     context = json.loads(known.serialized_runtime_env_context)
-    assert not context.get("command_prefix"), "workers of tests are no containers"
+    if prefix := context.get("command_prefix"):
+        enter, directory, and_then = prefix  # the working directory of a job; workers of tests are no containers
+        assert (enter, and_then) == ("cd", "&&")
+        os.chdir(directory)
     os.environ.update(context.get("env_vars") or {})
     return program
 
