@@ -203,7 +203,7 @@ def _killed(tensors: dict[str, tuple[int, ...]], logs: Path) -> list[dict[str, A
 def _by_ray(
     cluster: Cluster, cases: Sequence[Case], tensors: dict[str, tuple[int, ...]], times: int, logs: Path
 ) -> list[dict[str, Any]]:
-    cluster.start_ray(options=["--object-store-memory", str(OBJECT_STORE_BYTES)])
+    cluster.start_ray(object_store_bytes=OBJECT_STORE_BYTES)
     rounds = []
     head = cluster[1]
     child = Child("ray", "ray_broadcast", logs / "ray.log", [], sys.executable, head.start)
