@@ -5,8 +5,8 @@
     engines            each on one node, spread: the next goes where the most room is
     Reward-i, Compute  on the engines' nodes in turn, where the rows are that they read
 
-Ranks and engines share a node only where they must, or take turns (`placement=colocated`: rank i and engine i are on
-one node). `cluster.nodes` and `cluster.labels` say which nodes may be taken. Several ways to fill the nodes are tried,
+Ranks and engines share a node only where they must, or share devices (`sharing.py`: rank i and engine i are on one
+node). `cluster.nodes` and `cluster.labels` say which nodes may be taken. Several ways to fill the nodes are tried,
 preferred ones first, since what one kind takes may be all that another could have. If none works, the refusal is that
 of the plainest. Called by `reservation.py`, which holds Ray to it, and for `penstock validate`.
 """
@@ -93,7 +93,7 @@ def _fill(filling: Filling, order: Sequence[str], actors: Sequence[ActorPlan], d
 
 
 def _place_ranks(filling: Filling, actors: Sequence[ActorPlan], config: RunConfig) -> None:
-    """And the engines that take turns with them."""
+    """And the engines that share their devices."""
     blocks = (config.trainer.shard_size, config.trainer.ranks_per_row)
     together = pairs(actors, config)
     filling.gang(together or [[actor] for actor in actors if actor.role == "trainer"], blocks)

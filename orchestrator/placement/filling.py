@@ -27,7 +27,7 @@ class Filling:
     actors; then `room_of` has all of them. Each raises `NoRoom`."""
 
     def __init__(self, nodes: Sequence[Node], labels: Mapping[str, Mapping[str, str]], *, apart: bool, tight: bool):
-        """`labels`: what the nodes of a role must have. `apart`: no engine beside a rank, unless they take turns.
+        """`labels`: what the nodes of a role must have. `apart`: no engine beside a rank, unless they share a device.
         `tight`: the smallest nodes that do are taken, so that larger ones stay whole for others."""
         self.room_of: dict[str, Room] = {}
         """By the actor's name."""
@@ -116,7 +116,7 @@ class Filling:
         self._kinds[room.node.id] |= {self._kind([actor]) for actor in unit} - {""}
 
     def _kind(self, unit: Unit) -> str:
-        """Of actors that take turns: none."""
+        """Of actors that share a device: none."""
         kinds = {COMPUTING.get(actor.role, "") for actor in unit}
         return kinds.pop() if len(kinds) == 1 else ""
 

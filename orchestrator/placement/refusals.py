@@ -67,7 +67,7 @@ def refusal(error: NoRoom, nodes: Sequence[Node], config: RunConfig) -> Resource
     who = " and ".join(actor.name for actor in unit)
     if not rooms:
         return ResourceError(
-            f"{who} take turns on one node (placement=colocated), and no node has the labels of both. Mend "
+            f"{who} share a device, and no node has the labels of both. Mend "
             f"{' or '.join(f'cluster.labels.{actor.role}' for actor in unit)}."
         )
     if len(error.units) == 1:

@@ -1,4 +1,5 @@
-"""Who shares a device with whom (`placement=colocated`): rank i and engine i.
+"""Who shares a device with whom: rank i and engine i, where they take turns (`placement=colocated`) or weights are
+handed over in the memory of one GPU (`weights.transport=ipc`).
 
 Called by `assignment.py`, which keeps them on one node, and by `reservation.py`, which reserves one GPU for both. When
 each has it is `colocation.py`'s.
@@ -7,16 +8,17 @@ each has it is `colocation.py`'s.
 from collections.abc import Sequence
 
 from penstock.conf.run import RunConfig
+from penstock.conf.transports import choose_transport
 from penstock.orchestrator.placement.actors import ActorPlan
 
 ROLES = ("trainer", "rollout")
 
 
 def pairs(plan: Sequence[ActorPlan], config: RunConfig) -> list[list[ActorPlan]]:
-    """Those that take turns, by rank; nothing where nobody does. The last ones may be alone, where there are more
+    """Those that belong together, by rank; nothing where nobody does. The last ones may be alone, where there are more
     engines than ranks or the other way round."""
     members = [actor for actor in plan if actor.role in ROLES]
-    if config.placement != "colocated" or not members:
+    if not members or (config.placement != "colocated" and choose_transport(config) != "ipc"):
         return []
     together: list[list[ActorPlan]] = [[] for _ in range(1 + max(actor.rank for actor in members))]
     for actor in members:

@@ -21,7 +21,7 @@ PLAN = [
 
 
 def colocated(**more):
-    config = RunConfig(placement="colocated", **more)
+    config = RunConfig(**{"placement": "colocated", **more})
     config.trainer.num_gpus_per_rank = config.rollout.num_gpus_per_worker = 0.5
     return config
 
@@ -29,6 +29,17 @@ def colocated(**more):
 def test_rank_i_shares_with_engine_i_and_scorers_with_nobody():
     shared = [[actor.name for actor in actors] for actors in plan_sharing(PLAN, colocated())]
     assert shared == [["Rollout-0", "Trainer-policy-0"], ["Rollout-1", "Trainer-policy-1"], ["Trainer-policy-2"]]
+
+
+def test_engines_that_get_weights_in_gpu_memory_share_a_gpu_with_their_rank():
+    config = colocated(placement="disaggregated")
+    config.trainer.num_ranks = config.rollout.num_workers = 2
+    assert [[actor.name for actor in actors] for actors in plan_sharing(PLAN[:-1], config)] == [
+        ["Rollout-0", "Trainer-policy-0"],
+        ["Rollout-1", "Trainer-policy-1"],
+    ]
+    config.weights.transport = "shm"
+    assert plan_sharing(PLAN[:-1], config) == []
 
 
 def test_nobody_shares_without_gpus_or_with_devices_of_their_own():
