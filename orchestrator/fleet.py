@@ -134,6 +134,10 @@ class Fleet:
         """Bring what ranks have written there to the driver's machine. Raises `ResourceError`, `DeadlineExceeded`."""
         await self._files.collect(directory, {self._node_of(name): place for name, place in places.items()})
 
+    async def discard(self, directory: str, places: Mapping[str, str]) -> None:
+        """Leave what ranks have written there, and the driver's machine does not see, to nobody."""
+        await self._files.discard(directory, {self._node_of(name): place for name, place in places.items()})
+
     @property
     def relay_nodes(self) -> RelayNodes:
         """Between which publications go."""

@@ -81,7 +81,11 @@ class NodeFiles:
         facts = self._agents.facts(self._timeout_s)
         for node, files in (await self._all("offer_all", away)).items():
             await self._all("collect", {here: (files, directory, facts[node].address)})
-        await self._all("discard", away)
+        await self.discard(directory, places)
+
+    async def discard(self, directory: str, places: Mapping[str, str]) -> None:
+        """Let nodes remove what they were given to write into in place of the directory."""
+        await self._all("discard", {node: (place,) for node, place in places.items() if place != directory})
 
     def _is_elsewhere(self, node: str) -> bool:
         """The driver's paths may mean something else there."""

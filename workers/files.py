@@ -7,6 +7,7 @@ from where a file may have to be copied.
 import contextlib
 import hashlib
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,23 @@ from fsspec.implementations.local import LocalFileSystem
 from penstock.conf.errors import CheckpointError
 from penstock.workers.whole_files import write_whole
 
+BLOCK_BYTES = 2**20
+"""Read and summed at a time, while it is in the cache."""
+AHEAD_BYTES = 2**24
+"""Asked for at a time from behind a URL."""
+
 
 @dataclass(frozen=True)
 class SavedFile:
-    """What a rank has written. `checksum`: xxh3-128 of the bytes, hexadecimal."""
+    """What somebody has written. `checksum`: xxh3-128 of the bytes, hexadecimal."""
 
     name: str
     num_bytes: int
     checksum: str
+
+    @classmethod
+    def of_bytes(cls, name: str, data: bytes) -> "SavedFile":
+        return cls(name, len(data), xxhash.xxh3_128_hexdigest(data))
 
 
 def is_url(place: str) -> bool:
@@ -52,6 +62,14 @@ def upload_directory(directory: Path, url: str) -> None:
     for file in sorted(path for path in directory.rglob("*") if path.is_file()):
         parent = file.parent.relative_to(directory).as_posix()
         upload(file, url if parent == "." else f"{url}/{parent}")
+
+
+@contextlib.contextmanager
+def open_file(place: str) -> Iterator[Any]:
+    """To read from any position of it. Raises `OSError`."""
+    system, path = _open(place)
+    with system.open(path, "rb", block_size=AHEAD_BYTES) as file:
+        yield file
 
 
 def read_text(place: str) -> str:
@@ -109,6 +127,31 @@ def exists(place: str) -> bool:
     except OSError as error:
         raise CheckpointError(f"{place}: cannot be read: {error}") from None
     return True
+
+
+def fault_of(directory: str, file: SavedFile, check_wanted: Callable[[], None] = lambda: None) -> str | None:
+    """What is wrong with a file that ought to lie in a directory or URL, read to its end, as half a sentence; None:
+    nothing. `check_wanted`: called now and then; what it raises ends the reading. Raises `CheckpointError` if that
+    cannot be told."""
+    place = f"{directory}/{file.name}"
+    if fault := fault_of_size(place, file.num_bytes):
+        return fault
+    try:
+        found = _checksum(place, check_wanted)
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be read: {error}") from None
+    if found != file.checksum:
+        return f"is damaged: its checksum is {found}, and what was written has {file.checksum}"
+    return None
+
+
+def _checksum(place: str, check_wanted: Callable[[], None]) -> str:
+    digest = xxhash.xxh3_128()
+    with open_file(place) as source:
+        while block := source.read(BLOCK_BYTES):
+            digest.update(block)
+            check_wanted()
+    return digest.hexdigest()
 
 
 def fault_of_size(place: str, num_bytes: int) -> str | None:

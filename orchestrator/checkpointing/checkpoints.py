@@ -10,6 +10,7 @@ Written by `saving.py` while training goes on, opened by `resuming.py` and `expo
 """
 
 import json
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from penstock.conf.checkpoint import CheckpointConfig
@@ -18,8 +19,8 @@ from penstock.orchestrator.checkpoint import FORMAT, Checkpoint
 from penstock.workers.files import (
     SavedFile,
     exists,
+    fault_of,
     fault_of_size,
-    is_url,
     list_names,
     read_text,
     remove,
@@ -63,8 +64,20 @@ class Checkpoints:
         """Bring a local directory to a place that is a URL."""
         upload_directory(directory, f"{self.directory(step)}/{name}")
 
-    def seal(self, checkpoint: Checkpoint) -> None:
-        """Write the manifest, and then the marker. Raises `CheckpointError`."""
+    def seal(self, checkpoint: Checkpoint, snapshot: Iterable[SavedFile] = (), brought: Collection[str] = ()) -> None:
+        """See that every part is there, write the manifest, and then the marker. Raises `CheckpointError` that names
+        the first part at fault.
+
+        `snapshot`: the store's files, by names below `store/`. `brought`: those of `trainer/` that came from other
+        machines. These are read back to their end; of the others, whose writers have read them back, the size counts.
+        """
+        for file in checkpoint.files:
+            place = checkpoint.trainer
+            is_read = file.name in brought
+            fault = fault_of(place, file) if is_read else fault_of_size(f"{place}/{file.name}", file.num_bytes)
+            _refuse(f"{place}/{file.name}", fault)
+        for file in snapshot:
+            _refuse(f"{checkpoint.directory}/store/{file.name}", fault_of(f"{checkpoint.directory}/store", file))
         write_text(f"{checkpoint.directory}/{MANIFEST}", checkpoint.to_json())
         write_text(f"{checkpoint.directory}/{MARKER}", f"{checkpoint.step}\n")
 
@@ -89,6 +102,14 @@ class Checkpoints:
     def _all(self) -> list[int]:
         numbers = (name.removeprefix(PREFIX) for name in list_names(self.place) if name.startswith(PREFIX))
         return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def _refuse(place: str, fault: str | None) -> None:
+    if fault is not None:
+        raise CheckpointError(
+            f"{place} {fault} as this machine sees it, and it has been written. Give checkpoint.directory a directory "
+            "that all nodes share, and that keeps what it is given, or a URL."
+        )
 
 
 def open_checkpoint(place: str) -> Checkpoint:
@@ -121,8 +142,7 @@ def open_checkpoint(place: str) -> Checkpoint:
         checkpoint = Checkpoint(directory=place, prompts=start, files=files, **values)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{place}/{MANIFEST}: cannot be read ({error}). {way_out(place)}") from None
-    if not is_url(place):
-        _check_sizes(checkpoint)
+    _check_sizes(checkpoint)
     return checkpoint
 
 

@@ -2,7 +2,7 @@
 
     begin(N):  trainers begin (they copy while the next batch is sampled) ─▶ store.cut ─▶ prompts' place
                   │ all of one moment: no update is under way
-    meanwhile: store.snapshot, trainers finish ─▶ collected from other disks ─▶ manifest, marker ─▶ older ones go
+    meanwhile: store.snapshot, trainers finish ─▶ collected from other disks ─▶ all there? ─▶ manifest, marker
 
 One at a time: a second waits for the first. One that fails is told and counted, what there is of it is removed (it may
 be what filled the disk), and the run goes on, since its last good checkpoint is still there; only the last of a run
@@ -30,7 +30,8 @@ from penstock.orchestrator.recording.json_lines import plain
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.store.client.client import StoreClient
-from penstock.workers.files import absolute, is_url
+from penstock.store.service.snapshot import snapshot_files
+from penstock.workers.files import SavedFile, absolute, is_url
 from penstock.workers.prompts.source import PromptStart
 
 RETRY_S = 1.0
@@ -92,14 +93,22 @@ class CheckpointWriter:
         trainers, deadline = self._fleet.role("trainer"), time.monotonic() + patience_s
         directory = trainer_directory(self._checkpoints.directory(step))
         await asyncio.to_thread(self._clear, step)
-        self._places = await self._fleet.places(directory)
+        self._places = dict.fromkeys([name for name, _ in trainers], directory)
+        with contextlib.suppress(OSError):  # one that cannot be made is told by the ranks
+            self._places = await self._fleet.places(directory)
         while True:
             calls = [(name, handle.begin_saving.remote(self._places[name])) for name, handle in trainers]
             if all(await answers(calls, phase=_phase(step), timeout_s=self._config.checkpoint.timeout_s)):
                 return True
             if time.monotonic() >= deadline:
+                await self._discard(directory)
                 return False
             await asyncio.sleep(min(RETRY_S, patience_s))
+
+    async def _discard(self, directory: str) -> None:
+        """What ranks have written, or have not, for others to collect. One that still writes removes it itself."""
+        with contextlib.suppress(PenstockError):  # the nodes remove it at the end of the run
+            await self._fleet.discard(directory, self._places)
 
     def _clear(self, step: int) -> None:
         """What failed ones have left, and what a run that died left of this step."""
@@ -124,6 +133,7 @@ class CheckpointWriter:
             failure: PenstockError = CheckpointError(f"{checkpoint.directory}: cannot be written: {error}")
         except PenstockError as error:
             failure = error
+        await self._discard(checkpoint.trainer)
         self._left.add(checkpoint.step)
         with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
             await asyncio.to_thread(self._clear, checkpoint.step)
@@ -152,12 +162,16 @@ class CheckpointWriter:
             for name, handle in self._fleet.role("trainer")
         ]
         with _store_place(checkpoint) as root:
-            *saved, _ = await _all_ended(*calls, self._in_time(self._store.snapshot(root, step, keep=1), "Store", step))
+            calls.append(self._in_time(self._store.snapshot(root, step, keep=1), "Store", step))
+            *saved, cut = await _all_ended(*calls)
+            snapshot = _files_of(Path(cut), root)
             if root != checkpoint.store:
                 await asyncio.to_thread(self._checkpoints.add_directory, step, "store", Path(root))
         await self._fleet.collect(checkpoint.trainer, self._places)
         checkpoint.files.extend(file for files in saved for file in files)
-        await asyncio.to_thread(self._checkpoints.seal, checkpoint)
+        by_rank = zip(self._places.values(), saved, strict=True)
+        brought = [file.name for place, files in by_rank if place != checkpoint.trainer for file in files]
+        await asyncio.to_thread(self._checkpoints.seal, checkpoint, snapshot, brought)
         removed = await asyncio.to_thread(self._checkpoints.prune)
         num_bytes = sum(file.num_bytes for file in checkpoint.files)
         self._directory.event("checkpoint", step=step, path=checkpoint.directory, bytes=num_bytes, removed=removed)
@@ -179,6 +193,12 @@ def checkpoint_place(config: RunConfig, directory: RunDirectory) -> str:
     """Where a run's checkpoints are."""
     place = config.checkpoint.directory
     return str(directory.checkpoints) if place is None else absolute(place)
+
+
+def _files_of(snapshot: Path, root: str) -> list[SavedFile]:
+    """Of the store, by their names below `root`."""
+    below = snapshot.relative_to(root).as_posix()
+    return [SavedFile(f"{below}/{name}", *facts) for name, facts in snapshot_files(snapshot).items()]
 
 
 @contextlib.contextmanager

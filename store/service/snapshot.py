@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pyarrow as pa
 import xxhash
@@ -33,6 +33,7 @@ from penstock.store.spec import StoreSpec
 
 FORMAT = 2
 PREFIX = "snapshot-"
+MANIFEST = "manifest.json"
 ROWS_PER_BATCH = 256
 """Rows of one record batch, which is what memory must hold at a time, and what a restored block consists of."""
 
@@ -101,7 +102,7 @@ def write(root: str | Path, number: int, state: Cut, fetch: Fetch | None = None,
         tables[f"rows-{index}.arrow"] = _batches(state, rows, list(names), "row_id", fetch)
     files = {name: _write_ipc(part / name, batches) for name, batches in tables.items()}
     manifest = {"format": FORMAT, "fits": fingerprint(state.spec), "ledger": state.scalars, "files": files}
-    _write_synced(part / "manifest.json", json.dumps(manifest, indent=1).encode())
+    _write_synced(part / MANIFEST, json.dumps(manifest, indent=1).encode())
     if target.exists():
         shutil.rmtree(target)
     _sync(part)  # before it has its name: a rename may reach the disk first
@@ -114,7 +115,15 @@ def write(root: str | Path, number: int, state: Cut, fetch: Fetch | None = None,
 
 def snapshots(root: str | Path) -> list[Path]:
     """Those that were written to their end, newest first."""
-    return sorted((path for path in Path(root).glob(f"{PREFIX}*") if (path / "manifest.json").is_file()), reverse=True)
+    return sorted((path for path in Path(root).glob(f"{PREFIX}*") if (path / MANIFEST).is_file()), reverse=True)
+
+
+def snapshot_files(path: str | Path) -> dict[str, tuple[int, str]]:
+    """Bytes and checksum of every file of a snapshot, for whoever brings it elsewhere. Raises `CorruptSnapshot`."""
+    path = Path(path)
+    text = (path / MANIFEST).read_bytes()
+    found = {name: (int(facts["bytes"]), str(facts["xxh3_128"])) for name, facts in _manifest(path)["files"].items()}
+    return found | {MANIFEST: (len(text), xxhash.xxh3_128_hexdigest(text))}
 
 
 def load(path: str | Path, spec: StoreSpec) -> Loaded:
@@ -123,7 +132,7 @@ def load(path: str | Path, spec: StoreSpec) -> Loaded:
     Raises `CorruptSnapshot` that names the file at fault, and `StoreError` if it is of another dataflow.
     """
     path = Path(path)
-    if not (path / "manifest.json").is_file():
+    if not (path / MANIFEST).is_file():
         found = snapshots(path)
         if not found:
             raise StoreError(f"{path}: no snapshot is there. A snapshot is a directory {PREFIX}N with a manifest.json.")
@@ -184,15 +193,38 @@ def _batches(
         yield pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names])
 
 
+class _Summed:
+    """A file that sums what is to be in it."""
+
+    closed = False
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self._digest, self._num_bytes = file, xxhash.xxh3_128(), 0
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        self._digest.update(view)
+        self._num_bytes += view.nbytes
+        return self._file.write(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def facts(self) -> dict[str, Any]:
+        return {"bytes": self._num_bytes, "xxh3_128": self._digest.hexdigest()}
+
+
 def _write_ipc(file: Path, batches: Iterator[pa.RecordBatch]) -> dict[str, Any]:
-    """Size and checksum, read back through the page cache."""
+    """Size and checksum of what was to be written."""
     first = next(batches)
-    with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_file(sink, first.schema) as writer:
-        writer.write_batch(first)
-        for batch in batches:
-            writer.write_batch(batch)
+    with file.open("wb") as opened:
+        summed = _Summed(opened)
+        with pa.ipc.new_file(summed, first.schema) as writer:
+            writer.write_batch(first)
+            for batch in batches:
+                writer.write_batch(batch)
     _sync(file)
-    return {"bytes": file.stat().st_size, "xxh3_128": _digest(file)}
+    return summed.facts()
 
 
 def _read_ipc(file: Path) -> list[pa.RecordBatch]:
@@ -203,12 +235,12 @@ def _read_ipc(file: Path) -> list[pa.RecordBatch]:
 
 def _manifest(path: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((path / "manifest.json").read_text())
+        manifest = json.loads((path / MANIFEST).read_text())
         if manifest["format"] != FORMAT:
             raise StoreError(f"{path}: format {manifest['format']}, and this release reads format {FORMAT}.")
         return dict(manifest)
     except (ValueError, KeyError, TypeError) as error:
-        raise _corrupt(path, "manifest.json", f"is no manifest ({error})") from None
+        raise _corrupt(path, MANIFEST, f"is no manifest ({error})") from None
 
 
 def _check(path: Path, name: str, facts: dict[str, Any]) -> None:

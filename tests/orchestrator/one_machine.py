@@ -1,7 +1,12 @@
-"""What a fleet says of files where every rank sees the driver's disk. For fleets of tests."""
+"""What a fleet says of files where every rank sees the driver's disk, and a snapshot of a store that is empty. For
+fleets of tests."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX
 
 
 class OneMachine:
@@ -15,3 +20,13 @@ class OneMachine:
 
     async def collect(self, directory: str, places: dict[str, str]) -> None:
         assert set(places.values()) == {directory}
+
+    async def discard(self, directory: str, places: dict[str, str]) -> None:
+        await self.collect(directory, places)
+
+
+def empty_snapshot(root: str, number: int) -> str:
+    directory = Path(root) / f"{PREFIX}{number}"
+    directory.mkdir(parents=True)
+    (directory / MANIFEST).write_text(json.dumps({"format": FORMAT, "files": {}}))
+    return str(directory)

@@ -22,7 +22,7 @@ from penstock.orchestrator.reporting.sinks import JsonLines
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport, TrainedRows
-from tests.orchestrator.one_machine import OneMachine
+from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 from tests.orchestrator.one_node import on_one_node
 
 Said = list[tuple[str, Any]]
@@ -66,8 +66,8 @@ class Store:
     async def cut(self) -> int:
         return 0
 
-    async def snapshot(self, root: str, step: int, keep: int) -> None:
-        Path(root).mkdir(parents=True)
+    async def snapshot(self, root: str, step: int, keep: int) -> str:
+        return empty_snapshot(root, step)
 
 
 def report(step: int) -> StepReport:

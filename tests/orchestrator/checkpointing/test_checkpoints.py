@@ -11,7 +11,7 @@ from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.workers.files import saved_file
+from penstock.workers.files import SavedFile, saved_file
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 
@@ -65,6 +65,34 @@ def test_a_file_is_no_checkpoint(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="file is no checkpoint"):
         open_checkpoint(f"{tmp_path}/file")
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "message"),
+    [
+        ("trainer/rank_0.bin", None, "is missing as this machine sees it"),
+        ("trainer/rank_0.bin", b"weight", "has 6 bytes instead of 7 as"),
+        ("trainer/rank_1.bin", b"weighty", "is damaged: its checksum is"),
+        ("store/snapshot-1/groups.arrow", None, "is missing as this machine sees it"),
+        ("store/snapshot-1/groups.arrow", b"group", "is damaged: its checksum is"),
+    ],
+)
+def test_one_of_which_a_part_is_not_there_is_not_sealed(checkpoints, tmp_path, name, fault, message):
+    place = tmp_path / "checkpoints" / "global_step_4"
+    parts = {f"trainer/rank_{rank}.bin": b"weights" for rank in range(2)} | {"store/snapshot-1/groups.arrow": b"GROUP"}
+    for part, data in parts.items():
+        (place / part).parent.mkdir(parents=True, exist_ok=True)
+        (place / part).write_bytes(data)
+    files = [SavedFile.of_bytes(f"rank_{rank}.bin", b"weights") for rank in range(2)]
+    snapshot = [SavedFile.of_bytes("snapshot-1/groups.arrow", b"GROUP")]
+    made = Checkpoint(checkpoints.directory(4), 4, PromptStart(PromptCursor(1, 4), 16), "/", {}, files)
+    (place / name).unlink() if fault is None else (place / name).write_bytes(fault)
+    with pytest.raises(CheckpointError, match=rf"{name} {message}.*a directory that all nodes share"):
+        checkpoints.seal(made, snapshot, brought=["rank_1.bin"])
+    assert checkpoints.steps() == []
+    (place / name).write_bytes(parts[name])
+    checkpoints.seal(made, snapshot, brought=["rank_1.bin"])
+    assert checkpoints.steps() == [4]
 
 
 def test_the_newest_stay_and_those_that_the_number_divides(tmp_path):

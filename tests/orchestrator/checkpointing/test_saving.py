@@ -13,8 +13,9 @@ from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
+from penstock.workers.files import SavedFile
 from penstock.workers.prompts.source import PromptStart
-from tests.orchestrator.one_machine import OneMachine
+from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 from tests.tmpfs import run_in_tmpfs
 
 
@@ -60,7 +61,7 @@ class EmptyStore:
         return [0]
 
     async def snapshot(self, root, step, keep):
-        Path(root).mkdir(parents=True)
+        return empty_snapshot(root, step)
 
 
 def saving(tmp_path, **config):
@@ -73,7 +74,8 @@ def saving(tmp_path, **config):
     checkpoint = CheckpointConfig(directory=str(tmp_path), **config)
     run = RunConfig(algorithm=GrpoConfig(), checkpoint=checkpoint, trainer=TrainerConfig(max_steps=4))
     files = OneMachine(roles.__getitem__)
-    fleet = Some(role=roles.get, flow=flow, model_path="/", places=files.places, collect=files.collect)
+    places = {"places": files.places, "collect": files.collect, "discard": files.discard}
+    fleet = Some(role=roles.get, flow=flow, model_path="/", **places)
     return CheckpointWriter(fleet, EmptyStore(calls), run, directory, Mock()), trainer, directory, calls
 
 
@@ -97,6 +99,26 @@ def test_checkpoints_are_skipped_while_a_late_one_is_on_its_way_and_what_it_leav
     kinds = [call.args[0] for call in directory.event.call_args_list]
     assert kinds == ["checkpoint_failed", "checkpoint_failed", "checkpoint"]
     assert "an earlier checkpoint has missed its deadline" in directory.event.call_args_list[1].kwargs["message"]
+
+
+def test_one_of_which_a_rank_s_file_is_nowhere_to_be_seen_costs_itself_only(tmp_path):
+    writer, trainer, directory, _ = saving(tmp_path)
+    lost = [SavedFile.of_bytes("rank_0.bin", b"weights")]
+
+    async def run():
+        trainer.finish_saving = Remote(lambda: lost)
+        await writer.begin(1, {})
+        await writer.finish()
+        trainer.finish_saving = Remote(list)
+        await writer.begin(2, {})
+        await writer.finish(strict=True)
+
+    asyncio.run(run())
+    assert writer.failed == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step_2"]
+    message = directory.event.call_args_list[0].kwargs["message"]
+    assert "global_step_1/trainer/rank_0.bin is missing as this machine sees it" in message
+    assert "that all nodes share" in message
 
 
 @pytest.mark.parametrize(("step", "is_last"), [(4, False), (2, True)])
@@ -146,7 +168,7 @@ from penstock.workers.trainer.checkpointing.reading import check_files
 from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.weights.piece import Piece
 from penstock.workers.trainer.ranks import Ranks
-from tests.orchestrator.one_machine import OneMachine
+from tests.orchestrator.one_machine import OneMachine, empty_snapshot
 
 place = Path(sys.argv[1])
 ELEMENTS = 3 * 2**18  # 3 MiB
@@ -166,8 +188,9 @@ class Store:
         return [0]
 
     async def snapshot(self, root, step, keep):
-        Path(root).mkdir(parents=True)
-        (Path(root) / "rows").write_bytes(bytes(1000))
+        place = empty_snapshot(root, step)
+        (Path(place) / "rows").write_bytes(bytes(1000))
+        return place
 
 
 trainer = Some(
@@ -180,7 +203,8 @@ flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
 config = RunConfig(algorithm=GrpoConfig(), checkpoint=CheckpointConfig(directory=str(place), keep_last=1))
 directory, progress = Mock(), Mock()
 files = OneMachine(roles.__getitem__)
-fleet = Some(role=roles.get, flow=flow, model_path="/", places=files.places, collect=files.collect)
+places = {"places": files.places, "collect": files.collect, "discard": files.discard}
+fleet = Some(role=roles.get, flow=flow, model_path="/", **places)
 writer = CheckpointWriter(fleet, Store(), config, directory, progress)
 checkpoints = Checkpoints(str(place), config.checkpoint)
 

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import CorruptSnapshot, LeaseExpired, StoreError
-from penstock.store.service.snapshot import snapshots
+from penstock.store.service.snapshot import snapshot_files, snapshots
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from tests.store.driver import make_spec
@@ -48,6 +49,19 @@ async def half_way(store: Store, client: StoreClient) -> None:
     await client.write(lease, lease.rows.row_ids, values_of("group_advantage", lease))
     assert await client.lease_shared("train", 1, 0, 1) is not None  # formed, and never acknowledged
     assert await client.lease("rollout", 1, "engine") is not None  # held for ever
+
+
+def test_every_file_is_known_by_what_was_to_be_in_it(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        path = Path(await client.snapshot(str(tmp_path), 1))
+        known = snapshot_files(path)
+        assert known.keys() == {file.name for file in path.iterdir()}
+        for name, (num_bytes, checksum) in known.items():
+            data = (path / name).read_bytes()
+            assert (len(data), xxhash.xxh3_128_hexdigest(data)) == (num_bytes, checksum)
+
+    run(body)
 
 
 async def finish(store: Store, client: StoreClient, rounds: range) -> list[dict[str, Any]]:

@@ -4,36 +4,28 @@ Called by `training_state.py`; what is read is what `saver.py` wrote.
 """
 
 from collections.abc import Collection, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
 from penstock.conf.errors import CheckpointError, suggest
-from penstock.workers.files import SavedFile, download, is_url, saved_file
+from penstock.workers.files import SavedFile, fault_of, read_text
 from penstock.workers.trainer.checkpointing.flat_shards import FlatLoadPlanner, values_of
-from penstock.workers.trainer.checkpointing.saver import CARRIED, local_place
+from penstock.workers.trainer.checkpointing.saver import CARRIED
 from penstock.workers.trainer.checkpointing.shard_files import ShardReader
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.weights.piece import Piece
 
 
+@torch.no_grad()
 def load(pieces: Iterable[Piece], directory: str, ranks: Ranks, optional: Collection[str] = ()) -> set[str]:
     """Overwrite the pieces' values with those of a checkpoint, however many ranks wrote it. Collective.
 
     `optional`: names that it may lack. Returns the names that were found. Raises `CheckpointError` for one of another
     architecture, before anything is overwritten, and for files that cannot be read.
     """
-    with local_place(directory) as local:
-        if local != directory:
-            download(directory, Path(local))
-        return _load(list(pieces), local, directory, ranks, optional)
-
-
-@torch.no_grad()
-def _load(pieces: list[Piece], local: str, directory: str, ranks: Ranks, optional: Collection[str]) -> set[str]:
-    reader = ShardReader(local)
+    reader = ShardReader(directory)
     saved = reader.read_metadata().state_dict_metadata
     wanted = [piece for piece in pieces if piece.name in saved or piece.name not in optional]
     for piece in wanted:
@@ -48,13 +40,10 @@ def _load(pieces: list[Piece], local: str, directory: str, ranks: Ranks, optiona
 
 def read_carried(directory: str) -> str:
     """What `Saver.begin` was given besides tensors. Raises `CheckpointError`."""
-    with local_place(directory) as local:
-        if local != directory:
-            download(f"{directory}/{CARRIED}", Path(local) / CARRIED)
-        try:
-            return (Path(local) / CARRIED).read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{directory}/{CARRIED}: cannot be read: {error}") from None
+    try:
+        return read_text(f"{directory}/{CARRIED}")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{directory}/{CARRIED}: cannot be read: {error}") from None
 
 
 def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:
@@ -73,13 +62,7 @@ def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:
 
 
 def check_files(directory: str, files: Iterable[SavedFile]) -> None:
-    """Raise `CheckpointError` for the first file of a directory that is not what was written. Files behind a URL are
-    left to its file system."""
-    if is_url(directory):
-        return
+    """Raise `CheckpointError` for the first file of a directory or URL that is not what was written."""
     for file in files:
-        path = Path(directory) / file.name
-        found = saved_file(path) if path.is_file() else None
-        if found != file:
-            problem = "is missing" if found is None else "is damaged: its size or checksum is not what was written"
-            raise CheckpointError(f"{path} {problem}. Resume from the checkpoint before it.")
+        if fault := fault_of(directory, file):
+            raise CheckpointError(f"{directory}/{file.name} {fault}. Resume from the checkpoint before it.")

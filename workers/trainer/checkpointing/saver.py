@@ -1,8 +1,11 @@
 """Saves one rank's share of a trainer through torch's distributed checkpoint (DCP), while training goes on.
 
-    begin ─▶ a thread copies the pieces to the host ─▶ writes them, all ranks together ─▶ notes sizes and checksums
+    begin ─▶ a thread copies the pieces to the host ─▶ writes them, all ranks together ─▶ reads its files back
                         │
     the next optimizer step waits for this copy, and for nothing else: forward and backward change no weight
+
+Checksums are of what was to be written; each rank reads its own files back from where they are to stay, behind a URL
+too, and one that is not what was written fails the save by its name.
 
 Copies are kept and used again, since fresh memory costs more than the copying; so no save begins before the one before
 has let go of them, on every rank. One that misses its deadline, or that nobody asks for, is given up: it stops at the
@@ -30,7 +33,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
-from penstock.workers.files import SavedFile, is_url, remove, saved_file, upload
+from penstock.workers.files import SavedFile, fault_of, is_url, remove, upload
 from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
 from penstock.workers.trainer.checkpointing.shard_files import INDEX, ShardWriter, file_of
 from penstock.workers.trainer.ranks import Ranks
@@ -192,10 +195,11 @@ class Saver:
 
     def _write(self, save: Save, shards: list[Piece], carried: str, local: str) -> list[SavedFile]:
         """All ranks together until DCP is done; it fails on all of them or on none."""
+        writer = ShardWriter(local, self._ranks.rank)
         try:
             dcp.save(
                 values_of(shards),
-                storage_writer=ShardWriter(local, self._ranks.rank),
+                storage_writer=writer,
                 planner=FlatSavePlanner(shards, save.check_wanted),
                 process_group=self._process_group,
                 no_dist=self._process_group is None,
@@ -205,13 +209,14 @@ class Saver:
             save.in_step = True
             raise
         if self._ranks.rank == 0:
-            (Path(local) / CARRIED).write_text(carried)
-        written = [saved_file(Path(local) / name) for name in _names_of(self._ranks.rank)]
-        if local != save.directory:
-            for file in written:
-                save.check_wanted()
+            writer.write_text(CARRIED, carried)
+        for file in writer.written:
+            save.check_wanted()
+            if local != save.directory:
                 upload(Path(local) / file.name, save.directory)
-        return written
+            if fault := fault_of(save.directory, file, save.check_wanted):
+                raise CheckpointError(f"{file.name}, read back from there, {fault}")
+        return writer.written
 
     @torch.no_grad()
     def _copy(self, pieces: list[Piece]) -> list[Piece]:
@@ -253,7 +258,7 @@ class _Room:
 
 @contextlib.contextmanager
 def local_place(directory: str) -> Iterator[str]:
-    """Where files are written or read: the directory itself, or one beside it if it is a URL."""
+    """Where files are written first: the directory itself, or one beside it if it is a URL."""
     if not is_url(directory):
         yield directory
         return

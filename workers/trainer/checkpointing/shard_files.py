@@ -12,10 +12,12 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -24,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.conf.errors import CheckpointError
-from penstock.workers.files import is_url
+from penstock.workers.files import SavedFile, is_url, open_file, read_text
 from penstock.workers.trainer.checkpointing.plain_data import TENSORS
 from penstock.workers.whole_files import write_whole
 
@@ -51,6 +53,8 @@ class ShardWriter(StorageWriter):
 
     def __init__(self, directory: str | Path, rank: int) -> None:
         self._directory, self._rank = Path(directory), rank
+        self.written: list[SavedFile] = []
+        """Files with the sums of what was to be in them."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -66,17 +70,20 @@ class ShardWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results, offset = [], 0
+        results, offset, digest = [], 0, xxhash.xxh3_128()
         with (self._directory / file_of(self._rank)).open("wb", buffering=0) as file:
             for item in plan.items:
                 values = planner.resolve_data(item)
                 assert isinstance(values, Tensor)
-                _write_all(file.fileno(), _bytes_of(values))
+                data = _bytes_of(values)
+                digest.update(data)
+                _write_all(file.fileno(), data)
                 assert item.index.offset is not None
                 place = Place(item.index.offset[0], values.numel(), file_of(self._rank), offset)
                 results.append(WriteResult(item.index, values.nbytes, place))
                 offset += values.nbytes
             os.fsync(file.fileno())
+        self.written.append(SavedFile(file_of(self._rank), offset, digest.hexdigest()))
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -88,7 +95,11 @@ class ShardWriter(StorageWriter):
             tensors[name] = {"size": tensor.size.numel(), "dtype": dtype, "ranges": []}
         for result in (result for part in results for result in part):
             tensors[result.index.fqn]["ranges"].append(asdict(result.storage_data))
-        write_whole(self._directory / INDEX, json.dumps({"format": FORMAT, "tensors": tensors}), synced=True)
+        self.write_text(INDEX, json.dumps({"format": FORMAT, "tensors": tensors}))
+
+    def write_text(self, name: str, text: str) -> None:
+        write_whole(self._directory / name, text, synced=True)
+        self.written.append(SavedFile.of_bytes(name, text.encode()))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -96,10 +107,11 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """The same for reading. `read_metadata` raises `CheckpointError` for an index that `ShardWriter` does not write."""
+    """The same for reading, of what is asked for and no more. `directory`: may be an fsspec URL. `read_metadata` raises
+    `CheckpointError` for an index that `ShardWriter` does not write."""
 
-    def __init__(self, directory: str | Path) -> None:
-        self._directory = Path(directory)
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
         self._metadata: Metadata | None = None
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -108,10 +120,10 @@ class ShardReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         if self._metadata is None:
             try:
-                self._metadata = _metadata_of(json.loads((self._directory / INDEX).read_bytes()))
+                self._metadata = _metadata_of(json.loads(read_text(f"{self._directory}/{INDEX}")))
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 raise CheckpointError(
-                    f"{self._directory / INDEX} cannot be read ({type(error).__name__}: {error}). Resume from another "
+                    f"{self._directory}/{INDEX} cannot be read ({type(error).__name__}: {error}). Resume from another "
                     "checkpoint."
                 ) from None
         return self._metadata
@@ -126,21 +138,26 @@ class ShardReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            target = planner.resolve_tensor(item)
-            target.copy_(self._read(item))
-            planner.commit_tensor(item, target)
+        items = [(self._place(item), item) for item in plan.items]
+        items.sort(key=lambda entry: (entry[0].file, entry[0].offset, entry[1].storage_offsets[0]))
+        for name, of_file in groupby(items, key=lambda entry: entry[0].file):
+            with open_file(f"{self._directory}/{name}") as file:
+                for place, item in of_file:
+                    target = planner.resolve_tensor(item)
+                    target.copy_(self._read(file, place, item))
+                    planner.commit_tensor(item, target)
         return _done(None)
 
-    def _read(self, item: ReadItem) -> Tensor:
-        metadata = self.read_metadata()
-        place: Place = metadata.storage_data[item.storage_index]
-        tensor = metadata.state_dict_metadata[item.storage_index.fqn]
+    def _place(self, item: ReadItem) -> Place:
+        place: Place = self.read_metadata().storage_data[item.storage_index]
+        return place
+
+    def _read(self, file: Any, place: Place, item: ReadItem) -> Tensor:
+        tensor = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
         values = torch.empty(item.lengths[0], dtype=tensor.properties.dtype)
-        with (self._directory / place.file).open("rb", buffering=0) as file:
-            file.seek(place.offset + item.storage_offsets[0] * values.itemsize)
-            _read_all(file, _bytes_of(values))
+        file.seek(place.offset + item.storage_offsets[0] * values.itemsize)
+        _read_all(file, place.file, _bytes_of(values))
         return values
 
     @classmethod
@@ -194,11 +211,11 @@ def _write_all(descriptor: int, data: memoryview) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _read_all(file: Any, data: memoryview) -> None:
+def _read_all(file: Any, name: str, data: memoryview) -> None:
     while data:
         count = file.readinto(data)
         if not count:
-            raise EOFError(f"{file.name} ends {len(data):,} bytes too early")
+            raise EOFError(f"{name} ends {len(data):,} bytes too early")
         data = data[count:]
 
 

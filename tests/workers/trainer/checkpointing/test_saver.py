@@ -3,12 +3,14 @@
 import contextlib
 import json
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.local import LocalFileSystem
 
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import CheckpointError
@@ -203,6 +205,78 @@ def test_a_range_across_others_is_read_from_each(ranks: Ranks, tmp_path: Path) -
     piece = Piece("w", (2, 5), 3, torch.zeros(4))
     load([piece], str(tmp_path), ranks)
     assert piece.values.tolist() == [3, 4, 5, 6]
+
+
+class FarPlace(LocalFileSystem):
+    """A file system behind a URL that keeps of some files something else than what it is given."""
+
+    protocol = "far"
+    faults: ClassVar[dict[str, Callable[[bytes], bytes | None]]] = {}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("far://")))
+
+    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:
+        data = Path(lpath).read_bytes()
+        kept = self.faults.get(Path(rpath).name, lambda data: data)(data)
+        if kept is not None:
+            Path(rpath).write_bytes(kept)
+
+
+@pytest.fixture
+def far(tmp_path: Path) -> Iterator[str]:
+    fsspec.register_implementation("far", FarPlace, clobber=True)
+    yield f"far://{tmp_path}/bucket"
+    FarPlace.faults.clear()
+
+
+FAULTS: dict[str, tuple[Callable[[bytes], bytes | None], str]] = {
+    "is lost": (lambda data: None, "is missing"),
+    "is cut short": (lambda data: data[:-1], r"has [0-9,]+ bytes instead of [0-9,]+"),
+    "has a flipped bit": (lambda data: bytes([data[0] ^ 1]) + data[1:], "is damaged: its checksum is"),
+}
+
+
+@pytest.mark.parametrize("name", ["rank_0.bin", "index.json", "carried.json"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_that_is_not_what_was_written_fails_the_save_by_its_name(
+    trained: PolicyTrainer, far: str, name: str, fault: str
+) -> None:
+    state = TrainingState({"policy": trained})
+    FarPlace.faults[name], message = FAULTS[fault]
+    state.begin(far)
+    with pytest.raises(CheckpointError, match=rf"{far}: rank 0 could not write: {name}, read back .* {message}"):
+        state.finish()
+    FarPlace.faults.clear()
+    state.begin(f"{far}/again")
+    assert len(state.finish()) == 3
+
+
+def test_a_local_file_is_read_back_too(ranks: Ranks, tmp_path: Path) -> None:
+    (tmp_path / "rank_0.bin").symlink_to("carried.json")  # which is written later
+    saver = Saver(ranks, timeout_s=60)
+    saver.begin([Piece("w", (8,), 0, torch.ones(8))], str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"rank_0\.bin, read back from there, has 0 bytes instead of 32"):
+        saver.finish()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_file_behind_a_url_that_was_damaged_since_is_refused_by_its_name(
+    trained: PolicyTrainer, make_trainer: Make, far: str, tmp_path: Path, fault: str
+) -> None:
+    state = TrainingState({"policy": trained})
+    state.begin(far)
+    files = state.finish()
+    change, message = FAULTS[fault]
+    file = tmp_path / "bucket" / "rank_0.bin"
+    damaged = change(file.read_bytes())
+    file.unlink() if damaged is None else file.write_bytes(damaged)
+    other = make_trainer()
+    before = everything(other)
+    with pytest.raises(CheckpointError, match=rf"{far}/rank_0\.bin {message}.* Resume from the checkpoint before it"):
+        TrainingState({"policy": other}).load(far, files)
+    assert same(everything(other), before)
 
 
 def test_a_place_that_cannot_be_written_is_told_by_finish(trained: PolicyTrainer, tmp_path: Path) -> None:
