@@ -14,6 +14,7 @@ __all__ = [
     "MissingColumn",
     "NotFinite",
     "RowNotLeased",
+    "RowsLost",
     "StalenessViolation",
     "StoreClosed",
     "StoreError",
@@ -74,6 +75,10 @@ class DuplicateRow(StoreError):
 
 class RowNotLeased(StoreError):
     """A row that the lease does not hold."""
+
+
+class RowsLost(StoreError):
+    """Rows of a batch under way were on a node that is gone: its step cannot be computed by who does not have them."""
 
 
 class UnknownStage(StoreError):

@@ -4,7 +4,7 @@ A block is what one write brought: an Arrow record batch, here or behind a refer
 It goes with the last of its cells. Kept by `service/store.py`; `payload.py` gathers what a lease sends.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -18,13 +18,15 @@ from penstock.store.ledger.group import bits, spans_of
 class Block:
     """One record batch, `batch` or behind `ref`, and how many of its cells are alive."""
 
-    __slots__ = ("batch", "nbytes", "num_cells", "ref")
+    __slots__ = ("batch", "is_gone", "nbytes", "num_cells", "ref")
 
     def __init__(self, batch: pa.RecordBatch | None, ref: Any, nbytes: int) -> None:
         self.batch = batch
         self.ref = ref
         self.nbytes = nbytes
         self.num_cells = 0
+        self.is_gone = False
+        """What is behind `ref` cannot be had any more."""
 
 
 class Place(NamedTuple):
@@ -103,16 +105,51 @@ class Blocks:
                     self._uncount_all(cells)
             return
         group = self._cells.get(group_id, {})
-        for name, cells in group.items():
-            if isinstance(cells, Place):
-                if not cells.stride:
-                    continue
-                cells.block.num_cells += self.group_size - 1  # it counted as one
-                cells = group[name] = [Place(cells.block, cells.start + i, 1) for i in range(self.group_size)]
-            ended = list(bits(mask))
-            self._uncount_all([cells[index] for index in ended])
-            for index in ended:
-                cells[index] = None
+        for name in group:
+            self._free_cells(group, name, mask)
+
+    def clear(self, group_id: int, columns: Mapping[str, int]) -> None:
+        """The samples of each mask have the column no more. Of one that the source wrote, none has."""
+        group = self._cells.get(group_id, {})
+        for name, mask in columns.items():
+            cells = group.get(name)
+            if isinstance(cells, Place) and (not cells.stride or mask == (1 << self.group_size) - 1):
+                del group[name]
+                self._uncount(cells.block)
+            elif cells is not None:
+                self._free_cells(group, name, mask)
+                if not any(group[name]):
+                    del group[name]  # what is written for all of them at once is one place again
+
+    def lose(self, is_gone: Callable[[Any], bool]) -> dict[int, dict[str, int]]:
+        """Group -> column -> samples whose value is behind a reference that is gone. The blocks are marked; cells stay
+        until they are cleared."""
+        gone = {block for block in self._living if block.ref is not None and is_gone(block.ref)}
+        lost: dict[int, dict[str, int]] = {}
+        for block in gone:
+            block.is_gone = True
+        for group_id, columns in self._cells.items() if gone else ():
+            for name, cells in columns.items():
+                if isinstance(cells, Place):
+                    mask = (1 << self.group_size) - 1 if cells.block in gone else 0
+                else:
+                    mask = sum(1 << i for i, cell in enumerate(cells) if cell is not None and cell.block in gone)
+                if mask:
+                    lost.setdefault(group_id, {})[name] = mask
+        return lost
+
+    def _free_cells(self, group: dict[str, Cells], name: str, mask: int) -> None:
+        """Of these samples, but for a value that the source wrote for the group."""
+        cells = group[name]
+        if isinstance(cells, Place):
+            if not cells.stride:
+                return
+            cells.block.num_cells += self.group_size - 1  # it counted as one
+            cells = group[name] = [Place(cells.block, cells.start + i, 1) for i in range(self.group_size)]
+        ended = list(bits(mask))
+        self._uncount_all([cells[index] for index in ended])
+        for index in ended:
+            cells[index] = None
 
     @property
     def num_blocks(self) -> int:

@@ -32,6 +32,12 @@ def _check_group(residents: Residents, group: Group) -> None:
         _require(not leased & ~group.live, f"{where}: rows {leased & ~group.live:b} are leased and have ended")
         for column in stage.writes:
             _require(not done & ~group.have[column], f"{where}: done without column {column}")
+            written = group.have[column] & group.live
+            if stage.sees_siblings and written:
+                written = group.live
+            for read in stage.reads:
+                missing = written & ~group.have[read]
+                _require(not missing, f"{where}: rows {missing:b} have column {column} without {read}, its source")
         queued = bool(group.queued >> stage.index & 1)
         _require(queued == (group.id in stage.queue), f"{where}: queued={queued}, but the queue says otherwise")
         _require(queued or not free or stage.unit == "batch", f"{where}: free and not queued")
@@ -52,6 +58,8 @@ def _check_leases(residents: Residents) -> None:
             _require(group_id in residents.groups, f"lease {lease.id} holds rows of group {group_id}, which is gone")
             group, key = residents.groups[group_id], (lease.stage, group_id)
             _require(not mask & ~lease.granted[group_id], f"lease {lease.id} holds rows it was not granted")
+            revoked = mask & lease.revoked.get(group_id, 0)
+            _require(not revoked, f"lease {lease.id} holds rows {revoked:b} that were revoked")
             _require(not held.get(key, 0) & mask, f"group {group_id}: lease {lease.id} holds rows of another lease")
             _require(lease.id in (group.holders or ()), f"group {group_id} does not know its lease {lease.id}")
             held[key] = held.get(key, 0) | mask
@@ -88,6 +96,9 @@ def _check_rows(residents: Residents, rounds: Rounds) -> None:
     waiting = {group.id for group in residents.groups.values() if group.live and group.trained_in is None}
     _require(residents.waiting == waiting, f"groups {residents.waiting} are said to wait, {waiting} do")
     _require(residents.head <= min(waiting, default=residents.next_group), "a group before the head waits")
+    in_batches = {group.id for group in residents.groups.values() if group.trained_in is not None}
+    strangers = {group.id for group in residents.groups.values() if group.lost} - in_batches
+    _require(not strangers, f"groups {strangers} of no batch have lost values and are not made again")
     last = {row // residents.size for row in rounds.last_batch}
     ended_groups = {group.id for group in residents.groups.values() if not group.live}
     _require(last == ended_groups, f"ended groups {ended_groups} are resident, the last batch has {last}")

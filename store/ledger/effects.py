@@ -14,6 +14,8 @@ class Effects:
 
     freed: list[tuple[int, int]] = field(default_factory=list)
     """(group, mask of its rows): nobody will ask for their values again."""
+    cleared: list[tuple[int, dict[str, int]]] = field(default_factory=list)
+    """(group, mask of its rows by column): these values are gone, or worth nothing without one that is."""
     stages: int = 0
     """Bit s: more of stage s is free, or somebody holds less of it: those that wait for leases may get one."""
     rounds: int = 0

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from penstock.store.errors import TooLarge, WrongLength
 from penstock.store.ledger.group import Group, bits, mask_of, spans_of
+from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 
 
@@ -47,7 +48,7 @@ def check_facts(residents: Residents, rows: Sequence[int], written: list[int], f
 
 
 def note_facts(
-    residents: Residents, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts
+    residents: Residents, stage: Stage, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts
 ) -> list[int]:
     """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
     index_of = residents.readiness.column_index
@@ -67,25 +68,34 @@ def note_facts(
             there &= group.have[column]
         keep = new & ~there
         if keep == mask and not any(group.have[column] & mask for column in told):
-            _note_span(residents, group, indices, position, facts, versions is not None, lengths is not None)
+            _note_span(residents, stage, group, indices, position, facts, versions is not None, lengths is not None)
             kept.extend(range(position, position + len(indices)))
             continue
         for index in bits(keep):
             at = position + index - indices.start
             news = [column is not None and not group.have[column] >> index & 1 for column in (versions, lengths)]
-            _note_span(residents, group, range(index, index + 1), at, facts, *news)
+            _note_span(residents, stage, group, range(index, index + 1), at, facts, *news)
             kept.append(at)
     return kept
 
 
 def _note_span(
-    residents: Residents, group: Group, indices: range, position: int, facts: Facts, versions: bool, lengths: bool
+    residents: Residents,
+    stage: Stage,
+    group: Group,
+    indices: range,
+    position: int,
+    facts: Facts,
+    versions: bool,
+    lengths: bool,
 ) -> None:
     """Facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news."""
     end = position + len(indices)
     where = slice(indices.start, indices.stop)
     row_bytes = facts.row_bytes[position:end]
-    group.row_bytes[where] = map(operator.add, group.row_bytes[where], row_bytes)
+    first = stage.index * residents.size
+    of_stage = slice(first + indices.start, first + indices.stop)
+    group.row_bytes[of_stage] = map(operator.add, group.row_bytes[of_stage], row_bytes)
     residents.credits.bytes += sum(row_bytes)
     if versions and facts.oldest_version is not None:
         group.oldest[where] = facts.oldest_version[position:end]

@@ -22,6 +22,7 @@ class Group:
         "id",
         "leased",
         "live",
+        "lost",
         "oldest",
         "prompt_tokens",
         "queued",
@@ -35,6 +36,8 @@ class Group:
         self.id = id
         self.live = (1 << size) - 1
         """Rows neither dropped nor trained."""
+        self.lost = 0
+        """Rows of a batch that have lost values since it was formed."""
         self.have = [0] * num_columns
         """Per column: rows that have it."""
         self.leased = [0] * num_stages
@@ -50,7 +53,8 @@ class Group:
         self.oldest = [NO_VERSION] * size
         self.response_tokens = [0] * size
         self.prompt_tokens = 0
-        self.row_bytes = [0] * size
+        self.row_bytes = [0] * (num_stages * size)
+        """Of the values that stage s wrote for sample i, at `s * size + i`."""
         self.shared_bytes = 0
         self.trained_in: int | None = None
         """The version that the step began with that trains or trained it."""

@@ -17,6 +17,8 @@ class HeldLease:
     """Group -> mask of all rows handed out."""
     open: dict[int, int] = field(default_factory=dict)
     """Group -> mask of those whose result is awaited."""
+    revoked: dict[int, int] = field(default_factory=dict)
+    """Group -> mask of those that go to another, since values were lost: nothing is awaited of them any more."""
 
 
 class LeaseBook:

@@ -2,7 +2,7 @@
 
     admit ─▶ lease(stage) ─▶ write ─▶ … ─▶ lease_shared(train) ─▶ complete_shared ─▶ published
                  │  ▲          │
-          expire, release      └▶ drop
+     expire, release, lost     └▶ drop
 
 `service/store.py` is its only caller in a run; property tests drive it through random histories. No Ray, no clock, no
 I/O. Every call either raises and changes nothing, or succeeds, and says by its `Effects` what is to be freed and who is
@@ -12,7 +12,8 @@ What it promises:
 - a row is trained at most once, and every row ends trained or dropped with a counted reason;
 - no token of a trained row is more than `max_staleness` versions old (see `admission.py` for the proof);
 - groups are trained in the order of admission, except that `window - 1` later ones may overtake a straggler;
-- results of a row enter once, whoever computed them; a writer whose lease is over is told unless they are there.
+- results of a row enter once, whoever computed them; a writer whose lease is over is told unless they are there;
+- values that are lost are made again, with everything that was computed from them (see `losses.py`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,6 +23,7 @@ from penstock.store.errors import (
     DuplicateRow,
     LeaseExpired,
     RowNotLeased,
+    RowsLost,
     StoreError,
     TooLarge,
     UnknownColumn,
@@ -32,6 +34,7 @@ from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts, check_facts, note_facts
 from penstock.store.ledger.group import Group, row_ids
 from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.losses import Cells, lose
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 from penstock.store.ledger.rounds import Round, Rounds
@@ -129,14 +132,14 @@ class Ledger:
             if open_rows:
                 fresh[group_id] = open_rows
         self.counters["ignored/not_awaited"] += len(rows) - sum(mask.bit_count() for mask in fresh.values())
-        kept = note_facts(self.residents, rows, fresh, written, facts)
+        kept = note_facts(self.residents, producer, rows, fresh, written, facts)
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
             self._complete(lease, producer, self.residents.groups[group_id], mask, written, effects)
         return kept, effects
 
     def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> Effects:
-        """Rows of a lease end here. Raises as `write` does."""
+        """Rows of a lease end here; those that were revoked are another's. Raises as `write` does."""
         masks = self.residents.masks(list(rows))
         effects = Effects()
         lease = self._held(lease_id, self.residents.stage(stage), masks)
@@ -145,7 +148,7 @@ class Ledger:
         for group_id, mask in masks.items():
             group = self.residents.groups.get(group_id)
             if group is not None:
-                self.residents.drop(group, mask, reason, effects)
+                self.residents.drop(group, mask & ~lease.revoked.get(group_id, 0), reason, effects)
         return effects
 
     def renew(self, lease_id: int, now: float) -> None:
@@ -190,6 +193,13 @@ class Ledger:
             self._release(lease, "expired", effects)
         return [lease.id for lease in late], effects
 
+    def lost(self, cells: Cells, now: float) -> Effects:
+        """The values of these cells are gone, and are made again; see `losses.py`."""
+        self.residents.readiness.elapse(now)
+        effects = Effects()
+        lose(self.residents, cells, effects)
+        return effects
+
     def next_deadline(self) -> float | None:
         return self.residents.leases.next_deadline()
 
@@ -217,7 +227,8 @@ class Ledger:
         return self.rounds.has_formed(stage, number)
 
     def share(self, made: Round, rank: int) -> list[int]:
-        """The rows of a round that `rank` still has to compute, ascending. Raises `StoreError` for an unknown rank."""
+        """The rows of a round that `rank` still has to compute, ascending. Raises `StoreError` for an unknown rank, and
+        `RowsLost` if its part of a batch can be had no more."""
         if not 0 <= rank < len(made.parts):
             raise StoreError(
                 f"rank {rank} is none of the {len(made.parts)} ranks of round {made.number} of stage {made.stage!r}."
@@ -226,10 +237,20 @@ class Ledger:
         if lease is None:
             return []
         size = self.residents.size
-        shown = lease.open
-        if self.residents.stage(made.stage).sees_siblings:
+        shown, stage = lease.open, self.residents.stage(made.stage)
+        if stage.sees_siblings:
             shown = {group: lease.granted[group] & self.residents.groups[group].live for group in lease.open}
-        return [row for row in made.parts[rank] if shown.get(row // size, 0) >> row % size & 1]
+        rows = [row for row in made.parts[rank] if shown.get(row // size, 0) >> row % size & 1]
+        if stage.unit == "batch" and (lost := sum(self.residents.is_lost(row) for row in rows)):
+            raise RowsLost(
+                f"{lost} of the {len(rows)} rows of rank {rank} in round {made.number} of stage {made.stage!r} were on "
+                "a node that is gone. Release the round: it is formed again once they have been made again."
+            )
+        return rows
+
+    def last_batch(self) -> list[int]:
+        """Rows of the batch trained last, ascending, without those that have lost values."""
+        return [row for row in self.rounds.last_batch if not self.residents.is_lost(row)]
 
     def complete_shared(self, lease_id: int, rank: int) -> Effects:
         """`rank` has trained its share of the batch; after the last rank its rows have ended. Raises `LeaseExpired`."""

@@ -110,7 +110,7 @@ class Readiness:
 
 def free_rows(group: Group, stage: Stage) -> int:
     """Mask of the rows of `group` that may be leased for `stage`: the definition that all counting follows."""
-    ready = group.live
+    ready = group.live & ~group.lost
     for column in stage.reads:
         ready &= group.have[column]
     if stage.unit != "sample" and (ready != group.live or group.leased[stage.index]):

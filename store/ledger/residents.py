@@ -39,7 +39,8 @@ class Residents:
         """Every decision, by reason."""
         self.train = next((stage for stage in self.readiness.stages if stage.unit == "batch"), None)
         index = self.readiness.column_index
-        self._source = [index[name] for name in spec.source_columns]
+        self.source = [index[name] for name in spec.source_columns]
+        """Columns that are there from the admission on."""
 
     def stage(self, name: str) -> Stage:
         """Raises `UnknownStage` with the nearest name."""
@@ -65,7 +66,7 @@ class Residents:
         """A new group with the source's columns; its number is the next one."""
         group = Group(self.next_group, self.size, len(self.spec.columns), len(self.readiness.stages))
         self.next_group += 1
-        for column in self._source:
+        for column in self.source:
             group.have[column] = self.all_rows
         group.shared_bytes, group.prompt_tokens = nbytes, prompt_tokens
         if response_tokens:
@@ -82,6 +83,10 @@ class Residents:
         self.credits.bytes += group.nbytes
         self.num_rows += group.live.bit_count()
         effects.stages |= self.readiness.refresh_all(group)
+
+    def is_lost(self, row: int) -> bool:
+        """A resident row of a batch has lost values since the batch was formed."""
+        return bool(self.groups[row // self.size].lost >> row % self.size & 1)
 
     def hold(self, lease: HeldLease, group: Group, open_rows: int, granted: int) -> None:
         """Give rows to a lease."""
@@ -128,8 +133,8 @@ class Residents:
         self.counters[f"dropped/{reason}"] += mask.bit_count()
         self._end_rows(group, mask, effects)
         for index in bits(mask):
-            self.credits.bytes -= group.row_bytes[index]
-            group.row_bytes[index] = 0
+            self.credits.bytes -= sum(group.row_bytes[index :: self.size])
+            group.row_bytes[index :: self.size] = [0] * len(self.readiness.stages)
         effects.credits = True
         if group.live:
             effects.freed.append((group.id, mask))

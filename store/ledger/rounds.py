@@ -11,6 +11,7 @@ from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
 from penstock.store.ledger.balance import balance, row_cost
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import NO_VERSION, Group, row_ids
+from penstock.store.ledger.losses import begin_again
 from penstock.store.ledger.order import choose_groups
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
@@ -159,11 +160,14 @@ class Rounds:
                 "release the newest first."
             )
         lease = residents.leases.held[made.lease_id]
-        for group_id in list(lease.open):
-            residents.groups[group_id].trained_in = None
-            residents.waiting.add(group_id)
-            residents.head = min(residents.head, group_id)
+        groups = [residents.groups[group_id] for group_id in lease.open]
+        for group in groups:
+            group.trained_in = None
+            residents.waiting.add(group.id)
+            residents.head = min(residents.head, group.id)
         residents.release(lease, effects)
+        for group in groups:
+            begin_again(residents, group, effects)
         self.formed -= 1
         made.void = True
         effects.rounds |= 1 << lease.stage

@@ -12,6 +12,7 @@ from typing import Any
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group
 from penstock.store.ledger.ledger import Ledger
+from penstock.store.ledger.losses import NODE_LOST, lacks_source
 
 
 def scalars(ledger: Ledger) -> dict[str, Any]:
@@ -67,6 +68,9 @@ def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, A
         group.have = [int.from_bytes(mask, "little") for mask in row["have"]]
         group.done = [int.from_bytes(mask, "little") for mask in row["done"]]
         group.prompt_tokens, group.shared_bytes = row["prompt_tokens"], row["shared_bytes"]
-        group.oldest, group.response_tokens, group.row_bytes = row["oldest"], row["response_tokens"], row["row_bytes"]
+        group.oldest, group.response_tokens = row["oldest"], row["response_tokens"]
+        group.row_bytes[: len(row["row_bytes"])] = row["row_bytes"]  # older snapshots have one number a sample
         residents.resume(group, Effects())  # nobody waits yet
+        if lacks_source(residents, group):
+            residents.drop(group, group.live, NODE_LOST, Effects())
     residents.head = min(residents.waiting, default=residents.next_group)

@@ -8,7 +8,9 @@ from typing import Any
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.ledger import Ledger
 
-EVENTS = ("admit", "write", "drop", "release", "abandon", "expire", "lease_shared", "complete_shared", "published")
+EVENTS = (
+    "admit", "write", "drop", "release", "abandon", "expire", "lost", "lease_shared", "complete_shared", "published",
+)  # fmt: skip
 
 
 class View:
@@ -28,6 +30,8 @@ class View:
         self.train = residents.train.index if residents.train is not None else 0
         self.refused = residents.credits.refusal(0, len(residents.waiting)) is not None
         self.live = {group.id: group.live for group in residents.groups.values()}
+        self.have = {group.id: dict(enumerate(group.have)) for group in residents.groups.values()}
+        self.column_index = residents.readiness.column_index
         self.last = {row // residents.size for row in rounds.last_batch}
 
 
@@ -56,6 +60,14 @@ def check(before: View, after: View, effects: Effects, all_rows: int) -> None:
     for group, mask in effects.freed:
         freed[group] = freed.get(group, 0) | mask
     assert freed == expected, f"freed {freed}, ended {expected}"
+    absent = {
+        group: lost
+        for group, have in after.have.items()
+        if (lost := {c: gone for c, mask in before.have.get(group, {}).items() if (gone := mask & ~have[c])})
+    }
+    cleared = {group: {after.column_index[name]: mask for name, mask in by.items()} for group, by in effects.cleared}
+    cleared = {group: columns for group, columns in cleared.items() if group in after.have}
+    assert cleared == absent, f"cleared {cleared}, gone {absent}"
 
 
 class CheckedLedger(Ledger):

@@ -51,6 +51,8 @@ class Pump:
         """Free the values now, wake the callers soon."""
         for group, mask in effects.freed:
             self._blocks.free(group, mask)
+        for group, columns in effects.cleared:
+            self._blocks.clear(group, columns)
         due = self._due
         due.stages |= effects.stages
         due.rounds |= effects.rounds
