@@ -88,7 +88,10 @@ class Fleet:
             spec = StoreSpec.of(self.flow, self.config)
             snapshot = self.resumed.store if self.resumed is not None else None
             options, ports = self.reservation.options(self._plan_of(STORE)), self.config.cluster.ports
-            self.store = create_store_actor(spec, self.namespace, restore=snapshot, ports=ports, options=options)
+            rows = self.agents.rows_nodes(timeout_s) if len(nodes) > 1 else None
+            self.store = create_store_actor(
+                spec, self.namespace, restore=snapshot, ports=ports, nodes=rows, options=options
+            )
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue

@@ -17,6 +17,7 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.network.handshake import new_token
 from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.weight_relays import RelayNodes
+from penstock.store.data.far.nodes import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
 from penstock.workers.node.actor import NodeAgent as Agent
 from penstock.workers.node.agent import NodeFacts
@@ -27,10 +28,11 @@ MANY_CALLS = 1_000
 class NodeAgents:
     """Lifecycle: `create` on the run's nodes, `facts` once they are needed, `close` after every other actor."""
 
-    def __init__(self, run_id: str, namespace: str, config: ClusterConfig) -> None:
+    def __init__(self, run_id: str, namespace: str, config: ClusterConfig, spill_dir: str | None = None) -> None:
+        """`spill_dir`: `store.spill_dir`."""
         self.root = f"{SHARED_MEMORY}/{PREFIX}{run_id}-{uuid.uuid4().hex[:12]}"
         """The run's directory in the shared memory of each of its nodes."""
-        self._namespace, self._config = namespace, config
+        self._namespace, self._config, self._spill_dir = namespace, config, spill_dir
         self._token = new_token()
         self.members: dict[str, tuple[str, Any]] = {}
         """Name and handle, by Ray's id of the node."""
@@ -49,7 +51,7 @@ class NodeAgents:
                 "max_concurrency": MANY_CALLS,
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
-            arguments = self.root, self._token, self._config.ports, self._config.files_dir
+            arguments = self.root, self._token, self._config.ports, self._config.files_dir, self._spill_dir
             self.members[node] = name, ray.remote(Agent).options(**options).remote(*arguments)
 
     def facts(self, timeout_s: float) -> dict[str, NodeFacts]:
@@ -69,6 +71,12 @@ class NodeAgents:
             self.members,
             {node: fact.address for node, fact in facts.items()},
         )
+
+    def rows_nodes(self, timeout_s: float) -> RowsNodes:
+        """Where the store's large batches may lie. Nodes that share their memory have one server."""
+        facts = self.facts(timeout_s)
+        owner = {fact.memory: RowsNode(node, fact.rows, fact.address) for node, fact in facts.items() if fact.owns_root}
+        return RowsNodes({node: owner[fact.memory] for node, fact in facts.items()}, self._token)
 
     def close(self, grace_s: float) -> None:
         """Have them remove the run's directories. Never raises for one that is dead: its directory goes with it."""

@@ -129,7 +129,7 @@ def _train(
     resumed: Checkpoint | None,
 ) -> Outcome:
     """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
-    agents = NodeAgents(directory.run_id, namespace, config.cluster)
+    agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
     fleet = Fleet(plan, config, flow, model_path, namespace, agents, resumed=resumed)
     try:
         progress.phase(_starting_text(plan, config))

@@ -237,7 +237,7 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
         check_placement(plan, config)
         model_path = starting_model(config, directory)
         config = with_other_models(config, directory, model_path)
-        agents = NodeAgents(directory.run_id, namespace, config.cluster)
+        agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
         fleet = Fleet(plan, config, flow, model_path, namespace, agents, with_store=False)
         try:
             fleet.create()

@@ -15,6 +15,7 @@ __all__ = [
     "NotFinite",
     "RowNotLeased",
     "RowsLost",
+    "RowsUnreachable",
     "StalenessViolation",
     "StoreClosed",
     "StoreError",
@@ -43,6 +44,10 @@ class StoreClosed(StoreError):
 class StoreUnreachable(StoreError):
     """The store's machine cannot be reached, or could not for so long that this client counts as gone. Whether a call
     that was under way was carried out is not known."""
+
+
+class RowsUnreachable(StoreError):
+    """The node that rows lie on cannot be reached. The rows are as they were."""
 
 
 class UnknownColumn(StoreError):

@@ -120,7 +120,7 @@ class StoreClient:
         granted: Granted | None = await self._link.call("lease_shared", stage, round, rank, num_ranks, max_units, owner)
         if granted is None:
             return None
-        lease = SharedLease(granted.lease_id, stage, self._rows(granted), round, rank, granted.version)
+        lease = SharedLease(granted.lease_id, stage, await self._rows(granted), round, rank, granted.version)
         if self._stages[stage].unit != "batch":  # a batch in training does not run out
             self._heartbeat.hold(lease.id, lease.rows.row_ids)
         return lease
@@ -171,7 +171,8 @@ class StoreClient:
 
     async def last_batch(self, columns: Sequence[str] | None = None) -> Rows:
         """The rows of the batch trained last (none before the first), by row id. `columns`: None for all."""
-        return self._rows(await self._link.call("last_batch", None if columns is None else list(columns)))
+        granted = await self._link.call("last_batch", None if columns is None else list(columns))
+        return await self._rows(granted)
 
     async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
         """Write the store's state of the last `cut`, or of this moment, below `root`; the path. Nobody waits for it
@@ -220,7 +221,7 @@ class StoreClient:
             granted: list[Granted] | None = await self._link.call("lease", ask)
             if granted is None:
                 return None
-            leases = [Lease(one.lease_id, ask.stage, rows) for one, rows in self._read(granted)]
+            leases = [Lease(one.lease_id, ask.stage, rows) for one, rows in await self._read(granted)]
             for lease in leases:
                 self._heartbeat.hold(lease.id, lease.rows.row_ids)
             return leases
@@ -238,19 +239,19 @@ class StoreClient:
         with suppress(StoreError, WorkerDied):
             await self._calls.call("withdraw", ask.stage, ask.client, ask.ticket)
 
-    def _read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
+    async def _read(self, granted: list[Granted]) -> list[tuple[Granted, Rows]]:
         """All of them, or the store hears that none is read."""
         read: list[tuple[Granted, Rows]] = []
         try:
             for one in granted:
-                read.append((one, self._rows(one)))
+                read.append((one, await self._rows(one)))
         finally:
             for one in granted[len(read) + 1 :]:  # after one that cannot be read
                 self._link.skip(one.payload.refs)
         return read
 
-    def _rows(self, granted: Granted) -> Rows:
-        return assemble(granted.payload, granted.names, self._link.fetch(granted.payload.refs))
+    async def _rows(self, granted: Granted) -> Rows:
+        return assemble(await self._link.fetch(granted.payload), granted.names, [])
 
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
         spec = await self.spec()

@@ -20,8 +20,12 @@ from penstock.store.client import pulse
 from penstock.store.client.pulse import Pulse
 from penstock.store.data.arena import Arena, Slot
 from penstock.store.data.codec import Malformed
+from penstock.store.data.far.nodes import RowsNode
+from penstock.store.data.far.pulls import Pulls
 from penstock.store.data.layout import Inline, Parcel, Placed
 from penstock.store.data.mappings import Mappings
+from penstock.store.data.payload import Payload
+from penstock.store.data.segments import Notice
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError, StoreUnreachable
 from penstock.store.service import peers
@@ -47,17 +51,28 @@ class ByValue:
     async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
         return Inline(batch)
 
-    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
-        return []
+    async def fetch(self, payload: Payload) -> Payload:
+        return payload
 
     def skip(self, refs: Sequence[Placed]) -> None:
         pass
 
 
 class Connected:
-    """Calls over a connection."""
+    """Calls over a connection. Large batches lie on the writer's node: on one's own they are mapped, from another they
+    are pulled."""
 
-    def __init__(self, endpoint: Endpoint, client: str, calls: Calls) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        client: str,
+        calls: Calls,
+        node: str | None,
+        reading: Sequence[str],
+        writing: Sequence[str],
+    ) -> None:
+        """`node`: this one, as segments say it; None: one that has no memory for batches. `reading`, `writing`: its
+        directories of segments."""
         self._endpoint, self._client = endpoint, client
         self._calls = calls
         self._wire = Wire(self._hear, self._gone)
@@ -66,16 +81,21 @@ class Connected:
         """Method and caller of each call that has no answer yet."""
         self._lost: PartnerGone | StoreUnreachable | None = None
         """What became of the connection."""
+        self._node = node
+        self._say_ended_soon = Soon(asyncio.get_running_loop(), self._say_ended)
+        self._arena = Arena(writing, client, node or "") if writing else None
+        self._mappings = Mappings(reading, self._say_ended_soon)
+        self._pulls: Pulls | None = None
 
     async def call(self, method: str, *args: Any) -> Any:
         """Raises what the store does, and `PartnerGone` or `StoreUnreachable` if the connection has ended: whether the
         call was carried out is not known then."""
         number, request = next(self._numbers), self._calls.request(method, args)
-        ended = self._ended()
+        ended = self._mappings.ended()
         try:
             self._wire.send(SAID, Said(number, request, ended))
         except NotPlainData:
-            self._ended_again(ended)
+            self._mappings.skip(ended)  # they are with the next call
             raise
         except ConnectionError:
             raise self._what_became() from None
@@ -83,25 +103,74 @@ class Connected:
         self._answers[number] = method, answer
         return await answer
 
+    async def reserve(self, nbytes: int) -> Slot | None:
+        return self._arena.reserve(nbytes) if self._arena is not None else None
+
+    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
+        if self._arena is None or (slot is None and batch.nbytes <= inline_bytes):
+            return Inline(batch)
+        try:
+            return self._arena.place(batch, slot)
+        except OSError:  # there is no room: the store is asked to keep it, and says so
+            if slot is not None:  # its pages are written again while the batch is under way
+                batch = batch.take(pa.array(range(batch.num_rows)))
+                slot.give_back()
+            return Inline(batch)
+
+    async def fetch(self, payload: Payload) -> Payload:
+        refs = payload.refs
+        if not any(map(self._is_far, refs)):
+            return payload.with_batches(self._mapped(refs)) if refs else payload
+        far = [placed for placed in refs if self._is_far(placed)]
+        try:
+            mapped = iter(self._mapped([placed for placed in refs if not self._is_far(placed)]))
+            payload = await self._far_nodes().fetch(payload, self._is_far)
+            return payload.with_batches(list(mapped))
+        finally:
+            self.skip(far)  # they are here, or nobody reads them
+
     def skip(self, refs: Sequence[Placed]) -> None:
         """What an answer names will not be read."""
+        self._mappings.skip(placed.segment for placed in refs)
 
-    def _ended(self) -> list[str]:
-        """Segments of which a reading has ended, for the store to hear of."""
-        return []
+    def _mapped(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+        batches: list[pa.RecordBatch] = []
+        try:
+            for placed in refs:
+                batches.append(self._mappings.read(placed))
+        finally:
+            self.skip(refs[len(batches) + 1 :])  # after one that cannot be read
+        return batches
 
-    def _ended_again(self, names: list[str]) -> None:
-        """They could not be told: they are with the next call."""
+    def _is_far(self, placed: Placed) -> bool:
+        return placed.node != self._node
 
-    def _noticed(self, recycled: list[str], removed: list[str]) -> None:
+    def _far_nodes(self) -> Pulls:
+        if self._pulls is None:
+            endpoint = self._endpoint
+            own = {"": endpoint.address} if endpoint.address is not None else {}
+            self._pulls = Pulls(endpoint.nodes.addresses | own, endpoint.token)
+        return self._pulls
+
+    def _say_ended(self) -> None:
+        """No call has taken along which readings have ended: the store would hold on to their files."""
+        ended = self._mappings.ended()
+        if ended and self._wire.is_open:
+            self._wire.send(SAID, Said(0, None, ended))
+
+    def _noticed(self, notice: Notice) -> None:
         """What became of segments."""
+        if self._arena is not None:
+            self._arena.recycled(notice.recycled)
+            self._arena.forget(notice.removed)
+        self._mappings.forget(notice.removed)
 
     def _hear(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if kind != ANSWER:
             raise Malformed(f"the store sends a message of kind {kind}.")
         heard = self._wire.codec.decode(Answer[Raw], body, area)
         if heard.notice is not None:
-            self._noticed(heard.notice.recycled, heard.notice.removed)
+            self._noticed(heard.notice)
         if heard.number is None:
             return
         if heard.number not in self._answers:
@@ -120,6 +189,8 @@ class Connected:
 
     def _gone(self, error: Exception | None) -> None:
         self._lost = self._explained(error)
+        if self._pulls is not None:
+            self._pulls.close()
         for _, answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(self._what_became())
@@ -138,13 +209,10 @@ class Connected:
 
 
 class OverSocket(Connected):
-    """Over the store's socket: large batches lie in memory that both ends share."""
+    """Over the store's socket, on its machine."""
 
     def __init__(self, endpoint: Endpoint, client: str, calls: Calls) -> None:
-        super().__init__(endpoint, client, calls)
-        self._say_ended_soon = Soon(asyncio.get_running_loop(), self._say_ended)
-        self._arena = Arena(endpoint.segments, client)
-        self._mappings = Mappings(endpoint.segments, self._say_ended_soon)
+        super().__init__(endpoint, client, calls, "", endpoint.segments, endpoint.segments)
 
     @classmethod
     async def connect(cls, endpoint: Endpoint, client: str, calls: Calls | None = None) -> Self | None:
@@ -158,61 +226,25 @@ class OverSocket(Connected):
         link._wire.send(HELLO, Hello(client))
         return link
 
-    async def reserve(self, nbytes: int) -> Slot | None:
-        return self._arena.reserve(nbytes)
-
-    async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
-        if slot is None and batch.nbytes <= inline_bytes:
-            return Inline(batch)
-        try:
-            return self._arena.place(batch, slot)
-        except OSError:  # shared memory and disk are full: the store is asked to keep it, and says so
-            if slot is not None:  # its pages are written again while the batch is under way
-                batch = batch.take(pa.array(range(batch.num_rows)))
-                slot.give_back()
-            return Inline(batch)
-
-    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
-        batches: list[pa.RecordBatch] = []
-        try:
-            for placed in refs:
-                batches.append(self._mappings.read(placed))
-        finally:
-            self.skip(refs[len(batches) + 1 :])  # after one that cannot be read
-        return batches
-
-    def skip(self, refs: Sequence[Placed]) -> None:
-        self._mappings.skip(placed.segment for placed in refs)
-
     def pulse(self) -> Pulse:
         return pulse.over_socket(Path(self._endpoint.path), self._client)
 
-    def _ended(self) -> list[str]:
-        return self._mappings.ended()
 
-    def _ended_again(self, names: list[str]) -> None:
-        self._mappings.skip(names)
-
-    def _say_ended(self) -> None:
-        """No call has taken along which readings have ended: the store would hold on to their files."""
-        ended = self._mappings.ended()
-        if ended and self._wire.is_open:
-            self._wire.send(SAID, Said(0, None, ended))
-
-    def _noticed(self, recycled: list[str], removed: list[str]) -> None:
-        self._arena.recycled(recycled)
-        self._arena.forget(removed)
-        self._mappings.forget(removed)
-
-
-class OverTcp(ByValue, Connected):
+class OverTcp(Connected):
     """From another machine: the kernel notices when that or the link to it is gone, within `SILENCE_S`."""
 
+    def __init__(self, endpoint: Endpoint, client: str, calls: Calls, node: RowsNode | None) -> None:
+        places = node.places if node is not None else ()
+        # What shared memory has no room for goes to the store by value: the directory on disk is its server's.
+        super().__init__(endpoint, client, calls, node.id if node is not None else None, places, places[:1])
+
     @classmethod
-    async def connect(cls, endpoint: Endpoint, client: str, calls: Calls | None = None) -> Self:
-        """Raises `StoreUnreachable`."""
+    async def connect(
+        cls, endpoint: Endpoint, client: str, calls: Calls | None = None, node: RowsNode | None = None
+    ) -> Self:
+        """`node`: what this one has for large batches. Raises `StoreUnreachable`."""
         assert endpoint.address is not None
-        link = cls(endpoint, client, calls or calls_of(Store))
+        link = cls(endpoint, client, calls or calls_of(Store), node)
         tries = 0
         while True:
             try:
@@ -230,7 +262,7 @@ class OverTcp(ByValue, Connected):
             await asyncio.sleep(random.uniform(0, LONGEST_PAUSE_S))
         connection.socket.setblocking(False)
         await asyncio.get_running_loop().create_connection(lambda: link._wire, sock=connection.socket)
-        link._wire.send(HELLO, Hello(client))
+        link._wire.send(HELLO, Hello(client, link._node or ""))
         return link
 
     def pulse(self) -> Pulse:

@@ -1,8 +1,8 @@
 """The one place that knows where the store is: in this process, on this machine, or on another.
 
-On the store's machine calls go over its socket (`service/server.py`) and large batches through files in shared memory
-(`data/segments.py`). From other machines calls go over TCP, and so does the data, by value. A store actor is asked
-through Ray where that is, and nothing else. Used by `client.py`; the connections are in `connected.py`.
+On the store's machine calls go over its socket (`service/server.py`), from other machines over TCP. Large batches lie
+in files of their writer's machine (`data/segments.py`): read in place there, pulled from elsewhere (`data/far/`). A
+store actor is asked through Ray where that is, and nothing else. Used by `client.py`; the connections: `connected.py`.
 """
 
 import asyncio
@@ -18,8 +18,9 @@ from penstock.store.client.connected import ByValue, OverSocket, OverTcp
 from penstock.store.client.pulse import Pulse
 from penstock.store.data.arena import Slot
 from penstock.store.data.layout import Parcel, Placed
+from penstock.store.data.payload import Payload
 from penstock.store.errors import StoreUnreachable
-from penstock.store.service.calls import with_values
+from penstock.store.service.calls import refs_of, with_values
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 
@@ -39,8 +40,9 @@ class Link(Protocol):
     async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
         """Put a batch where the store takes it from, the slot if it lies there: the batch, or the note where it is."""
 
-    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
-        """Read what an answer names: all of it, or nothing is kept from being written anew."""
+    async def fetch(self, payload: Payload) -> Payload:
+        """The payload of an answer with the values of all that it names, or nothing of that is kept from being written
+        anew."""
 
     def skip(self, refs: Sequence[Placed]) -> None:
         """What an answer names will not be read."""
@@ -55,7 +57,7 @@ def link_to(handle: "Store | Any", client: str, node: str | None = None) -> Link
     if isinstance(handle, Store):
         return InProcess(handle, client)
     if isinstance(handle, Endpoint):
-        return Lazy(lambda: find_endpoint(handle, client))
+        return Lazy(lambda: find_endpoint(handle, client, node))
     return Lazy(lambda: find_actor(handle, client, node))
 
 
@@ -67,7 +69,16 @@ class InProcess(ByValue):
 
     async def call(self, method: str, *args: Any) -> Any:
         value, segments = await getattr(self._store, method)(*args), self._store.segments
-        return value if segments is None else with_values(value, segments.open)
+        refs = refs_of(value)
+        if segments is None or not refs:
+            return value
+        held = segments.hold(refs)
+        try:
+            if any(placed.node for placed in refs):
+                return await asyncio.to_thread(with_values, value, held.resolve)
+            return with_values(value, held.resolve)
+        finally:
+            held.let_go()
 
     def pulse(self) -> Pulse:
         return pulse.InProcess(self._store, self._client)
@@ -90,9 +101,9 @@ class Lazy:
     async def ship(self, batch: pa.RecordBatch, inline_bytes: int, slot: Slot | None = None) -> Parcel:
         return await (await self._link()).ship(batch, inline_bytes, slot)
 
-    def fetch(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+    async def fetch(self, payload: Payload) -> Payload:
         assert self.found is not None
-        return self.found.fetch(refs)
+        return await self.found.fetch(payload)
 
     def skip(self, refs: Sequence[Placed]) -> None:
         assert self.found is not None
@@ -109,15 +120,17 @@ class Lazy:
         return self.found
 
 
-async def find_endpoint(endpoint: Endpoint, client: str, *, is_near: bool = True) -> Link:
-    """`is_near`: on the store's machine, whose socket can be reached, unless this is a container of its own. Raises
-    `PartnerGone`, `StoreUnreachable`."""
+async def find_endpoint(endpoint: Endpoint, client: str, node: str | None = None) -> Link:
+    """`node`: Ray's id of this machine; None: the store's. There its socket can be reached, unless this is a container
+    of its own. Raises `PartnerGone`, `StoreUnreachable`."""
+    node = endpoint.node if node is None else node
+    is_near = endpoint.nodes.shares_memory(node, endpoint.node)
     link = await OverSocket.connect(endpoint, client) if is_near else None
     if link is not None:
         return link
     if endpoint.address is None:
         raise PartnerGone(f"no store listens at {endpoint.path}.")
-    return await OverTcp.connect(endpoint, client)
+    return await OverTcp.connect(endpoint, client, node=None if is_near else endpoint.nodes.by_id.get(node))
 
 
 async def find_actor(handle: Any, client: str, node: str | None) -> Link:
@@ -126,7 +139,7 @@ async def find_actor(handle: Any, client: str, node: str | None) -> Link:
 
     endpoint = await endpoint_of(handle)
     here = node or ray.get_runtime_context().get_node_id()
-    return await find_endpoint(endpoint, client, is_near=endpoint.node == here)
+    return await find_endpoint(endpoint, client, here)
 
 
 async def endpoint_of(handle: Any, patience_s: float = RETRY_S) -> Endpoint:

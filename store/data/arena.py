@@ -77,9 +77,10 @@ class Slot:
 class Arena:
     """The files of one writer. `places`: directories to write into, the next if one is full. Not thread-safe."""
 
-    def __init__(self, places: Sequence[str], writer: str) -> None:
+    def __init__(self, places: Sequence[str], writer: str, node: str = "") -> None:
+        """`node`: that the places are of, as segments say it."""
         self._places = places
-        self._writer = writer
+        self._writer, self._node = writer, node
         self._numbers, self._serials = itertools.count(), itertools.count()
         self._free: list[Slot] = []
         self._out: dict[str, Slot] = {}
@@ -118,7 +119,7 @@ class Arena:
             for name, array, some in zip(batch.schema.names, batch.columns, arrays, strict=True)
         )
         self._out[slot.name] = slot
-        return Placed(slot.name, next(self._serials), batch.num_rows, columns, nbytes)
+        return Placed(slot.name, next(self._serials), batch.num_rows, columns, nbytes, self._node)
 
     def recycled(self, names: Iterable[str]) -> None:
         """Nobody reads these any more."""

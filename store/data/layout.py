@@ -37,6 +37,8 @@ class Placed(Struct, frozen=True, array_like=True, tag="placed"):
     columns: tuple[ColumnNote, ...]
     nbytes: int
     """Up to the end of the last buffer."""
+    node: str = ""
+    """That the file lies on, of a run on several; the store's own has no name (`far/nodes.py`)."""
 
     @property
     def names(self) -> list[str]:

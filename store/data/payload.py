@@ -41,6 +41,10 @@ class Payload(Struct, array_like=True):
         """The sources that are elsewhere."""
         return [source for source in self.sources if not isinstance(source, Inline)]
 
+    def with_batches(self, fetched: Sequence[pa.RecordBatch]) -> "Payload":
+        """The same without references: of each the batch that was fetched for it."""
+        return Payload(self.row_ids, self.group_ids, list(map(Inline, self.batches(fetched))), self.columns)
+
     def batches(self, fetched: Sequence[pa.RecordBatch]) -> list[pa.RecordBatch]:
         """The sources, each of `refs` by what was fetched for it."""
         found = iter(fetched)
@@ -85,7 +89,7 @@ def assemble(payload: Payload, names: Sequence[str], fetched: Sequence[pa.Record
     batches = payload.batches(fetched)
     columns: dict[str, pa.Array] = {}
     for together, places in payload.columns:
-        columns.update(zip(together, _rows(batches, together, places).columns, strict=True))
+        columns.update(zip(together, rows_at(batches, together, places).columns, strict=True))
     return Rows(payload.row_ids, payload.group_ids, pa.table([columns[name] for name in names], names=list(names)))
 
 
@@ -94,7 +98,7 @@ def by_value(payload: Payload, fetched: Sequence[pa.RecordBatch]) -> Payload:
     batches = payload.batches(fetched)
     values = Payload(payload.row_ids, payload.group_ids)
     for number, (together, places) in enumerate(payload.columns):
-        values.sources.append(Inline(_rows(batches, together, places, compact=True)))
+        values.sources.append(Inline(rows_at(batches, together, places, compact=True)))
         values.columns.append((together, _table([(number, 0, 1, len(payload.row_ids))])))
     return values
 
@@ -131,14 +135,14 @@ def _inline(blocks: Blocks, places: list[tuple[Place, int]], names: list[str]) -
         return blocks.empty(names)
     numbers = {block: number for number, block in enumerate({place.block: None for place, _ in places})}
     table = _table([(numbers[place.block], place.start, place.stride, count) for place, count in places])
-    return _rows([block.batch for block in numbers], names, table, compact=True)
+    return rows_at([block.batch for block in numbers], names, table, compact=True)
 
 
 def _table(places: list[tuple[int, int, int, int]]) -> np.ndarray:
     return np.asarray(places, dtype=np.int64)
 
 
-def _rows(
+def rows_at(
     batches: Sequence[pa.RecordBatch], names: list[str], places: np.ndarray, *, compact: bool = False
 ) -> pa.RecordBatch:
     """The values at the places, in their order: a view where they lie side by side, or else a copy. `compact`: no view

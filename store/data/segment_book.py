@@ -30,6 +30,8 @@ class Segment:
     """What lies in it, as its writer put it."""
     nbytes: int
     on_disk: bool
+    node: str = ""
+    """That it lies on; the store's own has no name."""
     state: State = State.LIVE
     uses: Counter[str] = field(default_factory=Counter)
     """By client: readings that have not ended."""
@@ -47,6 +49,8 @@ class Instructions:
     """A name, and the clients that must forget their mapping of it."""
     removed: list[tuple[str, bool]] = field(default_factory=list)
     """A name, and whether it lies on disk: nobody needs the file any more."""
+    removed_far: list[tuple[str, str]] = field(default_factory=list)
+    """The same of another node: the node, and a name."""
 
 
 def writer_of(name: str) -> str:
@@ -58,16 +62,26 @@ class SegmentBook:
     """All segments by name, and the clients that are connected."""
 
     def __init__(self, max_bytes: int) -> None:
-        """`max_bytes`: that may be in use in shared memory."""
+        """`max_bytes`: that may be in use in the shared memory of each node."""
         self.max_bytes = max_bytes
-        self.bytes = 0
-        """In shared memory, in use."""
+        self._in_use: Counter[str] = Counter()
+        """By node: bytes in shared memory, in use."""
+        self._pooled: Counter[str] = Counter()
+        """By node: bytes in shared memory, with their writers."""
         self.spilled_bytes = 0
         """On disk."""
-        self.pooled_bytes = 0
-        """In shared memory, with their writers."""
         self.segments: dict[str, Segment] = {}
         self._clients: set[str] = set()
+
+    @property
+    def bytes(self) -> int:
+        """In shared memory, in use."""
+        return self._in_use.total()
+
+    @property
+    def pooled_bytes(self) -> int:
+        """In shared memory, with their writers."""
+        return self._pooled.total()
 
     def entered(self, client: str) -> None:
         """It may write and read from now on."""
@@ -77,20 +91,20 @@ class SegmentBook:
         """Rows lie in it, or somebody reads it."""
         return name in self.segments and self.segments[name].state is not State.POOLED
 
-    def adopt(self, name: str, content: Any, nbytes: int, on_disk: bool) -> bool:
-        """Rows lie in it from now on; it is not in use. True if shared memory is over its budget now."""
+    def adopt(self, name: str, content: Any, nbytes: int, on_disk: bool, node: str = "") -> bool:
+        """Rows lie in it from now on; it is not in use. True if its node's shared memory is over its budget now."""
         pooled = self._take_out(name)
         seen = pooled.seen if pooled is not None else set[str]()
-        self.segments[name] = Segment(content, nbytes, on_disk, seen=seen)
-        self._count(on_disk, nbytes)
-        return self.bytes > self.max_bytes and not on_disk
+        segment = self.segments[name] = Segment(content, nbytes, on_disk, node, seen=seen)
+        self._count(segment, nbytes)
+        return self._in_use[node] > self.max_bytes and not on_disk
 
     def spilled(self, name: str) -> Instructions:
         """It was moved to disk."""
         segment = self.segments[name]
-        self._count(False, -segment.nbytes)
+        self._count(segment, -segment.nbytes)
         segment.on_disk = True
-        self._count(True, segment.nbytes)
+        self._count(segment, segment.nbytes)
         return Instructions(unmapped=[(name, self._who_maps(name, segment))])
 
     def use(self, client: str, name: str) -> None:
@@ -131,10 +145,10 @@ class SegmentBook:
         instructions = instructions or Instructions()
         if segment.state is not State.ENDED or +segment.uses:
             return instructions
-        fits = self.pooled_bytes + segment.nbytes <= self.max_bytes // POOLED_SHARE
+        fits = self._pooled[segment.node] + segment.nbytes <= self.max_bytes // POOLED_SHARE
         if writer_of(name) in self._clients and not segment.on_disk and fits:
-            self._count(False, -segment.nbytes)
-            self.pooled_bytes += segment.nbytes
+            self._count(segment, -segment.nbytes)
+            self._pooled[segment.node] += segment.nbytes
             segment.state = State.POOLED
             instructions.recycled.append(name)
         else:
@@ -144,23 +158,26 @@ class SegmentBook:
     def _remove(self, name: str, segment: Segment, instructions: Instructions) -> None:
         self._take_out(name)
         instructions.unmapped.append((name, self._who_maps(name, segment)))
-        instructions.removed.append((name, segment.on_disk))
+        if segment.node:
+            instructions.removed_far.append((segment.node, name))
+        else:
+            instructions.removed.append((name, segment.on_disk))
 
     def _take_out(self, name: str) -> Segment | None:
         segment = self.segments.pop(name, None)
         if segment is None:
             return None
         if segment.state is State.POOLED:
-            self.pooled_bytes -= segment.nbytes
+            self._pooled[segment.node] -= segment.nbytes
         else:
-            self._count(segment.on_disk, -segment.nbytes)
+            self._count(segment, -segment.nbytes)
         return segment
 
     def _who_maps(self, name: str, segment: Segment) -> set[str]:
         return ({writer_of(name)} | segment.seen) & self._clients
 
-    def _count(self, on_disk: bool, nbytes: int) -> None:
-        if on_disk:
+    def _count(self, segment: Segment, nbytes: int) -> None:
+        if segment.on_disk:
             self.spilled_bytes += nbytes
         else:
-            self.bytes += nbytes
+            self._in_use[segment.node] += nbytes

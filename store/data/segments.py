@@ -12,8 +12,7 @@ is none. What becomes of a file is decided in `segment_book.py`; here it is done
 
 import asyncio
 import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,8 +20,14 @@ import pyarrow as pa
 from msgspec import Struct
 
 from penstock.store.data.arena import Arena
+from penstock.store.data.far.nodes import RowsNodes
+from penstock.store.data.far.orders import Orders
+from penstock.store.data.far.pulls import Pulls
+from penstock.store.data.far.server import Remove, RowsServer, Spill, Sweep
 from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings
+from penstock.store.data.moving import move
+from penstock.store.data.payload import Payload
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
 from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
 from penstock.store.data.soon import Soon
@@ -30,8 +35,6 @@ from penstock.store.errors import StoreError
 
 SELF = ""
 """Among the readers: the store itself."""
-COPIED_AT_ONCE = 1 << 20
-"""Bytes."""
 
 
 class Notice(Struct, array_like=True):
@@ -46,26 +49,38 @@ class Segments:
     this store, only its user may enter them, and they go with `close`, or are swept by the next store beside them.
     """
 
-    def __init__(self, directory: str, spill: str, max_bytes: int) -> None:
-        """Raises `StoreError`."""
+    def __init__(self, directory: str, spill: str, max_bytes: int, nodes: RowsNodes | None = None) -> None:
+        """`max_bytes`: in the shared memory of each node. `nodes`: all that take part in the run; None: this one alone.
+        Raises `StoreError`."""
         self.directory, self.spill = Path(directory), Path(spill)
         self._make_places()
         self.book = SegmentBook(max_bytes)
         self._notices: dict[str, Notice] = {}
         """Of clients that are connected."""
         self._tell: dict[str, Callable[[], None]] = {}
+        self.nodes = nodes or RowsNodes()
+        self.kept = 0
+        """Large batches that came by value, since their writer has no shared memory to put them into, or no room."""
+        self._node_of: dict[str, str] = {}
+        """By client; the store's own node has no name."""
         places = (str(self.directory), str(self.spill))
+        self.rows = RowsServer(places, takes_orders=False)
+        """For readers on other nodes."""
+        self._orders = Orders(self.nodes)
+        self._pulls = Pulls(self.nodes.addresses, self.nodes.token)
         self._arena = Arena(places, f"store{os.getpid()}")
         self._mappings = Mappings(places, self._own_use_ended)
         self._unuse_soon: Soon | None = None
 
-    def entered(self, client: str, tell: Callable[[], None]) -> None:
-        """It may write and read from now on. `tell`: called when there is a notice for it."""
+    def entered(self, client: str, tell: Callable[[], None], node: str = "") -> None:
+        """It may write and read from now on. `tell`: called when there is a notice for it. `node`: where it writes."""
         self.book.entered(client)
+        self._node_of[client] = node
         self._notices[client], self._tell[client] = Notice(), tell
 
     def keep(self, batch: pa.RecordBatch) -> Placed:
         """Write a batch that has come by value. Raises `StoreError` if there is no room."""
+        self.kept += 1
         try:
             return self._arena.place(batch)
         except OSError as error:
@@ -78,6 +93,9 @@ class Segments:
         """A file that a producer has written is the store's from now on. Raises `StoreError` if it is none, or if it
         must be moved to disk and cannot be: then it goes back to its writer, or away."""
         name = placed.segment
+        if placed.node:
+            self._adopt_far(placed)
+            return
         file = self.directory / name
         on_disk = not file.exists()
         try:
@@ -93,15 +111,29 @@ class Segments:
                 self.end(name)
                 raise
 
-    def open(self, placed: Placed) -> pa.RecordBatch:
-        """The batch, for the store itself. Raises `StoreError` if its rows have ended."""
-        name = placed.segment
-        if not self.book.in_use(name) or self.book.segments[name].content != placed:
-            raise StoreError(f"segment {placed.segment}: its rows have ended.")
+    def _adopt_far(self, placed: Placed) -> None:
+        """What lies on another node is known by its writer's word alone."""
+        name, node = placed.segment, placed.node
+        if self._node_of.get(writer_of(name)) != node or self.book.in_use(name):
+            raise StoreError(f"segment {name} of node {node} is not its writer's, or is in use.")
+        if self.book.adopt(name, placed, placed.nbytes, False, node):
+            self._orders.give(node, Spill(name))
+            self._carry_out(self.book.spilled(name))
+
+    def hold(self, refs: Sequence[Placed]) -> "Held":
+        """These batches, for the store itself, until they are let go. Raises `StoreError` if the rows of one have
+        ended."""
+        for placed in refs:
+            name = placed.segment
+            if not self.book.in_use(name) or self.book.segments[name].content != placed:
+                raise StoreError(f"segment {placed.segment}: its rows have ended.")
         if self._unuse_soon is None:
             self._unuse_soon = Soon(asyncio.get_running_loop(), self._unuse_own)
-        self.book.use(SELF, name)
-        return self._mappings.read(placed)
+        for placed in refs:
+            self.book.use(SELF, placed.segment)
+        near = {placed: self._mappings.read(placed) for placed in refs if not placed.node}
+        far = [placed.segment for placed in refs if placed.node]
+        return Held(near, self._pulls, lambda: self._mappings.skip(far))
 
     def end(self, name: str) -> None:
         """No row lies in it any more."""
@@ -129,6 +161,9 @@ class Segments:
         self._notices.pop(client, None)
         self._tell.pop(client, None)
         self._carry_out(self.book.left(client))
+        if node := self._node_of.pop(client, ""):
+            kept = [name for name in self.book.segments if writer_of(name) == client]
+            self._orders.give(node, Sweep(client, kept))
         for place in (self.directory, self.spill):
             for file in place.glob(f"{client}-*"):
                 if file.name not in self.book.segments:
@@ -138,6 +173,9 @@ class Segments:
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
         self._mappings.close()
+        self._orders.close()
+        self._pulls.close()
+        self.rows.close()
         for place in (self.directory, self.spill):
             remove_root(place)
 
@@ -165,6 +203,9 @@ class Segments:
                 self._tell[client]()
             self._mappings.forget([name])
             self._arena.forget([name])
+            self.rows.forget([name])
+        for node, name in instructions.removed_far:
+            self._orders.give(node, Remove(name))
         for name, on_disk in instructions.removed:
             with suppress(OSError):
                 ((self.spill if on_disk else self.directory) / name).unlink()
@@ -180,7 +221,7 @@ class Segments:
         """Who has it mapped hears of it: the mapping would hold on to the pages. Raises `StoreError`; then nothing has
         moved."""
         try:
-            _move(self.directory / name, self.spill / name)
+            move(self.directory / name, self.spill / name)
         except OSError as error:
             raise StoreError(
                 f"segment {name} cannot be moved to {self.spill}: {error}. Set store.spill_dir to a larger disk, or "
@@ -189,14 +230,21 @@ class Segments:
         self._carry_out(self.book.spilled(name))
 
 
-def _move(source: Path, target: Path) -> None:
-    """To another file system. A target that exists is another's, and stays. Raises `OSError`; then the source is as
-    before and there is nothing new."""
-    descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with open(descriptor, "wb") as copy, source.open("rb") as original:
-            shutil.copyfileobj(original, copy, COPIED_AT_ONCE)
-    except OSError:
-        target.unlink(missing_ok=True)
-        raise
-    source.unlink()
+class Held:
+    """Batches that nobody writes over: mapped if they lie here, pulled when they are needed if not. `let_go` when they
+    are not needed any more; any thread."""
+
+    def __init__(self, near: Mapping[Placed, pa.RecordBatch], pulls: Pulls, let_go: Callable[[], None]) -> None:
+        self._near, self._pulls = near, pulls
+        self.let_go = let_go
+
+    def resolve(self, payload: Payload) -> Payload:
+        """One that refers to no other batches, with the values in place of the references. Blocks where some lie on
+        another node. Raises `RowsUnreachable`."""
+        if any(placed.node for placed in payload.refs):
+            payload = self._pulls.fetch_blocking(payload, _is_far)
+        return payload.with_batches([self._near[placed] for placed in payload.refs])
+
+
+def _is_far(placed: Placed) -> bool:
+    return bool(placed.node)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.network.handshake import new_token
+from penstock.store.data.far.nodes import RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, sweep_stale
 from penstock.store.data.segments import Segments
 from penstock.store.service import store
@@ -31,14 +32,22 @@ class Store:
     the store's port asks for. All other calls go there.
     """
 
-    def __init__(self, spec: StoreSpec, directory: str, restore: str | None, ports: list[int] | None) -> None:
+    def __init__(
+        self,
+        spec: StoreSpec,
+        directory: str,
+        restore: str | None,
+        ports: list[int] | None,
+        nodes: RowsNodes | None,
+    ) -> None:
         import ray
 
         gc.set_threshold(*GC_THRESHOLD)
         spill = os.path.join(_disk(spec.spill_dir), f"{PREFIX}store-{uuid.uuid4().hex}")
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
-        door = Door(ray.util.get_node_ip_address(), new_token(), span)  # type: ignore[no-untyped-call]
-        segments = Segments(directory, spill, spec.shared_bytes)
+        token = nodes.token if nodes is not None else new_token()
+        door = Door(ray.util.get_node_ip_address(), token, span)  # type: ignore[no-untyped-call]
+        segments = Segments(directory, spill, spec.shared_bytes, nodes)
         node = ray.get_runtime_context().get_node_id()
         self._store = store.Store(spec, segments=segments, node=node, restore=restore, door=door)
 
@@ -58,6 +67,7 @@ def create_store_actor(
     restore: str | None = None,
     directory: str | None = None,
     ports: list[int] | None = None,
+    nodes: RowsNodes | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Any:
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
@@ -65,7 +75,8 @@ def create_store_actor(
 
     `restore`: a snapshot to go on from, see `snapshot.py`. `directory`: which it makes for its socket and
     segments; None: one in shared memory, which goes with this process if nobody ends the store. `ports`: first and last
-    that it may listen on for other machines; None: any. `options`: more for Ray, such as its node.
+    that it may listen on for other machines; None: any. `nodes`: of a run on several, with the token that all of them
+    ask for, the store too. `options`: more for Ray, such as its node.
     """
     import ray
 
@@ -73,7 +84,7 @@ def create_store_actor(
         directory = os.path.join(SHARED_MEMORY, f"{PREFIX}store-{uuid.uuid4().hex}")
         atexit.register(shutil.rmtree, directory, ignore_errors=True)
     own = {"name": name, "namespace": namespace, "num_cpus": 0}
-    return ray.remote(Store).options(**own, **(options or {})).remote(spec, directory, restore, ports)
+    return ray.remote(Store).options(**own, **(options or {})).remote(spec, directory, restore, ports, nodes)
 
 
 def end_store_actor(handle: Any, spill_dir: str | None = None, timeout_s: float = 10.0) -> None:

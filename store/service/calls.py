@@ -6,7 +6,6 @@ Made by `client/client.py` and `store.py`; carried by `client/connected.py` and 
 from collections.abc import Callable
 from typing import Any
 
-import pyarrow as pa
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -70,14 +69,12 @@ def refs_of(value: Any) -> list[Placed]:
     return [placed for granted in _granted(value) for placed in granted.payload.refs]
 
 
-def with_values(value: Any, open: Callable[[Placed], pa.RecordBatch]) -> Any:
-    """The answer to a call for a client that cannot map segments, and whose end the store would not hear of: it names
-    none, but has the values. `open`: reads a segment."""
+def with_values(value: Any, resolve: Callable[[Payload], Payload]) -> Any:
+    """The answer to a call for a client whose end the store would not hear of: it names no segments, but has the
+    values. `resolve`: reads them."""
     if isinstance(value, list):
-        return [with_values(one, open) for one in value] if _granted(value) else value
-    if not isinstance(value, Granted):
-        return value
-    return replace(value, payload=by_value(value.payload, [open(placed) for placed in value.payload.refs]))
+        return [with_values(one, resolve) for one in value]
+    return replace(value, payload=by_value(resolve(value.payload), []))
 
 
 def _granted(value: Any) -> list[Granted]:

@@ -36,9 +36,11 @@ T = TypeVar("T")
 
 
 class Hello(Struct, array_like=True):
-    """The first message of a client: its unique name, which its segments begin with."""
+    """The first message of a client: its unique name, which its segments begin with. `node`: where they lie; the
+    store's own has no name."""
 
     client: Annotated[str, Meta(pattern=r"\A\w[\w.]*\Z")]
+    node: str = ""
 
 
 class Said(Struct, Generic[T], array_like=True):

@@ -21,11 +21,12 @@ from penstock.conf.errors import NotPlainData
 from penstock.network.connection import Address
 from penstock.network.listener import Listener
 from penstock.store.data.codec import Malformed
+from penstock.store.data.far.nodes import ROWS, RowsNodes
 from penstock.store.data.segments import Segments
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
 from penstock.store.service import peers
-from penstock.store.service.calls import refs_of, with_values
+from penstock.store.service.calls import refs_of
 from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello
 from penstock.store.service.wire import Wire
 
@@ -54,6 +55,8 @@ class Endpoint:
     address: Address | None = None
     """For other machines, and containers that do not see the path."""
     token: bytes = field(default=b"", repr=False)
+    nodes: RowsNodes = field(default_factory=RowsNodes)
+    """Where large batches may lie beside these directories."""
 
 
 class Served(Protocol):
@@ -87,16 +90,16 @@ class Server:
     def endpoint(self, node: str) -> Endpoint:
         places = str(self._segments.directory), str(self._segments.spill)
         address = self._listener.address if self._listener is not None else None
-        return Endpoint(node, str(self.path), places, address, self._token)
+        return Endpoint(node, str(self.path), places, address, self._token, self._segments.nodes)
 
     @property
     def refused(self) -> int:
         """Connections of other users, and of strangers."""
         return self.other_users + (self._listener.refused if self._listener is not None else 0)
 
-    def accept(self, *, shares_memory: bool) -> Wire:
+    def accept(self) -> Wire:
         """A visitor's end of its connection."""
-        return Connection(self, self._store, self._calls, self._segments, shares_memory).wire
+        return Connection(self, self._store, self._calls, self._segments).wire
 
     def close(self) -> None:
         """Take no more connections; those that are open stay."""
@@ -107,7 +110,7 @@ class Server:
 
     def _listening(self, door: Door) -> Listener:
         try:
-            return Listener(door.host, door.token, {STORE: self._come_in}, door.ports)
+            return Listener(door.host, door.token, {STORE: self._come_in, ROWS: self._segments.rows.serve}, door.ports)
         except OSError as error:
             raise StoreError(
                 f"the store finds no port to listen on at {door.host} ({error}). Widen cluster.ports, or set it to "
@@ -123,7 +126,7 @@ class Server:
             connected.close()
 
     def _let_in(self, connected: socket.socket) -> None:
-        arriving = self._loop.connect_accepted_socket(lambda: self.accept(shares_memory=False), connected)
+        arriving = self._loop.connect_accepted_socket(self.accept, connected)
         visit = self._loop.create_task(arriving)
         self._visits.add(visit)
         visit.add_done_callback(self._visits.discard)
@@ -141,7 +144,7 @@ class PeerCheck(asyncio.BaseProtocol):
             self._server.other_users += 1
             transport.abort()
             return
-        wire = self._server.accept(shares_memory=True)
+        wire = self._server.accept()
         transport.set_protocol(wire)
         wire.connection_made(transport)
 
@@ -149,12 +152,10 @@ class PeerCheck(asyncio.BaseProtocol):
 class Connection:
     """One client's connection. Its first message is its name, the others are calls."""
 
-    def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments, shares_memory: bool) -> None:
-        """`shares_memory`: the client can map segments; another is given values in their place, which it can read
-        whatever becomes of them."""
+    def __init__(self, server: Server, store: Served, calls: Calls, segments: Segments) -> None:
         self.wire = Wire(self._hear, self._gone)
         self._server, self._store, self._calls = server, store, calls
-        self._segments, self._shares_memory = segments, shares_memory
+        self._segments = segments
         self._client: str | None = None
         self._waiting: set[asyncio.Task[None]] = set()
 
@@ -182,16 +183,15 @@ class Connection:
     def _enter(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if kind != HELLO:
             raise Malformed(f"a connection that begins with a message of kind {kind}.")
-        self._client = self.wire.codec.decode(Hello, body, area).client
-        self._segments.entered(self._client, Soon(asyncio.get_running_loop(), self._tell))
+        hello = self.wire.codec.decode(Hello, body, area)
+        self._client = hello.client
+        self._segments.entered(self._client, Soon(asyncio.get_running_loop(), self._tell), hello.node)
 
     async def _answer(self, client: str, number: int, method: str, arguments: tuple[Any, ...]) -> None:
         error: StoreError | None = None
         value = None
         try:
             value = await getattr(self._store, method)(*arguments)
-            if not self._shares_memory:
-                value = with_values(value, self._segments.open)
         except StoreError as failure:
             error = failure
         except Exception as failure:  # noqa: BLE001 - whatever it is, the caller hears it

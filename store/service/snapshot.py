@@ -24,7 +24,7 @@ import xxhash
 
 from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.group_table import groups_table
-from penstock.store.data.payload import assemble, gather
+from penstock.store.data.payload import Payload, assemble, gather
 from penstock.store.errors import CorruptSnapshot, StoreError
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.ledger import Ledger
@@ -37,8 +37,8 @@ MANIFEST = "manifest.json"
 ROWS_PER_BATCH = 256
 """Rows of one record batch, which is what memory must hold at a time, and what a restored block consists of."""
 
-Fetch = Callable[[Any], pa.RecordBatch]
-"""What a block's reference stands for: the batch of a segment."""
+Resolve = Callable[[Payload], Payload]
+"""Reads the segments that a payload refers to."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def cut(spec: StoreSpec, ledger: Ledger, blocks: Blocks) -> Cut:
     return Cut(spec, scalars(ledger), groups_table(groups, size), source_rows, rows, blocks.copy())
 
 
-def write(root: str | Path, number: int, state: Cut, fetch: Fetch | None = None, *, keep: int = 2) -> Path:
+def write(root: str | Path, number: int, state: Cut, resolve: Resolve | None = None, *, keep: int = 2) -> Path:
     """Write `ROOT/snapshot-<number>` whole or not at all, and delete all but the newest `keep`. Returns its path."""
     root = Path(root)
     target = root / f"{PREFIX}{number:08d}"
@@ -97,9 +97,9 @@ def write(root: str | Path, number: int, state: Cut, fetch: Fetch | None = None,
     part.mkdir()
     source = list(state.spec.source_columns)
     tables = {"groups.arrow": iter(state.groups.to_batches() or [pa.RecordBatch.from_pylist([], state.groups.schema)])}
-    tables["source.arrow"] = _batches(state, state.source_rows, source, "group_id", fetch)
+    tables["source.arrow"] = _batches(state, state.source_rows, source, "group_id", resolve)
     for index, (names, rows) in enumerate(sorted(state.rows.items())):
-        tables[f"rows-{index}.arrow"] = _batches(state, rows, list(names), "row_id", fetch)
+        tables[f"rows-{index}.arrow"] = _batches(state, rows, list(names), "row_id", resolve)
     files = {name: _write_ipc(part / name, batches) for name, batches in tables.items()}
     manifest = {"format": FORMAT, "fits": fingerprint(state.spec), "ledger": state.scalars, "files": files}
     _write_synced(part / MANIFEST, json.dumps(manifest, indent=1).encode())
@@ -181,13 +181,14 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def _batches(
-    state: Cut, rows: Sequence[int], names: list[str], id_name: str, fetch: Fetch | None
+    state: Cut, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
     """The columns of the rows, a few hundred at a time; at least one batch, so that the file has its schema."""
     for start in range(0, max(1, len(rows)), ROWS_PER_BATCH):
         payload = gather(state.blocks, rows[start : start + ROWS_PER_BATCH], names)
-        fetched = [fetch(ref) for ref in payload.refs] if fetch is not None else []
-        table = assemble(payload, names, fetched).table().combine_chunks()
+        if resolve is not None:
+            payload = resolve(payload)
+        table = assemble(payload, names, []).table().combine_chunks()
         ids = pa.array(payload.group_ids if id_name == "group_id" else payload.row_ids)
         columns = [table.column(name).combine_chunks() for name in names]
         yield pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names])

@@ -21,7 +21,7 @@ from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Inline, Parcel
 from penstock.store.data.payload import gather
-from penstock.store.data.segments import Segments
+from penstock.store.data.segments import Held, Segments
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
@@ -96,7 +96,7 @@ class Store:
         self._closed: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         """That it lives in."""
-        self._cut: tuple[snapshot.Cut, dict[Any, Any]] | None = None
+        self._cut: tuple[snapshot.Cut, Held | None] | None = None
 
     async def spec(self) -> StoreSpec:
         self.loop = asyncio.get_running_loop()
@@ -272,9 +272,11 @@ class Store:
 
     async def cut(self) -> int:
         """Take the state of this moment, for the next `snapshot` to write. Groups put so far."""
-        # Mapped now: the rows may end, and their segments go, while it is written.
-        mapped = {placed: self.segments.open(placed) for placed in self._blocks.refs()} if self.segments else {}
-        self._cut = snapshot.cut(self._spec, self.ledger, self._blocks), mapped
+        if self._cut is not None and self._cut[1] is not None:
+            self._cut[1].let_go()
+        # Held from now on: the rows may end, and their segments go, while it is written.
+        held = self.segments.hold(self._blocks.refs()) if self.segments is not None else None
+        self._cut = snapshot.cut(self._spec, self.ledger, self._blocks), held
         return self.ledger.residents.next_group
 
     async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
@@ -284,11 +286,15 @@ class Store:
         if self._cut is None:
             await self.cut()
         assert self._cut is not None
-        (state, mapped), self._cut = self._cut, None
+        (state, held), self._cut = self._cut, None
+        resolve = held.resolve if held is not None else None
         try:
-            return str(await asyncio.to_thread(snapshot.write, root, number, state, mapped.__getitem__, keep=keep))
+            return str(await asyncio.to_thread(snapshot.write, root, number, state, resolve, keep=keep))
         except OSError as error:
             raise StoreError(f"{root}: the store's snapshot cannot be written: {error}") from None
+        finally:
+            if held is not None:
+                held.let_go()
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)
@@ -298,6 +304,8 @@ class Store:
         if self.segments is not None:
             numbers["store/shared_bytes"] = self.segments.book.bytes
             numbers["store/spilled_bytes"] = self.segments.book.spilled_bytes
+            numbers["store/large_by_value"] = self.segments.kept
+            numbers["store/sent_bytes"] = self.segments.rows.sent_bytes
         if self._server is not None:
             numbers["store/refused_connections"] = self._server.refused
             numbers["store/malformed_messages"] = self._server.malformed

@@ -2,13 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from penstock.network.handshake import new_token
+from penstock.network.listener import Listener
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.links import InProcess, Lazy, Link
+from penstock.store.data.far.nodes import ROWS, RowsNode, RowsNodes
+from penstock.store.data.far.server import RowsServer
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import Segments
 from penstock.store.service.server import Door, Endpoint
@@ -19,16 +23,45 @@ WAYS = {"in process": InProcess, "socket": OverSocket, "tcp": OverTcp}
 """From a client to its store."""
 
 
+class FarNode:
+    """A node of its own for large batches: directories, and a server of what lies there."""
+
+    def __init__(self, name: str, tmp_path: Path, token: bytes) -> None:
+        self.shm, self.disk = tmp_path / name / "shm", tmp_path / name / "penstock-disk"
+        self.shm.mkdir(parents=True)
+        places = str(self.shm), str(self.disk)
+        self.server = RowsServer(places, takes_orders=True)
+        self.listener = Listener("127.0.0.1", token, {ROWS: self.server.serve})
+        self.facts = RowsNode(name, places, self.listener.address)
+
+    def close(self) -> None:
+        self.listener.close()
+        self.server.close()
+
+
+def far_nodes(tmp_path: Path, names: str) -> tuple[dict[str, FarNode], RowsNodes]:
+    token = new_token()
+    far = {name: FarNode(name, tmp_path, token) for name in names}
+    return far, RowsNodes({name: one.facts for name, one in far.items()}, token)
+
+
 def serve(
-    tmp_path: Path, body: Callable[[Store, Endpoint], Awaitable[None]], *, node: str = "", **changes: Any
+    tmp_path: Path,
+    body: Callable[[Store, Endpoint], Awaitable[None]],
+    *,
+    node: str = "",
+    nodes: RowsNodes | None = None,
+    restore: str | None = None,
+    **changes: Any,
 ) -> None:
     async def main() -> None:
         spec = make_spec(**{"lease_timeout_s": 600.0, "inline_bytes": 2000, **changes})
-        segments = Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), spec.shared_bytes)
-        store = Store(spec, segments=segments, node=node, door=Door("127.0.0.1", new_token()))
+        segments = Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), spec.shared_bytes, nodes)
+        door = Door("127.0.0.1", nodes.token if nodes is not None else new_token())
+        store = Store(spec, segments=segments, node=node, restore=restore, door=door)
         await asyncio.wait_for(body(store, await store.endpoint()), 20)
         store.ledger.check_invariants()
-        await store.close("test over")
+        await store.end()
 
     asyncio.run(main())
 
@@ -67,7 +100,7 @@ async def linked(client: StoreClient) -> Link:
 
 def unseen(endpoint: Endpoint) -> Endpoint:
     """As a machine or a container sees it that has other directories."""
-    return Endpoint(endpoint.node, "/not/here", ("/not", "/here"), endpoint.address, endpoint.token)
+    return replace(endpoint, path="/not/here", segments=("/not", "/here"))
 
 
 def files_in(place: Path) -> list[str]:

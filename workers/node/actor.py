@@ -21,11 +21,13 @@ from penstock.workers.weights.chain.routes import Broadcast
 class NodeAgent:
     """Lifecycle: `facts` once it is there, `run` for whoever wants to hear of its end, `close`."""
 
-    def __init__(self, root: str, token: bytes, ports: list[int] | None, files_dir: str | None) -> None:
-        """`ports`, `files_dir`: of `conf/cluster.py`."""
+    def __init__(
+        self, root: str, token: bytes, ports: list[int] | None, files_dir: str | None, spill_dir: str | None
+    ) -> None:
+        """`ports`, `files_dir`: of `conf/cluster.py`; `spill_dir`: of `conf/store.py`."""
         node = ray.get_runtime_context().get_node_id()
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
-        self._agent = agent.NodeAgent(root, node, ray.util.get_node_ip_address(), token, span, files_dir)
+        self._agent = agent.NodeAgent(root, node, ray.util.get_node_ip_address(), token, span, files_dir, spill_dir)
         self._closed = asyncio.Event()
 
     async def facts(self) -> NodeFacts:

@@ -20,9 +20,11 @@ from pathlib import Path
 from penstock.conf.errors import ResourceError
 from penstock.network.connection import Address
 from penstock.network.listener import Handler, Listener
+from penstock.store.data.far.server import RowsServer
 from penstock.store.data.roots import boot_id, claim_root, guard_root, remove_root, sweep_stale
 from penstock.workers.node.file_service import FileService
 from penstock.workers.node.services import CHUNKS, FILES
+from penstock.workers.node.services import ROWS as ROWS_SERVICE
 from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS = "weights", "rows"
@@ -41,8 +43,10 @@ class NodeFacts:
     """That this run's processes may use."""
     memory: str
     """Its shared memory: nodes that have the same see each other's files."""
+    rows: tuple[str, str]
+    """Directories of the store's large batches: shared memory, disk."""
     owns_root: bool = True
-    """False: another agent of the run is there for the same shared memory, and relays its weights."""
+    """False: another agent of the run is there for the same shared memory, relays its weights and serves its rows."""
 
 
 def memory_of(root: Path) -> str:
@@ -65,8 +69,10 @@ class NodeAgent:
         token: bytes,
         ports: range = range(1),
         files_dir: str | None = None,
+        spill_dir: str | None = None,
     ) -> None:
-        """`files_dir`: where copies of other nodes' files are kept; None: the temporary directory.
+        """`files_dir`: where copies of other nodes' files are kept. `spill_dir`: where rows are moved that shared
+        memory has no room for. None: the temporary directory.
 
         Raises `ResourceError` if the root cannot be made or no port is free.
         """
@@ -80,6 +86,9 @@ class NodeAgent:
                 f"{platform.node()}: the run's directory {self.root} cannot be made: {error}. It lies in shared "
                 "memory: see that /dev/shm is mounted, has room, and may be written to by this user."
             ) from None
+        spill = Path(spill_dir or tempfile.gettempdir()) / f"{self.root.name}-rows"
+        self._row_places = str(self.root / ROWS), str(spill)
+        self.rows = RowsServer(self._row_places, takes_orders=True)
         self.relay = Relay(self.root / WEIGHTS, node, token, CHUNKS) if self._owns_root else None
         try:
             self.listener = Listener(host, token, self._services(), ports)
@@ -93,13 +102,16 @@ class NodeAgent:
     @property
     def facts(self) -> NodeFacts:
         cores = len(os.sched_getaffinity(0))
-        return NodeFacts(platform.node(), self.listener.address, cores, memory_of(self.root), self._owns_root)
+        return NodeFacts(
+            platform.node(), self.listener.address, cores, memory_of(self.root), self._row_places, self._owns_root
+        )
 
     def stats(self) -> dict[str, float]:
         """Counters, since the start."""
         counters = self.relay.stats() if self.relay is not None else {}
+        rows = {"node/rows/sent_bytes": self.rows.sent_bytes, "node/rows/failed_spills": self.rows.failed_spills}
         relayed = {f"node/weights/{name}": value for name, value in counters.items()}
-        return {"node/refused_connections": self.listener.refused, **relayed}
+        return {"node/refused_connections": self.listener.refused, **rows, **relayed}
 
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
@@ -125,8 +137,11 @@ class NodeAgent:
     def _close_root(self) -> None:
         if self.relay is not None:
             self.relay.close()
+            self.rows.close()
             remove_root(self.root)
 
     def _services(self) -> Mapping[int, Handler]:
         services = {FILES: self.files.serve}
-        return services | {CHUNKS: self.relay.serve} if self.relay is not None else services
+        if self.relay is None:
+            return services
+        return services | {CHUNKS: self.relay.serve, ROWS_SERVICE: self.rows.serve}

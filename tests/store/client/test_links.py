@@ -14,6 +14,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import Connected, OverTcp
 from penstock.store.client.lease import Lease
 from penstock.store.client.links import Link
+from penstock.store.data.layout import Inline
 from penstock.store.errors import LeaseExpired, NotFinite, StoreClosed, StoreError, UnknownStage
 from penstock.store.service.calls import LeaseRequest
 from penstock.store.service.server import Endpoint
@@ -179,7 +180,7 @@ def test_rows_that_end_after_they_were_granted_are_there_to_be_read(tmp_path: Pa
         (granted,) = await link.call("lease", LeaseRequest("rollout", 1, "engine", client=client._name))
         await store.drop(granted.lease_id, "rollout", [0, 1], "test", "")
         assert (await client.stats())["store/rows"] == 0
-        ((_, rows),) = client._read([granted])
+        ((_, rows),) = await client._read([granted])
         assert rows.lists("prompt_ids") == [[7] * LONG] * 2
         del rows, granted
         gc.collect()
@@ -260,8 +261,10 @@ def test_a_far_client_is_sent_no_more_than_the_rows_and_columns_that_it_wants(tm
         client, link = await visit_from_afar(endpoint)
         await client.put_groups([{"prompt_ids": [number] * LONG, "task": "t" * LONG} for number in range(4)])
         (granted,) = await link.call("lease", LeaseRequest("rollout", 1, "engine", client="c"))
-        batches = [source.batch for source in granted.payload.sources]
-        assert granted.payload.refs == []
+        assert [source.batch for source in granted.payload.sources if isinstance(source, Inline)] == []
+        fetched = await link.fetch(granted.payload)
+        batches = [source.batch for source in fetched.sources]
+        assert fetched.refs == []
         assert [batch.schema.names for batch in batches] == [["prompt_ids"]]
         assert sum(batch.nbytes for batch in batches) < 2 * LONG * 4 + 100
 

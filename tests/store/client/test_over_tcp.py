@@ -88,7 +88,7 @@ def test_rows_that_end_after_they_were_granted_are_there_to_be_read(handle: Any)
         await near._link.call("drop", granted.lease_id, "rollout", granted.payload.row_ids.tolist(), "test", "")
         while (await near.stats())["store/shared_bytes"]:  # until nobody reads it
             await asyncio.sleep(0.01)
-        ((_, rows),) = far._read([granted])
+        ((_, rows),) = await far._read([granted])
         assert rows.lists("prompt_ids") == [[7] * LONG] * 2
 
     elsewhere(handle, body)

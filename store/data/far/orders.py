@@ -1,0 +1,84 @@
+"""What becomes of files on other nodes, told to each node in order, and done there by its rows server.
+
+Nobody waits for it: a file that is removed late costs memory for that long, and nothing else. Each node has a thread of
+its own, so one that hangs holds up no other. Used by `segments.py`.
+"""
+
+import queue
+import threading
+import time
+
+from penstock.network.connection import Address, Connection, connect
+from penstock.store.data.codec import Codec
+from penstock.store.data.far.nodes import ROWS, RowsNodes
+from penstock.store.data.far.server import DONE, ORDERS, Order
+
+CONNECT_S = 10.0
+PATIENCE_S = 60.0
+"""A node that cannot be reached for so long is gone, and its shared memory with it: it is told nothing more."""
+PAUSE_S = 1.0
+MANY = 1000
+"""Orders in one message."""
+
+
+class Orders:
+    """Lifecycle: `give` any number of times, `close`."""
+
+    def __init__(self, nodes: RowsNodes) -> None:
+        self._addresses, self._token = nodes.addresses, nodes.token
+        self._to: dict[str, queue.SimpleQueue[Order | None]] = {}
+        self._closed = threading.Event()
+        self.lost = 0
+        """Orders to nodes that were gone."""
+
+    def give(self, node: str, order: Order) -> None:
+        """It is carried out after those that this node was given before."""
+        waiting = self._to.get(node)
+        if waiting is None:
+            waiting = self._to[node] = queue.SimpleQueue()
+            arguments = self._addresses[node], waiting
+            threading.Thread(target=self._tell_all, args=arguments, name="orders", daemon=True).start()
+        waiting.put(order)
+
+    def close(self) -> None:
+        """Nothing is told any more: the nodes remove what they have at the end of the run."""
+        self._closed.set()
+        for waiting in self._to.values():
+            waiting.put(None)
+
+    def _tell_all(self, address: Address, waiting: "queue.SimpleQueue[Order | None]") -> None:
+        connection: Connection | None = None
+        is_gone = False
+        while (order := waiting.get()) is not None:
+            together = [order]
+            while len(together) < MANY and not waiting.empty():
+                if (order := waiting.get()) is None:
+                    waiting.put(None)
+                    break
+                together.append(order)
+            connection = None if is_gone else self._told(address, connection, together)
+            if connection is None:
+                is_gone = True
+                self.lost += len(together)
+        if connection is not None:
+            connection.close()
+
+    def _told(self, address: Address, connection: Connection | None, orders: list[Order]) -> Connection | None:
+        """The connection that they were told over; None if the node is gone. Orders may be told twice."""
+        body = Codec().encode(orders)[0]
+        give_up = time.monotonic() + PATIENCE_S
+        while not self._closed.is_set():
+            try:
+                connection = connection or connect(address, ROWS, self._token, CONNECT_S)
+                connection.send(ORDERS, body)
+                if connection.receive().kind == DONE:
+                    return connection
+                raise ConnectionAbortedError(f"{address} does not take orders.")
+            except OSError:
+                if connection is not None:
+                    connection.close()
+                    connection = None
+                if time.monotonic() > give_up:
+                    return None
+                self._closed.wait(PAUSE_S)
+        return connection

@@ -1,0 +1,244 @@
+"""Large batches stay on the node of their writer: three nodes in one process, the store's and two others, each with
+directories and a server of its own."""
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.store.client.client import StoreClient
+from penstock.store.client.connected import OverSocket
+from penstock.store.client.lease import Lease
+from penstock.store.data.rows import Rows
+from penstock.store.errors import RowsUnreachable
+from penstock.store.service.calls import LeaseRequest
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
+from tests.store.players import group, values_of
+from tests.store.visitors import FarNode, far_nodes, files_in, linked, serve, unseen
+
+LONG = 4000
+"""Tokens of a response."""
+MB = 2**20
+
+Body = Callable[[Store, Endpoint, dict[str, FarNode]], Awaitable[None]]
+
+
+def on_nodes(tmp_path: Path, body: Body, **changes: Any) -> None:
+    """The store on node a; b and c have directories of their own."""
+    far, nodes = far_nodes(tmp_path, "bc")
+
+    async def served(store: Store, endpoint: Endpoint) -> None:
+        try:
+            await body(store, endpoint, far)
+        finally:
+            for node in far.values():
+                await asyncio.to_thread(node.close)
+
+    serve(tmp_path, served, node="a", nodes=nodes, **changes)
+
+
+def long_responses(lease: Lease, tokens: int = LONG) -> dict[str, Any]:
+    ids = lease.rows.row_ids.tolist()
+    return values_of("rollout", lease) | {
+        "response_ids": [np.full(tokens, row, dtype=np.int32) for row in ids],
+        "behavior_logprobs": [np.full(tokens, -row, dtype=np.float32) for row in ids],
+        "token_versions": [np.zeros(tokens, dtype=np.int32)] * len(ids),
+    }
+
+
+async def sampled(producer: StoreClient, numbers: Sequence[int] = (0, 1), tokens: int = LONG) -> None:
+    await producer.put_groups([group(number) for number in numbers])
+    lease = await producer.lease("rollout", len(numbers), "engine")
+    assert lease is not None
+    await producer.write(lease, lease.rows.row_ids, long_responses(lease, tokens))
+
+
+def check(rows: Rows, tokens: int = LONG) -> None:
+    assert [(set(ids), len(ids)) for ids in rows.arrays("response_ids")] == [({row}, tokens) for row in rows.row_ids]
+    assert rows.lists("prompt_ids") == [[1, 2, 10 + group] for group in rows.group_ids.tolist()]
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    while not is_so():
+        gc.collect()
+        await asyncio.sleep(0.01)
+
+
+def test_readers_elsewhere_pull_what_they_read_and_near_ones_map_it(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        producer = StoreClient(endpoint, node="b")
+        await sampled(producer)
+        assert len(files_in(far["b"].shm)) == 1
+        assert files_in(tmp_path / "shm") == []
+        sent = far["b"].server
+        readers = {
+            "near": StoreClient(endpoint, node="b"), "far": StoreClient(endpoint, node="c"),
+            "the store's": StoreClient(endpoint), "a container": StoreClient(unseen(endpoint)),
+            "in process": StoreClient(store),
+        }  # fmt: skip
+        assert isinstance(await linked(readers["the store's"]), OverSocket)
+        for name, reader in readers.items():
+            before = sent.sent_bytes
+            lease = await reader.lease("reference", 3, name)
+            assert lease is not None
+            check(lease.rows)
+            if name == "in process":  # it takes whole batches
+                assert before < sent.sent_bytes
+            else:
+                ids = 3 * LONG * 4
+                assert (sent.sent_bytes - before) // 1000 == (0 if name == "near" else ids // 1000)
+            await reader.release(lease)
+        assert store.segments is not None
+        assert (store.segments.rows.sent_bytes, store.segments.kept) == (0, 0)
+
+    on_nodes(tmp_path, body)
+
+
+def test_batches_of_several_nodes_are_one_lease(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        clients = [StoreClient(endpoint), *(StoreClient(endpoint, node=node) for node in "bc")]
+        for number, client in enumerate(clients):
+            await sampled(client, [number])
+        for reader in (*clients, StoreClient(unseen(endpoint))):
+            lease = await reader.lease("reference", 6, "reference")
+            assert lease is not None
+            assert len(lease.rows) == 6
+            check(lease.rows)
+            await reader.release(lease)
+        assert store.segments is not None
+        assert store.segments.rows.sent_bytes > 0  # what lies on its node
+
+    on_nodes(tmp_path, body)
+
+
+def test_a_file_goes_back_to_its_writer_after_the_last_far_reader(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
+        await sampled(producer)
+        await reader.spec()
+        ask = LeaseRequest("reference", 4, "reader", client=reader._name)
+        (granted,) = await reader._link.call("lease", ask)
+        await reader._link.call("drop", granted.lease_id, "reference", list(range(4)), "test", "")
+        arena = (await linked(producer))._arena  # type: ignore[union-attr]
+        await sampled(producer, [2])  # into another file
+        assert len(files_in(far["b"].shm)) == 2
+        ((_, rows),) = await reader._read([granted])
+        check(rows)
+        await until(lambda: bool(arena._free))
+        await sampled(producer, [3])  # into the one that came back
+        assert len(files_in(far["b"].shm)) == 2
+
+    on_nodes(tmp_path, body)
+
+
+def test_what_a_dead_writer_leaves_goes_with_its_rows(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
+        await sampled(producer)
+        (handed_over,) = files_in(far["b"].shm)
+        (far["b"].shm / f"{producer._name}-7").write_bytes(bytes(100))  # never handed over
+        (far["b"].shm / "another-7").write_bytes(bytes(100))
+        (await linked(producer))._wire.close()  # type: ignore[union-attr]
+        await until(lambda: files_in(far["b"].shm) == sorted(["another-7", handed_over]))
+        lease = await reader.lease("reference", 4, "reader")
+        assert lease is not None
+        check(lease.rows)
+        await reader.drop(lease, lease.rows.row_ids, "test")
+        await until(lambda: files_in(far["b"].shm) == ["another-7"])
+
+    on_nodes(tmp_path, body)
+
+
+def test_beyond_its_budget_a_node_moves_rows_to_its_own_disk(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        producer = StoreClient(endpoint, node="b")
+        for number in range(3):
+            await sampled(producer, [number], tokens=40_000)
+        disk = far["b"].disk
+        await until(lambda: disk.exists() and len(files_in(disk)) == 1)
+        await until(lambda: len(files_in(far["b"].shm)) == 2)
+        assert (await producer.stats())["store/spilled_bytes"] > MB // 2
+        for node in "bc":
+            reader = StoreClient(endpoint, node=node)
+            lease = await reader.lease("reference", 6, "reader")
+            assert lease is not None
+            check(lease.rows, 40_000)
+            await reader.release(lease)
+        lease = await producer.lease("reference", 6, "reader")
+        assert lease is not None
+        await producer.drop(lease, lease.rows.row_ids, "test")
+        del lease
+        await until(lambda: not files_in(disk))
+
+    on_nodes(tmp_path, body, shared_bytes=2 * MB)
+
+
+def test_a_batch_goes_by_value_where_its_node_has_no_room(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
+        far["b"].shm.rmdir()
+        await sampled(producer)
+        assert (await producer.stats())["store/large_by_value"] == 1
+        lease = await reader.lease("reference", 4, "reader")
+        assert lease is not None
+        check(lease.rows)
+
+    on_nodes(tmp_path, body)
+
+
+def test_rows_of_a_node_that_is_gone_are_an_error_by_name_and_no_lease(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
+        await sampled(producer)
+        lease = await reader.lease("reference", 1, "reader")
+        assert lease is not None
+        await reader.release(lease)
+        await asyncio.to_thread(far["b"].close)  # also the connection that is kept
+        with pytest.raises(RowsUnreachable, match="rows on node b at 127"):
+            await reader.lease("reference", 4, "reader")
+        while (await producer.stats())["store/leases"]:
+            await asyncio.sleep(0.01)
+        assert store.segments is not None
+        assert not any(+segment.uses for segment in store.segments.book.segments.values())
+
+    on_nodes(tmp_path, body)
+
+
+def test_a_snapshot_has_the_rows_of_all_nodes_as_they_were_at_the_cut(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        producer = StoreClient(endpoint, node="b")
+        await sampled(producer)
+        await sampled(StoreClient(endpoint), [2])
+        await producer.cut()
+        lease = await producer.lease("reference", 4, "reader")
+        assert lease is not None
+        await producer.drop(lease, lease.rows.row_ids, "test")
+        await producer.snapshot(str(tmp_path / "snapshots"), 1)
+        del lease
+        await until(lambda: not store.segments.book._in_use["b"])  # type: ignore[union-attr]
+        assert (await producer.stats())["store/rows"] == 2
+
+    async def restored(store: Store, endpoint: Endpoint) -> None:
+        lease = await StoreClient(endpoint).lease("reference", 6, "reader")
+        assert lease is not None
+        assert len(lease.rows) == 6
+        check(lease.rows)
+
+    on_nodes(tmp_path, body)
+    serve(tmp_path / "later", restored, restore=str(tmp_path / "snapshots"))
+
+
+def test_a_lie_about_a_segment_is_refused(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        liar = StoreClient(endpoint, node="b")
+        await liar.spec()
+        (await linked(liar))._arena._node = "c"  # type: ignore[union-attr]
+        with pytest.raises(Exception, match="of node c is not its writer's"):
+            await sampled(liar)
+
+    on_nodes(tmp_path, body)
