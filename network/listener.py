@@ -6,7 +6,8 @@ calls the handler of the service that it asked for. Whoever proves nothing hears
 
 import socket
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from penstock.network.connection import SILENCE_S, Address, hang_up, prepare, read_exactly
@@ -19,6 +20,8 @@ MOST_STRANGERS = 128
 HANDSHAKE_S = 10.0
 """After so long a connection that has not proved anything is hung up on."""
 JOIN_S = 5.0
+PAUSE_S = 0.02
+"""After a connection that could not be accepted."""
 
 Handler = Callable[[socket.socket], None]
 """Serves an authenticated connection in its own thread, and may hand it over and return. The socket is the handler's,
@@ -39,12 +42,14 @@ class Listener:
         token: bytes,
         handlers: Mapping[int, Handler],
         ports: range = range(1),
+        takers: Collection[int] = (),
         silence_s: float = SILENCE_S,
         handshake_s: float = HANDSHAKE_S,
     ) -> None:
-        """`host`: an address of this machine. `ports`: the first that is free is taken; 0: any. Raises `OSError` if
-        none is."""
-        self._token, self._handlers = token, dict(handlers)
+        """`host`: an address of this machine. `ports`: the first that is free is taken; 0: any. `takers`: services
+        whose handlers take the connection with them, which `close` then leaves alone. Raises `OSError` if no port is
+        free."""
+        self._token, self._handlers, self._takers = token, dict(handlers), frozenset(takers)
         self._silence_s, self._handshake_s = silence_s, handshake_s
         self._socket = _bound(host, ports)
         self.address = Address(host, self._socket.getsockname()[1])
@@ -83,7 +88,8 @@ class Listener:
             except OSError:
                 if self._closed:
                     return
-                continue  # the visitor was gone before it was let in
+                time.sleep(PAUSE_S)  # the visitor was gone before it was let in, or there are too many open files
+                continue
             if not self._greeting.acquire(blocking=False):
                 self._refuse(connected)
                 continue
@@ -98,17 +104,22 @@ class Listener:
     def _serve(self, connected: socket.socket) -> None:
         try:
             try:
-                handler = self._welcome(connected)
+                service = self._welcome(connected)
             finally:
                 self._greeting.release()
-            if handler is not None:
-                handler(connected)
+            if service in self._takers:
+                self._forget(connected)  # before another thread has it
+            if service is not None:
+                self._handlers[service](connected)
         finally:
-            with self._lock:
-                self._open.pop(connected, None)
+            self._forget(connected)
 
-    def _welcome(self, connected: socket.socket) -> Handler | None:
-        """Who serves it; None if it has proved nothing. A connection that says little, slowly, is cut off."""
+    def _forget(self, connected: socket.socket) -> None:
+        with self._lock:
+            self._open.pop(connected, None)
+
+    def _welcome(self, connected: socket.socket) -> int | None:
+        """The service that it asks for; None if it has proved nothing. A connection that says little, slowly, is cut off."""
         watch = threading.Timer(self._handshake_s, hang_up, (connected,))
         watch.daemon = True
         watch.start()
@@ -126,7 +137,7 @@ class Listener:
             watch.cancel()
         with suppress(OSError):
             prepare(connected, self._silence_s)
-        return self._handlers[handshake.service]
+        return handshake.service
 
     def _refuse(self, connected: socket.socket) -> None:
         with self._lock:

@@ -110,7 +110,8 @@ class Server:
 
     def _listening(self, door: Door) -> Listener:
         try:
-            return Listener(door.host, door.token, {STORE: self._come_in, ROWS: self._segments.rows.serve}, door.ports)
+            services = {STORE: self._come_in, ROWS: self._segments.rows.serve}
+            return Listener(door.host, door.token, services, door.ports, takers=(STORE,))
         except OSError as error:
             raise StoreError(
                 f"the store finds no port to listen on at {door.host} ({error}). Widen cluster.ports, or set it to "

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import queue
 import socket
 import threading
 from collections.abc import Iterator
@@ -111,6 +112,26 @@ def test_close_ends_open_connections(listener: Listener) -> None:
         connection.receive()
     with pytest.raises(OSError):  # noqa: PT011 - refused, or reset: it depends on the moment
         connect(listener.address, ECHO, TOKEN, 1.0)
+
+
+def test_what_a_handler_takes_with_it_stays_open_after_close() -> None:
+    taken: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+    returning = threading.Event()
+
+    def take(connected: socket.socket) -> None:
+        taken.put(connected)
+        returning.wait(10)  # the thread that has handed it over may be the last to hear of that
+
+    with Listener(HOST, TOKEN, {ECHO: echo, HAND_OVER: take}, takers=(HAND_OVER,)) as listener:
+        connection = connect(listener.address, HAND_OVER, TOKEN, 5.0)
+        server = Connection(taken.get(timeout=10))
+        closing = threading.Thread(target=listener.close)
+        closing.start()
+        closing.join(10)
+        returning.set()
+    with connection, server:
+        server.send(7, b"still there")
+        assert connection.receive().body == b"still there"
 
 
 def test_silence_is_an_error(listener: Listener) -> None:
