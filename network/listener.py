@@ -119,7 +119,7 @@ class Listener:
             self._open.pop(connected, None)
 
     def _welcome(self, connected: socket.socket) -> int | None:
-        """The service that it asks for; None if it has proved nothing. A connection that says little, slowly, is cut off."""
+        """The service that it asks for; None if it has proved nothing. One that says little, slowly, is cut off."""
         watch = threading.Timer(self._handshake_s, hang_up, (connected,))
         watch.daemon = True
         watch.start()
