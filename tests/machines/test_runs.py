@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.trainer.exported_files import INDEX, shard_name
 from tests.machines.cluster import ROOT, machines
 from tests.model_files import load_model
 from tests.orchestrator.conftest import SMALL_MODEL
@@ -15,6 +16,8 @@ pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 
 MODEL = "/tmp/model"
 """On the first machine alone, where the driver is."""
+OWN_DISK = "/tmp/runs"
+"""Where other machines have another disk."""
 CPUS = 1
 """Of each machine: a rank or an engine."""
 
@@ -85,6 +88,18 @@ def test_a_run_over_three_machines_ends_with_the_bits_of_one(penstock_run, expec
     spread = penstock_run(f"spread{num_ranks}", *words)
     assert {name: places(spread)[name] for name in expected} == expected
     assert same_bits(alone, spread)
+
+
+def test_ranks_that_do_not_see_the_drivers_disk_save_there_and_go_on_from_there(cluster, penstock_run):
+    words = ["trainer.num_ranks=2", "rollout.num_workers=1", "checkpoint.every_steps=1", f"output_dir={OWN_DISK}"]
+    penstock_run("own", *words, "trainer.shard_size=1", "trainer.max_steps=2")
+    penstock_run("own", *words, "trainer.max_steps=3", "resume=auto")
+    lines = cluster[1].run(["cat", f"{OWN_DISK}/own/events.jsonl"]).stdout.splitlines()
+    told = [(event["kind"], event.get("step")) for event in map(json.loads, lines) if "step" in event]
+    assert told == [("checkpoint", 1), ("checkpoint", 2), ("resume", 2), ("checkpoint", 3)]
+    model = set(cluster[1].run(["ls", f"{OWN_DISK}/own/model"]).stdout.split())
+    assert model >= {INDEX, *(shard_name(number, 2) for number in (1, 2)), "config.json", "tokenizer.json"}
+    assert cluster[2].run(["sh", "-c", f"ls -d {OWN_DISK} || true"]).stdout == ""
 
 
 def test_nothing_is_left_on_any_machine(cluster):
