@@ -136,6 +136,8 @@ class TrainerConfig:
     """CPU threads of each rank. 0: an even share, of all cores among the ranks when max_staleness=0, else among
     engines and ranks."""
     collective_timeout_s: float = 600.0
+    """Deadline, in seconds, of each collective of the ranks, of their meeting, and of an export. Long enough for what
+    all ranks wait for in between, such as a first compilation."""
     step_timeout_s: float = 3600.0
     """Deadline of one step, waiting for its samples included."""
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
