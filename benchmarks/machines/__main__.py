@@ -1,4 +1,4 @@
-"""Weights between machines, measured on links of a stated rate.
+"""Weights and rows between machines, measured on links of a stated rate.
 
     python -m benchmarks.machines --json machines.json
 
@@ -10,9 +10,9 @@ and `targets_of`.
 from types import ModuleType
 
 from benchmarks.harness import parse_arguments, print_targets, write_json
-from benchmarks.machines import weights
+from benchmarks.machines import rows, weights
 
-PARTS: dict[str, ModuleType] = {"weights": weights}
+PARTS: dict[str, ModuleType] = {"weights": weights, "rows": rows}
 
 
 def main() -> None:

@@ -78,6 +78,10 @@ class Segments:
         self._node_of[client] = node
         self._notices[client], self._tell[client] = Notice(), tell
 
+    def node_of(self, client: str) -> str:
+        """Where it writes; the store's own node has no name."""
+        return self._node_of.get(client, "")
+
     def keep(self, batch: pa.RecordBatch) -> Placed:
         """Write a batch that has come by value. Raises `StoreError` if there is no room."""
         self.kept += 1
@@ -114,7 +118,7 @@ class Segments:
     def _adopt_far(self, placed: Placed) -> None:
         """What lies on another node is known by its writer's word alone."""
         name, node = placed.segment, placed.node
-        if self._node_of.get(writer_of(name)) != node or self.book.in_use(name):
+        if self.node_of(writer_of(name)) != node or self.book.in_use(name):
             raise StoreError(f"segment {name} of node {node} is not its writer's, or is in use.")
         if self.book.adopt(name, placed, placed.nbytes, False, node):
             self._orders.give(node, Spill(name))

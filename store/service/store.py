@@ -33,6 +33,7 @@ from penstock.store.service.report import describe, stats
 from penstock.store.service.server import Door, Endpoint, Server
 from penstock.store.service.waiting.consumers import Consumers
 from penstock.store.service.waiting.expiry import Expiry
+from penstock.store.service.waiting.nearness import Nearness, Nowhere, OnNodes
 from penstock.store.service.waiting.pump import Pump
 from penstock.store.service.waiting.puts import Puts
 from penstock.store.service.waiting.ranks import Ranks
@@ -84,10 +85,13 @@ class Store:
         self._pump = pump = Pump(self._blocks)
         self._puts = Puts(self.ledger, self._blocks, self._intake, clock, pump.wake_puts, pump.carry_out)
         self._consumers: dict[str, Consumers] = {}
+        nearness: Nearness = Nowhere()
+        if segments is not None and segments.nodes.by_id:
+            nearness = OnNodes(self.ledger, self._blocks, segments)
         self._ranks: dict[str, Ranks] = {}
         for index, stage in enumerate(spec.stages):
             schedule = partial(pump.wake_stage, index)
-            self._consumers[stage.name] = Consumers(stage.name, self.ledger, self._clients, schedule)
+            self._consumers[stage.name] = Consumers(stage.name, self.ledger, self._clients, schedule, nearness)
             self._ranks[stage.name] = Ranks(stage.name, self.ledger, schedule)
         self._waiting: list[Consumers | Ranks] = [*self._consumers.values(), *self._ranks.values()]
         self._expiry = Expiry(self.ledger, clock, pump.carry_out)

@@ -103,11 +103,11 @@ class RowsServer:
             connection.send(FAILED, f"{type(error).__name__}: {error}".encode())
             return
         body, pieces, num_bytes = codec.encode(batches)
+        with self._lock:
+            self.sent_bytes += num_bytes
         connection.send(DONE, body, num_bytes)
         for piece in joined(b"", pieces):
             connection.send_bytes(piece)
-        with self._lock:
-            self.sent_bytes += num_bytes
 
     def _batch(self, placed: Placed, names: Sequence[str]) -> pa.RecordBatch:
         memory = pa.py_buffer(self._mapped(placed.segment, placed.nbytes))

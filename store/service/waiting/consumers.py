@@ -11,6 +11,7 @@ from functools import partial
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.calls import Granted, LeaseRequest
 from penstock.store.service.clients import Clients
+from penstock.store.service.waiting.nearness import Nearness
 from penstock.store.service.waiting.sharing import PATIENCE_S, Sharing
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
@@ -18,10 +19,12 @@ from penstock.store.service.waiting.wait_queue import WaitQueue
 class Consumers:
     """Lifecycle: `wait` for each request, `wake` whenever the stage may have become ready, `close`."""
 
-    def __init__(self, stage: str, ledger: Ledger, clients: Clients, schedule: Callable[[], None]) -> None:
+    def __init__(
+        self, stage: str, ledger: Ledger, clients: Clients, schedule: Callable[[], None], nearness: Nearness
+    ) -> None:
         """`schedule`: has `wake` called soon."""
         self._stage = ledger.residents.stage(stage)
-        self._schedule = schedule
+        self._schedule, self._nearness = schedule, nearness
         self._queue = WaitQueue(schedule)
         self._sharing = Sharing()
         self._held_by = partial(clients.held_by, stage)
@@ -67,9 +70,18 @@ class Consumers:
     def wake(self) -> None:
         """Whoever is next tries, if something is free."""
         if self._stage.num_free:
-            self._queue.wake_first(lambda ask: self._sharing.priority(ask, self._held_by(ask.client)))
+            self._queue.wake_first(self._priority(self._nearness.of_next(self._stage) if len(self) > 1 else None))
         else:
             self._be_patient_again()
+
+    def _priority(self, node: str | None) -> Callable[[LeaseRequest], tuple[float, bool, int]]:
+        """`node`: of the rows that are next."""
+
+        def priority(ask: LeaseRequest) -> tuple[float, bool, int]:
+            is_far = node is not None and self._nearness.of_client(ask.client) != node
+            return self._sharing.priority(ask, self._held_by(ask.client), is_far)
+
+        return priority
 
     def close(self) -> None:
         self._be_patient_again()

@@ -78,10 +78,11 @@ class Sharing:
             self._num_peers -= 1  # it has come, and need not be waited for
         self._taken.pop(client, None)
 
-    def priority(self, ask: LeaseRequest, held: int) -> tuple[float, int]:
-        """The lowest is next: whoever holds the fewest units, of those that can take more, and has had the fewest."""
+    def priority(self, ask: LeaseRequest, held: int, is_far: bool = False) -> tuple[float, bool, int]:
+        """The lowest is next: whoever holds the fewest units, of those that can take more; of several, one that is
+        where the rows are; and of these who has had the fewest."""
         has_room = not ask.max_held or held < ask.max_held
-        return (held if has_room else math.inf, self._taken[ask.client])
+        return (held if has_room else math.inf, is_far, self._taken[ask.client])
 
     def expect_only(self, present: Iterable[str]) -> None:
         """Patience is over: whoever is not there is expected no more."""

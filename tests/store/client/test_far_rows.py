@@ -242,3 +242,28 @@ def test_a_lie_about_a_segment_is_refused(tmp_path: Path) -> None:
             await sampled(liar)
 
     on_nodes(tmp_path, body)
+
+
+@pytest.mark.parametrize("node", ["b", "c"])
+def test_of_two_that_wait_the_one_on_the_rows_node_is_next(tmp_path: Path, node: str) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        readers = {name: StoreClient(endpoint, node=name) for name in "bc"}
+        order = sorted(readers, key=lambda name: name == node)  # the far one asks first
+        asking = {name: asyncio.ensure_future(readers[name].lease("reference", 1, name)) for name in order}
+        for number in range(2):
+            while len(store._consumers["reference"]) < 2:
+                await asyncio.sleep(0.001)
+            await sampled(StoreClient(endpoint, node=node), [number])  # two rows, one for each
+            leases = {name: await asking[name] for name in order}
+            rows = {name: lease.rows.row_ids.tolist() for name, lease in leases.items() if lease is not None}
+            assert rows == {node: [2 * number], order[0]: [2 * number + 1]}
+            for name in order:
+                lease = leases[name]
+                assert lease is not None
+                await readers[name].drop(lease, lease.rows.row_ids, "test")
+                asking[name] = asyncio.ensure_future(readers[name].lease("reference", 1, name))
+        for waiting in asking.values():
+            waiting.cancel()
+        assert far[node].server.sent_bytes < 3 * LONG * 4  # the far one's
+
+    on_nodes(tmp_path, body)
