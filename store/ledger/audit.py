@@ -31,7 +31,7 @@ def _check_group(residents: Residents, group: Group) -> None:
         _require(not leased & done, f"{where}: rows {leased & done:b} are leased and done")
         _require(not leased & ~group.live, f"{where}: rows {leased & ~group.live:b} are leased and have ended")
         for column in stage.writes:
-            _require(not done & ~group.have[column], f"{where}: done without column {column}")
+            _require(not done & group.live & ~group.have[column], f"{where}: done without column {column}")
             written = group.have[column] & group.live
             if stage.sees_siblings and written:
                 written = group.live

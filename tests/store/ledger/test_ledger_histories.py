@@ -1,9 +1,10 @@
 """Random histories: workers that lag, die, repeat themselves, drop rows and answer late; engines and ranks in any
-order; the store restarted from a snapshot at any moment. `make soak` takes fifty times as many.
+order; nodes that are gone with the values that they had; the store restarted from a snapshot at any moment. `make soak`
+takes fifty times as many.
 
 After every event all of the ledger's state is recomputed and compared, and a model that only remembers what was told to
-it checks the promises: trained exactly once, staleness bounded without a single eviction, order kept, nobody waits for
-ever.
+it checks the promises: trained exactly once, staleness bounded without a single eviction, order kept, no value joined
+with one that was computed from another, nobody waits for ever.
 """
 
 import json
@@ -17,16 +18,20 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.store.errors import LeaseExpired, StoreError
+from penstock.store.errors import LeaseExpired, RowsLost, StoreError
+from penstock.store.ledger.group import row_ids
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.rounds import Round
 from penstock.store.ledger.state import living_groups, restore, scalars, values_of
 from tests.store.checked_ledger import CheckedLedger
-from tests.store.driver import Driver, facts_for, facts_of, make_spec
+from tests.store.driver import STAGES, Driver, facts_for, facts_of, make_spec
+from tests.store.lineage import Lineage
 
+TRAINED = next(stage.reads for stage in STAGES if stage.unit == "batch")
 STEPS = 20
 """Events of one history."""
 WORKED = ("rollout", "reward", "reference", "group_advantage")
+NODES = 3
 SHARED = WORKED[1:]
 """Stages whose rows are shared by ranks in these histories; rollout could be as well, but no engine does that."""
 
@@ -41,9 +46,17 @@ class Histories(RuleBasedStateMachine):
         slack=st.integers(0, 2),
         num_ranks=st.integers(1, 3),
         max_bytes=st.sampled_from([60, 10**9]),
+        nodes=st.randoms(use_true_random=False),
     )
     def start(
-        self, group_size: int, groups_per_step: int, window: int, slack: int, num_ranks: int, max_bytes: int
+        self,
+        group_size: int,
+        groups_per_step: int,
+        window: int,
+        slack: int,
+        num_ranks: int,
+        max_bytes: int,
+        nodes: Random,
     ) -> None:
         behind = math.ceil((window - 1) / groups_per_step)
         self.spec = make_spec(
@@ -58,6 +71,9 @@ class Histories(RuleBasedStateMachine):
         self.driver = Driver(self.spec)
         self.ledger = self.driver.ledger
         self.now = 0.0
+        self.lineage = Lineage(self.spec)
+        self.nodes = nodes
+        """Says on which node values lie."""
         self.leases: list[tuple[HeldLease, str, list[int]]] = []
         """Every lease ever given, ended or not: their owners may come back at any time."""
         self.sampled: dict[int, int] = {}
@@ -72,12 +88,15 @@ class Histories(RuleBasedStateMachine):
         """By stage: the number of the next round outside of training."""
         self.rounds: list[tuple[Round, list[list[int]]]] = []
         """Those that were formed since the last restart, and each rank's share at first."""
+        self.revoked: dict[int, set[int]] = {}
+        """By lease: rows that were taken from it, since values were lost."""
 
     @rule(count=st.integers(1, 4))
     def admit(self, count: int) -> None:
         for group in self.driver.admit(count, self.now):
             if group is not None:
                 self.admitted_under[group] = self.served
+                self.lineage.admitted(self.ledger, group, self.nodes.randrange(10))  # mostly where no node is lost
 
     @rule(
         stage=st.sampled_from(WORKED),
@@ -87,6 +106,7 @@ class Histories(RuleBasedStateMachine):
     def lease(self, stage: str, max_units: int, owner: str) -> None:
         lease = self.ledger.lease(stage, max_units, owner, self.now)
         if lease is not None:
+            self.lineage.read(lease, stage)
             self.leases.append((lease, stage, self.ledger.rows_of(lease)))
 
     @precondition(lambda self: self.leases)
@@ -112,6 +132,7 @@ class Histories(RuleBasedStateMachine):
             return
         assert not (over and undone), "a late writer was not told"
         assert {some[position] for position in kept} <= undone, "a result was taken twice, or for a row that has ended"
+        self.lineage.written(lease, [some[position] for position in kept], columns, self.nodes.randrange(NODES))
         if "token_versions" in columns:
             for position in kept:
                 self.sampled.setdefault(some[position], version)
@@ -150,11 +171,14 @@ class Histories(RuleBasedStateMachine):
         """Live workers finish whatever is free, under the version served now."""
         for stage in WORKED:
             while (lease := self.ledger.lease(stage, 100, "c", self.now)) is not None:
+                self.lineage.read(lease, stage)
                 rows = self.ledger.rows_of(lease)
                 columns = self.driver.writes[stage]
                 kept = self.ledger.write(
                     lease.id, stage, rows, columns, facts_for(stage, len(rows), self.served), self.now
                 )
+                done = [rows[position] for position in kept]
+                self.lineage.written(lease, done, columns, self.nodes.randrange(NODES))
                 if stage == "rollout":
                     self.sampled.update((rows[position], self.served) for position in kept)
 
@@ -176,6 +200,7 @@ class Histories(RuleBasedStateMachine):
         batch = sorted(row for part in made.parts for row in part)
         groups = sorted({row // self.spec.group_size for row in batch})
         assert len(groups) == self.spec.groups_per_step
+        self.lineage.check(self.ledger, batch)
         for row in batch:
             assert made.version - self.sampled[row] <= self.spec.max_staleness
         ranks = list(range(self.num_ranks))
@@ -206,6 +231,7 @@ class Histories(RuleBasedStateMachine):
         assert all(one is first for one in made), "ranks of one round got different ones"
         self.shared[stage] += 1
         lease = self.ledger.residents.leases.held[first.lease_id]
+        self.lineage.read(lease, stage)
         shares = [self.ledger.share(first, rank) for rank in range(self.num_ranks)]
         assert sorted(row for share in shares for row in share) == self.ledger.rows_of(lease)
         assert all(share == sorted(share) for share in shares)
@@ -231,7 +257,8 @@ class Histories(RuleBasedStateMachine):
             left = self.ledger.share(made, rank)
             assert set(left) <= set(share)
             assert is_held or not left
-            assert not is_held or {row for row in share if self.is_undone(row, made.stage)} <= set(left)
+            undone = {row for row in share if self.is_undone(row, made.stage)}
+            assert not is_held or undone - self.revoked.get(made.lease_id, set()) <= set(left)
         with pytest.raises(StoreError, match="split over"):
             self.ledger.lease_shared(made.stage, made.number, self.num_ranks + 1, 1, "c", self.now)
 
@@ -242,6 +269,67 @@ class Histories(RuleBasedStateMachine):
             self.ledger.complete_shared(made.lease_id, 0) if self.num_ranks > 1 else None
             self.ledger.release(made.lease_id)
 
+    @rule(node=st.integers(0, NODES - 1))
+    def lose_a_node(self, node: int) -> None:
+        """Everything that lies there is gone."""
+        held = self.ledger.residents.leases.held
+        before = {lease_id: set(self.open_rows(lease)) for lease_id, lease in held.items()}
+        self.ledger.lost(self.lineage.cells_on(node), self.now)
+        for lease_id, rows in before.items():
+            left = set(self.open_rows(held[lease_id])) if lease_id in held else set()
+            self.revoked.setdefault(lease_id, set()).update(rows - left)
+        for lease in held.values():
+            for group, mask in lease.revoked.items():
+                self.revoked.setdefault(lease.id, set()).update(row_ids(group, mask, self.spec.group_size))
+        for row, column in self.lineage.prune(self.ledger):
+            if column == "token_versions":
+                self.sampled.pop(row, None)
+
+    def open_rows(self, lease: HeldLease) -> list[int]:
+        return [row for group, mask in lease.open.items() for row in row_ids(group, mask, self.spec.group_size)]
+
+    @rule(
+        node=st.integers(0, NODES - 1),
+        num_given=st.integers(1, 3),
+        ending=st.sampled_from(["trained", "released", "restarted"]),
+        shuffled=st.randoms(use_true_random=False),
+    )
+    def lose_a_node_during_an_update(self, node: int, num_given: int, ending: str, shuffled: Random) -> None:
+        """Some ranks have their rows before, the others ask after. If they all have them, the step may end well."""
+        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        if made is None:
+            return
+        versions = {row: self.sampled[row] for part in made.parts for row in part}
+        self.lineage.check(self.ledger, list(versions))
+        ranks = list(range(self.num_ranks))
+        shuffled.shuffle(ranks)
+        given, late = ranks[:num_given], ranks[num_given:]
+        for rank in given:
+            assert self.ledger.share(made, rank) == made.parts[rank]
+        self.lose_a_node(node)
+        self.work_everything_off()  # nothing of the batch: somebody trains it
+        for rank in late:
+            was_there = all((row, name) in self.lineage.values for row in made.parts[rank] for name in TRAINED)
+            try:
+                assert self.ledger.share(made, rank) == made.parts[rank]
+            except RowsLost:
+                assert not was_there
+                ending = "released" if ending == "trained" else ending
+            else:
+                assert was_there
+        if ending == "trained":
+            for rank in ranks:
+                self.ledger.complete_shared(made.lease_id, rank)
+            assert all(made.version - version <= self.spec.max_staleness for version in versions.values())
+            self.trained += sorted(versions)
+            self.trained_groups += sorted({row // self.spec.group_size for row in versions})
+            self.round += 1
+            assert set(self.ledger.last_batch()) <= versions.keys()
+        elif ending == "released":
+            self.ledger.release(made.lease_id)
+        else:
+            self.restart()
+
     @rule()
     def restart(self) -> None:
         """From a snapshot taken now. Leases of before come back as late writers."""
@@ -250,6 +338,7 @@ class Histories(RuleBasedStateMachine):
         self.ledger = self.driver.ledger = CheckedLedger(self.spec)
         restore(self.ledger, values, groups)
         self.rounds.clear()
+        self.lineage.prune(self.ledger)
 
     @precondition(lambda self: self.served < self.round)
     @rule()
@@ -292,6 +381,7 @@ class Histories(RuleBasedStateMachine):
         made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
         if made is None:
             return
+        self.lineage.check(self.ledger, [row for part in made.parts for row in part])
         for rank in range(self.num_ranks):
             self.ledger.complete_shared(made.lease_id, rank)
         self.round += 1

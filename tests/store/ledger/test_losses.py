@@ -50,7 +50,7 @@ def test_a_loss_is_the_earliest_column_and_all_that_follows(driver: Driver) -> N
     gone = [0b10 if name == "response_ids" else 0 for name in index]
     loss = loss_of(residents.groups[0], gone, residents.readiness.stages, residents.source)
     columns = {name: [*bits(loss.columns[column])] for name, column in index.items() if loss.columns[column]}
-    assert columns == {key: [1] for key in (*ROLLOUT_COLUMNS, "reward", "reference_logprobs")} | {"advantage": [0, 1]}
+    assert columns == {name: [1] for name in (*ROLLOUT_COLUMNS, "reward", "reference_logprobs")} | {"advantage": [0, 1]}
     assert loss.stages == [0b10, 0b10, 0b10, 0b11, 0]  # rollout, reward, reference, group_advantage; never train
 
 
