@@ -19,6 +19,8 @@ class Intake:
     def __init__(self, spec: StoreSpec, segments: Segments | None) -> None:
         self._segments = segments
         self._inline_bytes = spec.inline_bytes
+        self.lost_nodes: set[str] = set()
+        """What lies there is not taken."""
         self.columns = {column.name: column for column in spec.columns}
 
     def block(self, parcel: Parcel, num_rows: int) -> Block:
@@ -38,6 +40,8 @@ class Intake:
 
     def _adopted(self, placed: Placed, num_rows: int) -> Block:
         assert self._segments is not None
+        if placed.node in self.lost_nodes:
+            raise StoreError(f"segment {placed.segment} lies on node {placed.node}, which counts as lost.")
         self._segments.adopt(placed)
         block = Block(None, placed, placed.nbytes)
         try:

@@ -28,6 +28,7 @@ from penstock.store.data.payload import Payload, assemble, gather
 from penstock.store.errors import CorruptSnapshot, StoreError
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.ledger import Ledger
+from penstock.store.ledger.losses import lacks_source
 from penstock.store.ledger.state import living_groups, restore, scalars
 from penstock.store.spec import StoreSpec
 
@@ -81,7 +82,7 @@ def cut(spec: StoreSpec, ledger: Ledger, blocks: Blocks) -> Cut:
             )
             if present:
                 rows.setdefault(present, []).append(group.id * size + index)
-    source_rows = [group.id * size for group in groups]
+    source_rows = [group.id * size for group in groups if not lacks_source(ledger.residents, group)]
     return Cut(spec, scalars(ledger), groups_table(groups, size), source_rows, rows, blocks.copy())
 
 

@@ -21,7 +21,7 @@ from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Inline, Parcel
 from penstock.store.data.payload import gather
-from penstock.store.data.segments import Held, Segments
+from penstock.store.data.segments import Segments
 from penstock.store.errors import LeaseExpired, StoreError, UnknownColumn
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger
@@ -30,6 +30,7 @@ from penstock.store.service.calls import Call, Granted, LeaseRequest, Result, Wr
 from penstock.store.service.clients import Clients
 from penstock.store.service.messages import calls_of
 from penstock.store.service.report import describe, stats
+from penstock.store.service.saving import Saving
 from penstock.store.service.server import Door, Endpoint, Server
 from penstock.store.service.waiting.consumers import Consumers
 from penstock.store.service.waiting.expiry import Expiry
@@ -100,7 +101,7 @@ class Store:
         self._closed: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         """That it lives in."""
-        self._cut: tuple[snapshot.Cut, Held | None] | None = None
+        self._saving = Saving(self.ledger, self._blocks, segments)
 
     async def spec(self) -> StoreSpec:
         self.loop = asyncio.get_running_loop()
@@ -258,6 +259,13 @@ class Store:
         self._pump.wake_all_stages()  # those that are left share without it
         return lost
 
+    async def lost(self, node: str) -> None:
+        """A node, as segments call it, is gone: what lay there is made again, and nothing is taken from there any
+        more. See `ledger/losses.py`."""
+        self._intake.lost_nodes.add(node)
+        cells = self._blocks.lose(lambda placed: placed.node == node)
+        self._pump.carry_out(self.ledger.lost(cells, self._clock()))
+
     async def complete_shared(self, lease_id: int, rank: int) -> None:
         self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
 
@@ -265,8 +273,9 @@ class Store:
         self._pump.carry_out(self.ledger.published(version))
 
     async def last_batch(self, names: list[str] | None) -> Granted:
-        """The batch trained last. `names`: None for all columns that its rows have. Raises `UnknownColumn`."""
-        rows = self.ledger.rounds.last_batch
+        """The batch trained last, less rows that are lost. `names`: None for all that they have. Raises
+        `UnknownColumn`."""
+        rows = self.ledger.last_batch()
         chosen = tuple(self._blocks.columns_of(rows) if names is None else names)
         for name in chosen:
             if name not in self._intake.columns:
@@ -276,29 +285,14 @@ class Store:
 
     async def cut(self) -> int:
         """Take the state of this moment, for the next `snapshot` to write. Groups put so far."""
-        if self._cut is not None and self._cut[1] is not None:
-            self._cut[1].let_go()
-        # Held from now on: the rows may end, and their segments go, while it is written.
-        held = self.segments.hold(self._blocks.refs()) if self.segments is not None else None
-        self._cut = snapshot.cut(self._spec, self.ledger, self._blocks), held
+        self._saving.cut()
         return self.ledger.residents.next_group
 
     async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
         """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, and go on meanwhile;
         its path. `keep`: so many of the newest stay. See `snapshot.py`.
         """
-        if self._cut is None:
-            await self.cut()
-        assert self._cut is not None
-        (state, held), self._cut = self._cut, None
-        resolve = held.resolve if held is not None else None
-        try:
-            return str(await asyncio.to_thread(snapshot.write, root, number, state, resolve, keep=keep))
-        except OSError as error:
-            raise StoreError(f"{root}: the store's snapshot cannot be written: {error}") from None
-        finally:
-            if held is not None:
-                held.let_go()
+        return await self._saving.write(root, number, keep)
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)

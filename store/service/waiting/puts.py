@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Parcel
-from penstock.store.errors import MissingColumn, StoreClosed, UnknownColumn
+from penstock.store.errors import MissingColumn, StoreClosed, StoreError, UnknownColumn
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger, check_group_bytes
@@ -48,6 +48,11 @@ class Puts:
         withdrawn = self._withdrawn[client] = set[int]()
 
         def admit() -> list[int] | None:
+            if block.is_gone:
+                raise StoreError(
+                    f"{num_groups - len(admitted)} groups waited to be admitted and are gone with the node that they "
+                    "were on. Put them again."
+                )
             while len(admitted) < num_groups:
                 number = len(admitted)
                 if tickets and tickets[number] in withdrawn:

@@ -1,0 +1,185 @@
+"""A node is gone with the large batches that were written there: the store has them made again, and trains each row
+once. The store is on node a, engines write on node b."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import Lease
+from penstock.store.errors import LeaseExpired, RowsLost, StoreError
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
+from tests.store.driver import make_spec
+from tests.store.players import group, values_of
+from tests.store.visitors import far_nodes, serve
+
+LONG = 1000
+"""Tokens of a response: more than go inline."""
+
+Body = Callable[[Store, StoreClient, StoreClient], Awaitable[None]]
+LATER = ("reward", "reference", "group_advantage")
+
+
+def with_an_engine(tmp_path: Path, body: Body, **changes: Any) -> None:
+    """`body(store, near, engine)`: a client on the store's node, and one on node b."""
+    far, nodes = far_nodes(tmp_path, "b")
+
+    async def served(store: Store, endpoint: Endpoint) -> None:
+        try:
+            await body(store, StoreClient(endpoint), StoreClient(endpoint, node="b"))
+        finally:
+            for node in far.values():
+                await asyncio.to_thread(node.close)
+
+    serve(tmp_path, served, node="a", nodes=nodes, **changes)
+
+
+async def leased(client: StoreClient, stage: str, units: int = 100) -> Lease:
+    lease = await client.lease(stage, units, stage)
+    assert lease is not None
+    return lease
+
+
+def values(stage: str, lease: Lease, serial: int) -> dict[str, Any]:
+    """`serial` goes from the response into all that is computed from it."""
+    if stage == "rollout":
+        return values_of(stage, lease) | {
+            "response_ids": [np.full(LONG, serial, dtype=np.int32)] * len(lease.rows),
+            "response_text": [str(serial)] * len(lease.rows),
+            "behavior_logprobs": [np.full(LONG, -serial, dtype=np.float32)] * len(lease.rows),
+            "token_versions": [np.zeros(LONG, dtype=np.int32)] * len(lease.rows),
+        }
+    if stage == "reward":
+        return {"reward": [float(text) for text in lease.rows.strings("response_text")]}
+    if stage == "reference":
+        return {"reference_logprobs": [ids.astype(np.float32) for ids in lease.rows.arrays("response_ids")]}
+    return {"advantage": lease.rows.values("reward").tolist()}
+
+
+async def done(client: StoreClient, stage: str, units: int = 100, serial: int = 1) -> list[int]:
+    lease = await leased(client, stage, units)
+    await client.write(lease, lease.rows.row_ids, values(stage, lease, serial))
+    return [int(row) for row in lease.rows.row_ids]
+
+
+async def ready(near: StoreClient, engine: StoreClient) -> None:
+    """Group 0 was sampled on the store's node, group 1 on the engine's."""
+    await near.put_groups([group(0), group(1)])
+    assert await done(near, "rollout", 1) == [0, 1]
+    assert await done(engine, "rollout", 1) == [2, 3]
+    for stage in LATER:
+        await done(near, stage)
+
+
+def test_lost_responses_are_sampled_again_and_their_rows_trained_once(tmp_path: Path) -> None:
+    async def body(store: Store, near: StoreClient, engine: StoreClient) -> None:
+        await ready(near, engine)
+        waiting = asyncio.ensure_future(leased(near, "rollout"))  # woken by the loss
+        ranks = asyncio.ensure_future(near.batch_ready())
+        assert await ranks
+        await store.lost("b")
+        lease = await waiting
+        assert lease.rows.row_ids.tolist() == [2, 3]
+        await near.write(lease, lease.rows.row_ids, values("rollout", lease, 2))
+        for stage in LATER:
+            assert await done(near, stage) == [2, 3]
+        batch = await near.lease_shared("train", 0, 0, 1)
+        assert batch is not None
+        assert batch.rows.row_ids.tolist() == [0, 1, 2, 3]
+        for name in ("reward", "advantage"):
+            assert batch.rows.values(name).tolist() == [1, 1, 2, 2]
+        for name in ("response_ids", "reference_logprobs"):
+            assert [row[0] for row in batch.rows.arrays(name)] == [1, 1, 2, 2]
+        await near.complete_shared(batch)
+        stats = await near.stats()
+        assert stats["store/rows_trained"] == 4
+        assert {name: count for name, count in stats.items() if name.startswith("lost/")} == {
+            "lost/rollout": 2, "lost/reward": 2, "lost/reference": 2, "lost/group_advantage": 2,
+        }  # fmt: skip
+        assert store._blocks.lose(lambda placed: placed.node == "b") == {}
+
+    with_an_engine(tmp_path, body)
+
+
+def test_what_was_computed_from_a_lost_response_comes_too_late(tmp_path: Path) -> None:
+    async def body(store: Store, near: StoreClient, engine: StoreClient) -> None:
+        await near.put_groups([group()])
+        await done(engine, "rollout")
+        lease = await leased(near, "reward")
+        await store.lost("b")
+        with pytest.raises(LeaseExpired):
+            await near.write(lease, lease.rows.row_ids, values("reward", lease, 1))
+        await done(near, "rollout", serial=2)
+        assert (await leased(near, "reward")).rows.strings("response_text") == ["2", "2"]
+
+    with_an_engine(tmp_path, body)
+
+
+def test_nothing_is_taken_from_a_node_that_counts_as_lost(tmp_path: Path) -> None:
+    async def body(store: Store, near: StoreClient, engine: StoreClient) -> None:
+        await near.put_groups([group()])
+        lease = await leased(engine, "rollout")
+        await store.lost("b")
+        with pytest.raises(StoreError, match="lies on node b, which counts as lost"):
+            await engine.write(lease, lease.rows.row_ids, values("rollout", lease, 1))
+        assert await near.stats() | {"store/rows": 2, "store/leases": 1} == await near.stats()
+
+    with_an_engine(tmp_path, body)
+
+
+def test_groups_that_wait_and_those_that_were_admitted_are_gone_with_their_prompts(tmp_path: Path) -> None:
+    async def body(store: Store, near: StoreClient, engine: StoreClient) -> None:
+        long = [{"prompt_ids": list(range(LONG)), "task": "{}"}] * 6
+        putting = asyncio.ensure_future(engine.put_groups(long))
+        while store.ledger.residents.next_group < 4:
+            await asyncio.sleep(0.01)
+        await store.lost("b")  # four credits come back
+        with pytest.raises(StoreError, match="2 groups waited to be admitted and are gone"):
+            await putting
+        stats = await near.stats()
+        assert (stats["dropped/node_lost"], stats["store/rows"], stats["store/blocks"]) == (8, 0, 0)
+        assert await near.put_groups([group()]) == [4]
+
+    with_an_engine(tmp_path, body)
+
+
+def test_a_rank_that_comes_after_the_loss_is_told_and_the_step_formed_again(tmp_path: Path) -> None:
+    async def body(store: Store, near: StoreClient, engine: StoreClient) -> None:
+        await ready(near, engine)
+        first = await near.lease_shared("train", 0, 0, 2)
+        assert first is not None
+        await store.lost("b")
+        with pytest.raises(RowsLost, match="Release the round"):
+            await near.lease_shared("train", 0, 1, 2)
+        await near.cut()
+        await near.snapshot(str(tmp_path / "snapshots"), 1)  # of the batch under way, as if it had been released
+        restored = StoreClient(Store(make_spec(), restore=tmp_path / "snapshots"))
+        await near.release(first)
+        for client in (near, restored):
+            assert await done(client, "rollout") == [2, 3]
+            for stage in LATER:
+                assert await done(client, stage) == [2, 3]
+            batch = await client.lease_shared("train", 0, 0, 1)
+            assert batch is not None
+            assert batch.rows.row_ids.tolist() == [0, 1, 2, 3]
+            await client.complete_shared(batch)
+
+    with_an_engine(tmp_path, body)
+
+
+def test_the_batch_trained_last_is_shown_without_the_rows_that_it_has_lost(tmp_path: Path) -> None:
+    async def body(store: Store, near: StoreClient, engine: StoreClient) -> None:
+        await ready(near, engine)
+        batch = await near.lease_shared("train", 0, 0, 1)
+        assert batch is not None
+        await near.complete_shared(batch)
+        await store.lost("b")
+        assert (await near.last_batch(["response_ids", "reward"])).row_ids.tolist() == [0, 1]
+        assert {"response_ids", "reward"} <= set((await near.last_batch()).names)
+
+    with_an_engine(tmp_path, body)
