@@ -31,7 +31,7 @@ from tests.machines.cluster import Cluster, machines
 RATE, RATE_BYTES = "1gbit", 125e6
 SHM, ROOT = "4g", "/dev/shm/penstock-bench"
 OBJECT_STORE_BYTES = 3 * 2**29
-NUM_ROUNDS = 2
+NUM_ROUNDS = 3
 LAYERS, HIDDEN, INTERMEDIATE, KEYS, VOCABULARY = 24, 896, 4864, 128, 151936
 """Of Qwen2.5-0.5B: 494M parameters."""
 QUICK = {"vocabulary": 8192, "num_layers": 4}
