@@ -8,7 +8,9 @@ Described = dict[str, Any]
 
 
 def stats(ledger: Ledger) -> dict[str, float]:
-    """Flat numbers: store/*, dropped/<reason> (rows, cumulative), staleness/*, completed/<stage> (rows, cumulative)."""
+    """Flat numbers: store/*, staleness/*, and of rows, cumulative: dropped/<reason>, completed/<stage>, and of those
+    lost/<stage>, whose result is gone with a node. What is made again is completed, and its tokens generated, again.
+    """
     residents, counters = ledger.residents, ledger.counters
     numbers: dict[str, float] = {
         "store/rows": residents.num_rows,

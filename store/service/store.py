@@ -136,12 +136,7 @@ class Store:
         return results
 
     async def put(
-        self,
-        names: list[str],
-        parcel: Parcel,
-        facts: Facts,
-        client: str = "",
-        tickets: Sequence[int] = (),
+        self, names: list[str], parcel: Parcel, facts: Facts, client: str = "", tickets: Sequence[int] = ()
     ) -> list[int]:
         """One group for each row of the batch, admitted as credits allow; their numbers. Raises `StoreClosed`, and
         before any is admitted `MissingColumn`, `UnknownColumn`, `TooLarge`.

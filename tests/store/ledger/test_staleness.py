@@ -1,5 +1,6 @@
 """The staleness contract, on a simulated cluster: engines that straggle, die silently or noisily, take new weights in
-the middle of a response, one after the other; a trainer of any speed; a store that is restarted from a snapshot.
+the middle of a response, one after the other; a trainer of any speed; nodes that are gone with finished work; a store
+that is restarted from a snapshot.
 
 Time is simulated and the ledger is strict, so a violation raises where it happens. Bounds are as a run has them: with
 `S + ceil((window - 1) / P) <= max_staleness` nothing is ever evicted, however the dice fall.
@@ -149,6 +150,17 @@ class Cluster:
             self.after(self.random.uniform(0.0, 2.0), lambda engine=engine: self.load(engine, version))
         if self.random.random() < 0.1:
             self.restart()
+        if self.random.random() < 0.3:
+            self.after(self.random.uniform(0.0, 3.0), self.lose_a_node)
+
+    def lose_a_node(self) -> None:
+        """At any moment: responses or rewards, of any groups."""
+        group_mask, cells = self.ledger.residents.all_rows, {}
+        for group in list(self.ledger.residents.groups):
+            if self.random.random() < 0.3:
+                cells[group] = {self.random.choice(("response_ids", "reward")): self.random.randint(1, group_mask)}
+        self.ledger.lost(cells, self.now)
+        self.driver.ledger.check_invariants()
 
     def load(self, engine: Engine, version: int) -> None:
         engine.version = max(engine.version, version)
