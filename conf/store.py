@@ -20,8 +20,8 @@ class StoreConfig:
     """A write up to this size travels in the call itself; a larger one goes through a file in shared memory. Below a
     megabyte the copy is cheaper than the file."""
     shared_memory_mib: int = 1024
-    """Shared memory of the store for large writes, in MiB. What exceeds it is moved to disk and read from
-    there."""
+    """Shared memory for large writes, in MiB, on each node that writes some. What exceeds it is moved to that node's
+    disk and read from there."""
     spill_dir: str | None = None
     """A disk where it is moved to, into a directory of the run's own that goes with it. null: the system's temporary
     directory."""

@@ -63,13 +63,13 @@ def long_responses(lease: Lease) -> dict[str, Any]:
     }
 
 
-def test_large_values_come_and_go_by_value_and_are_those_that_were_written(handle: Any) -> None:
+def test_large_values_come_and_go_and_are_those_that_were_written(handle: Any) -> None:
     async def body(far: StoreClient, near: StoreClient) -> None:
         await far.put_groups([group(number) for number in range(2)])
         lease = await far.lease("rollout", 2, "engine")
         assert lease is not None
         await far.write(lease, lease.rows.row_ids, long_responses(lease))
-        for client in (near, far):  # from a segment in place, and by value
+        for client in (near, far):  # from a segment in place, and pulled
             judged = await client.lease("reference", 4, "reference")
             assert judged is not None
             assert [set(ids) for ids in judged.rows.arrays("response_ids")] == [{row} for row in judged.rows.row_ids]
@@ -86,10 +86,10 @@ def test_rows_that_end_after_they_were_granted_are_there_to_be_read(handle: Any)
         await near.put_groups([{"prompt_ids": [7] * LONG, "task": "{}"}])
         (granted,) = await far._link.call("lease", LeaseRequest("rollout", 1, "engine", client="far"))
         await near._link.call("drop", granted.lease_id, "rollout", granted.payload.row_ids.tolist(), "test", "")
-        while (await near.stats())["store/shared_bytes"]:  # until nobody reads it
-            await asyncio.sleep(0.01)
         ((_, rows),) = await far._read([granted])
         assert rows.lists("prompt_ids") == [[7] * LONG] * 2
+        while (await near.stats())["store/shared_bytes"]:  # until nobody reads it
+            await asyncio.sleep(0.01)
 
     elsewhere(handle, body)
 

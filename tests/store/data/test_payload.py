@@ -7,13 +7,16 @@ from hypothesis import strategies as st
 
 from penstock.algorithms.graph.columns import Column
 from penstock.store.data.blocks import Block, Blocks
-from penstock.store.data.codec import Codec
+from penstock.store.data.codec import NOTHING, Codec
+from penstock.store.data.far.wanted import Wanted, split, with_pulled
 from penstock.store.data.layout import Placed
 from penstock.store.data.payload import Payload, assemble, by_value, gather
 from penstock.store.errors import UnknownColumn
 
 COLUMNS = [Column("prompt", "int32", "prompt", per_group=True), Column("x", "int32", "token"), Column("y", "int64")]
 GROUPS = 4
+FAR = "another"
+"""Node."""
 
 
 def values_of(rows: list[int]) -> pa.RecordBatch:
@@ -25,16 +28,19 @@ def values_of(rows: list[int]) -> pa.RecordBatch:
 class Written:
     """An index, and the batches behind its references."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, is_source_far: bool = False) -> None:
         self.blocks, self.behind = Blocks(COLUMNS, size), dict[Placed, pa.RecordBatch]()
         prompts = pa.record_batch({"prompt": pa.array([[group] * 3 for group in range(GROUPS)], pa.list_(pa.int32()))})
         source = Block(prompts, None, prompts.nbytes)
+        if is_source_far:
+            ref = Placed("s-0", 0, GROUPS, (), 0, FAR)
+            self.behind[ref], source = prompts, Block(None, ref, prompts.nbytes)
         for group in range(GROUPS):
             self.blocks.add_group(group, source, group, ["prompt"])
 
-    def write(self, rows: list[int], inline: bool) -> None:
+    def write(self, rows: list[int], inline: bool, node: str = "") -> None:
         batch = values_of(rows)
-        ref = Placed(f"w-{len(self.behind)}", 0, batch.num_rows, (), 0)
+        ref = Placed(f"w-{len(self.behind)}", 0, batch.num_rows, (), 0, node)
         block = Block(batch, None, batch.nbytes) if inline else Block(None, ref, batch.nbytes)
         self.behind[ref] = batch
         self.blocks.add_rows(rows, range(len(rows)), block, batch.schema.names)
@@ -48,14 +54,24 @@ def sent(payload: Payload) -> tuple[Payload, int]:
     return Codec().decode(Payload, body, area), len(body) + nbytes
 
 
+def pulled(payload: Payload, written: Written) -> Payload:
+    """With what is far in its place, as it comes from there; and no more of it than that."""
+    asked, rest = split(payload, lambda placed: placed.node == FAR)
+    asked = Codec().decode(list[Wanted], Codec().encode(asked)[0], NOTHING)
+    answers = [one.of(written.behind[one.placed].select(one.names)) for one in asked]
+    assert [answer.num_rows for answer in answers] == [one.num_rows for one in asked]
+    assert not any(placed.node for placed in rest.refs)
+    return with_pulled(rest, answers)
+
+
 @given(size=st.integers(1, 4), data=st.data())
 def test_rows_come_as_they_were_written(size: int, data: st.DataObject) -> None:
-    written = Written(size)
+    written = Written(size, data.draw(st.booleans()))
     left = data.draw(st.permutations(range(GROUPS * size)))
     while left:
         count = data.draw(st.integers(1, len(left)))
         some = left[:count] if data.draw(st.booleans()) else sorted(left[:count])
-        written.write(some, data.draw(st.booleans()))
+        written.write(some, data.draw(st.booleans()), data.draw(st.sampled_from(["", FAR])))
         left = left[count:]
     ended = data.draw(st.sets(st.integers(0, GROUPS * size - 1)))
     for row in ended:
@@ -67,7 +83,10 @@ def test_rows_come_as_they_were_written(size: int, data: st.DataObject) -> None:
     fetched = [written.behind[ref] for ref in payload.refs]
     copied = by_value(payload, fetched)
     assert copied.refs == []
-    for found in (assemble(payload, names, fetched), assemble(copied, names, [])):
+    here = pulled(payload, written)
+    near = [written.behind[ref] for ref in here.refs]
+    found_here = assemble(here, names, near)
+    for found in (assemble(payload, names, fetched), assemble(copied, names, []), found_here):
         assert found.names == tuple(names)
         assert found.row_ids.tolist() == rows
         assert found.lists("prompt") == [[row // size] * 3 for row in rows]
@@ -91,6 +110,19 @@ def test_rows_of_one_batch_in_shared_memory_are_read_without_a_copy() -> None:
     rows = assemble(payload, ["x", "y"], [written.behind[ref] for ref in payload.refs])
     there = next(iter(written.behind.values())).column("x").values.to_numpy()
     assert rows.ragged("x")[0].__array_interface__["data"][0] - there.__array_interface__["data"][0] == 4 * (0 + 1)
+
+
+def test_of_another_node_a_lease_pulls_its_rows_and_columns_once() -> None:
+    written = Written(4, is_source_far=True)
+    written.write(list(range(16)), inline=False, node=FAR)
+    asked, rest = split(gather(written.blocks, list(range(2, 10)), ["prompt", "y"]), lambda placed: bool(placed.node))
+    assert [(one.names, one.places.tolist()) for one in asked] == [
+        (["prompt"], [[0, 1, 1], [1, 1, 1], [2, 1, 1]]), (["y"], [[2, 1, 8]]),
+    ]  # fmt: skip
+    assert [places.tolist() for _, places in rest.columns] == [
+        [[0, 0, 0, 2], [0, 1, 0, 4], [0, 2, 0, 2]],
+        [[1, 0, 1, 8]],
+    ]
 
 
 def test_a_column_that_a_row_lacks_is_named() -> None:

@@ -43,6 +43,25 @@ def test_a_segment_is_removed_where_it_cannot_be_pooled(why: str) -> None:
     assert (book.bytes, book.spilled_bytes, book.pooled_bytes, book.segments) == (0, 0, 0, {})
 
 
+def test_each_node_has_a_budget_and_a_pool_of_its_own() -> None:
+    book = SegmentBook(BUDGET)
+    for client in ("w", "v"):
+        book.entered(client)
+    assert not book.adopt("w-0", "batch", BUDGET, False)
+    assert not book.adopt("v-0", "batch", BUDGET, False, "far")
+    assert book.adopt("v-1", "batch", 1, False, "far")
+    assert book.spilled("v-1").unmapped == [("v-1", {"v"})]
+    assert book.end("v-1") == Instructions(unmapped=[("v-1", {"v"})], removed_far=[("far", "v-1")])
+    assert book.end("v-0").removed_far == [("far", "v-0")]
+    book.adopt("v-2", "batch", BUDGET // POOLED_SHARE, False, "far")
+    book.adopt("w-1", "batch", BUDGET // POOLED_SHARE, False)
+    assert book.end("v-2").recycled + book.end("w-1").recycled == ["v-2", "w-1"]
+
+
+NODES = {"a": "", "b": "", "c": "far"}
+"""Where each client writes."""
+
+
 class Histories(RuleBasedStateMachine):
     """Clients write and read at random; a model knows who reads what, and where each file is."""
 
@@ -70,7 +89,9 @@ class Histories(RuleBasedStateMachine):
             assert clients <= self.clients, "nobody is there to hear it"
             assert self.mapped.get(name, set()) <= clients, "a mapping would hold on to the pages"
             self.mapped[name] = set()
-        for name, _ in instructions.removed:
+        assert all(NODES[writer_of(name)] == node for node, name in instructions.removed_far)
+        assert not any(NODES[writer_of(name)] for name, _ in instructions.removed)
+        for name in [name for name, _ in instructions.removed] + [name for _, name in instructions.removed_far]:
             assert name not in self.live
             assert not self.readers.pop(name, [])
             self.with_writer.discard(name)
@@ -93,14 +114,15 @@ class Histories(RuleBasedStateMachine):
         else:
             name = f"{data.draw(st.sampled_from(sorted(self.clients)))}-{self.made}"
             self.made += 1
-        over = self.book.adopt(name, object(), nbytes, on_disk)
+        node = NODES[writer_of(name)]
+        over = self.book.adopt(name, object(), nbytes, on_disk and not node, node)
         self.live.add(name)
         self.readers[name] = []
         self.mapped.setdefault(name, set()).add(writer_of(name))
         if over:
             self.heard(self.book.spilled(name))
             assert self.book.segments[name].on_disk
-        assert self.book.bytes <= BUDGET
+        assert all(count <= BUDGET for count in self.book._in_use.values())
 
     @precondition(lambda self: self.live and self.clients)
     @rule(data=st.data())
@@ -154,7 +176,8 @@ class Histories(RuleBasedStateMachine):
         assert self.book.bytes == sum(one.nbytes for one in used if not one.on_disk)
         assert self.book.spilled_bytes == sum(one.nbytes for one in used if one.on_disk)
         pooled_bytes = sum(one.nbytes for one in segments.values() if one.state is State.POOLED)
-        assert self.book.pooled_bytes == pooled_bytes <= BUDGET // POOLED_SHARE
+        assert self.book.pooled_bytes == pooled_bytes
+        assert all(count <= BUDGET // POOLED_SHARE for count in self.book._pooled.values())
 
     def teardown(self) -> None:
         """Once all rows have ended and all processes have, nothing is left."""

@@ -7,10 +7,20 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from msgspec.structs import replace
 
-from penstock.conf.errors import ResourceError
+from penstock.conf.errors import ResourceError, StoreError
 from penstock.network.handshake import new_token
+from penstock.store.data.arena import Arena
+from penstock.store.data.far.nodes import RowsNode, RowsNodes
+from penstock.store.data.far.orders import Orders
+from penstock.store.data.far.pulls import Pulls
+from penstock.store.data.far.server import Spill
+from penstock.store.data.layout import ColumnNote, Placed
+from penstock.store.data.payload import Payload, assemble
 from penstock.store.data.roots import OWNER_NAME
 from penstock.workers.node.agent import ROWS, WEIGHTS, NodeAgent
 
@@ -84,3 +94,35 @@ def test_no_free_port_is_named(tmp_path: Path) -> None:
         NodeAgent(tmp_path / "penstock-b", "here", HOST, new_token(), range(port, port + 1))
     assert not (tmp_path / "penstock-b").exists()
     agent.close()
+
+
+def test_it_serves_the_rows_of_its_node_and_nothing_outside_of_them(tmp_path: Path) -> None:
+    token, disk = new_token(), tmp_path / "disk"
+    agent = NodeAgent(tmp_path / "penstock-run", "here", HOST, token, spill_dir=str(disk))
+    batch = pa.record_batch({"x": pa.array(range(1000), pa.int64())})
+    try:
+        placed = Arena([str(agent.root / ROWS)], "writer", "here").place(batch)
+        (agent.root / "secret").write_bytes(bytes(9000))
+        pulls = Pulls({"here": agent.facts.address}, token)
+        there = Payload(np.arange(5), np.arange(5), [placed], [(["x"], np.array([[0, 10, 1, 5]]))])
+        assert assemble(pulls.fetch_blocking(there, bool), ["x"], []).values("x").tolist() == list(range(10, 15))
+        for lie in (replace(placed, segment="../secret"), replace(placed, nbytes=10**6, columns=outside(placed))):
+            there.sources = [lie]
+            with pytest.raises(StoreError):
+                pulls.fetch_blocking(there, bool)
+        orders = Orders(RowsNodes({"ray": RowsNode("here", agent.facts.rows, agent.facts.address)}, token))
+        orders.give("here", Spill(placed.segment))
+        spilled = Path(agent.facts.rows[1]) / placed.segment
+        while not spilled.exists():
+            time.sleep(0.01)
+        there.sources = [placed]
+        assert assemble(pulls.fetch_blocking(there, bool), ["x"], []).values("x").tolist() == list(range(10, 15))
+        pulls.close()
+        orders.close()
+    finally:
+        agent.close()
+    assert list(disk.iterdir()) == []
+
+
+def outside(placed: Placed) -> tuple[ColumnNote, ...]:
+    return tuple((name, kind, tuple((10**6, length) for _, length in spans)) for name, kind, spans in placed.columns)
