@@ -22,7 +22,8 @@ import psutil
 from tests.machines.enter import KINDS
 
 FOLDER = Path(__file__).parent
-PYTHON = (sys.executable, "-IS")
+PYTHON = (f"{sys.base_prefix}/bin/python{sys.version_info.major}.{sys.version_info.minor}", "-IS")
+"""Never a warm one (`tests/warm_workers.py`): that is a fork, which cannot become another program."""
 """Starts in 10 ms: the programs here use the standard library only."""
 START_S, END_S = 30.0, 30.0
 OUTPUT_CHARACTERS = 4000
