@@ -1,4 +1,4 @@
-"""Weights and rows between machines, measured on links of a stated rate.
+"""Weights, rows and calls between machines, measured on links of a stated rate.
 
     python -m benchmarks.machines --json machines.json
 
@@ -10,9 +10,9 @@ and `targets_of`.
 from types import ModuleType
 
 from benchmarks.harness import parse_arguments, print_targets, write_json
-from benchmarks.machines import rows, weights
+from benchmarks.machines import calls, rows, weights
 
-PARTS: dict[str, ModuleType] = {"weights": weights, "rows": rows}
+PARTS: dict[str, ModuleType] = {"weights": weights, "rows": rows, "calls": calls}
 
 
 def main() -> None:

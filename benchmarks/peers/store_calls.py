@@ -3,9 +3,8 @@
     in   {"way": "connection"|"ray", "in_flight": n, "seconds": s}
     out  {"calls": n, "seconds": s, "latencies_ms": [...]}
 
-`python -m benchmarks.peers.store_calls [ADDRESS]`: in a Ray cluster that is there, or one of this machine alone. The
-client is on a node that is not the driver's, where there is one; on one node it calls as from another. Part "calls" of
-`benchmarks/machines.py`.
+`python -m benchmarks.peers.store_calls ADDRESS`: of a Ray cluster. The client is on a node that is not the driver's.
+Asked by `benchmarks/machines/calls.py`.
 """
 
 import asyncio
@@ -70,20 +69,17 @@ class Caller:
 
 
 def on_another_node() -> dict[str, Any]:
-    """Options of an actor that is to be on a node that is not this one, if there is one."""
+    """Options of an actor that is to be on a node that is not this one."""
     here = ray.get_runtime_context().get_node_id()
     others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] != here]
-    return {"scheduling_strategy": NodeAffinitySchedulingStrategy((others or [here])[0], soft=False)}
+    return {"scheduling_strategy": NodeAffinitySchedulingStrategy(others[0], soft=False)}
 
 
 async def main() -> None:
     channel = Channel()
-    options: dict[str, Any] = {"address": "local", "num_cpus": 8, "include_dashboard": False}
-    if len(sys.argv) > 1:
-        options = {"address": sys.argv[1]}
-    ray.init(**options, logging_level="ERROR", log_to_driver=False)
+    ray.init(address=sys.argv[1], logging_level="ERROR", log_to_driver=False)
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    store = create_store_actor(SPEC, "calls")
+    store = create_store_actor(SPEC, "calls", options={"scheduling_strategy": here})
     in_ray = ray.remote(num_cpus=0)(StoreInRay).options(scheduling_strategy=here).remote()
     caller = ray.remote(num_cpus=0)(Caller).options(**on_another_node()).remote()
     try:

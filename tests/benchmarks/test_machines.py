@@ -13,8 +13,11 @@ def test_the_simulated_chain_is_that_of_the_model_and_leaves_no_node_behind(run_
 @pytest.mark.slow
 def test_the_quick_run_measures_every_way_between_machines(run_quickly):
     written, _ = run_quickly("machines")
-    parts = {name: [one for one in written["rounds"] if one["part"] == name] for name in ("weights", "rows")}
+    parts = {name: [one for one in written["rounds"] if one["part"] == name] for name in ("weights", "rows", "calls")}
     assert [one["way"] for one in parts["weights"]] == ["chain", "star", "process killed", "machine lost", "Ray"]
     assert all(one["seconds"] > 0.5 * one["model_s"] for one in parts["weights"])
     assert [one["reader"] for one in parts["rows"]] == ["far", "near"]
-    assert len(written["targets"]) == 7
+    assert sorted((one["way"], one["in_flight"]) for one in parts["calls"]) == [
+        ("connection", 1), ("connection", 32), ("ray", 1), ("ray", 32),
+    ]  # fmt: skip
+    assert len(written["targets"]) == 9

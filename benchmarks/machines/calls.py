@@ -1,27 +1,30 @@
-"""Control of a remote client: calls a second over the store's connection and by Ray's actor calls.
-
-    python -m benchmarks.store_calls --json FILE        both on this machine: what protocols cost, without a link
-
-Part "calls" of `benchmarks/machines.py`, which measures the same between two machines.
-"""
+"""Calls of a client on one machine to the store on another: over the store's connection, and as Ray's actor calls."""
 
 import statistics
-import tempfile
-from collections.abc import Sequence
+import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from benchmarks.harness import Child, Target, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import Child, Target, new_table, show
+from tests.machines.cluster import machines
 
 WAYS = {"connection": "the store's connection", "ray": "Ray's actor calls"}
 IN_FLIGHT = (1, 32)
 """Calls of a client at a time: one that waits for each, and one that has much to do."""
 TIMES_FASTER = 5.0
+NUM_ROUNDS, SECONDS = 5, 2.0
 
 
-def measure_calls(work: Path, num_rounds: int, seconds: float, arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Rounds of both ways, alternating. `arguments`: of `peers/store_calls.py`."""
-    child = Child("calls", "store_calls", work / "calls.log", arguments)
+def measure(quick: bool, num_rounds: int | None) -> list[dict[str, Any]]:
+    with TemporaryDirectory(prefix="penstock-bench-") as folder, machines(2) as cluster:
+        address = cluster.start_ray()
+        child = Child("calls", "store_calls", Path(folder) / "calls.log", [address], sys.executable, cluster[1].start)
+        return _rounds(child, 1 if quick else num_rounds or NUM_ROUNDS, 0.5 if quick else SECONDS)
+
+
+def _rounds(child: Child, num_rounds: int, seconds: float) -> list[dict[str, Any]]:
+    """Of both ways, alternating."""
     rounds = []
     try:
         child.ready()
@@ -38,10 +41,10 @@ def measure_calls(work: Path, num_rounds: int, seconds: float, arguments: Sequen
     return rounds
 
 
-def targets_of_calls(rounds: list[dict[str, Any]]) -> list[Target]:
+def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
     return [
         Target(
-            f"calls a second of a remote client, {in_flight} at a time, beside Ray's",
+            f"calls: a second, of a client {in_flight} at a time, beside Ray's",
             calls_a_second(rounds, "connection", in_flight) / calls_a_second(rounds, "ray", in_flight),
             "x",
             ">=",
@@ -55,7 +58,7 @@ def calls_a_second(rounds: list[dict[str, Any]], way: str, in_flight: int) -> fl
     return statistics.median(entry["calls"] / entry["seconds"] for entry in _of(rounds, way, in_flight))
 
 
-def print_calls(rounds: list[dict[str, Any]]) -> None:
+def show_rounds(rounds: list[dict[str, Any]]) -> None:
     table = new_table("Calls of a remote client", ["way"], ["at a time", "calls/s", "p50 / p99 ms"])
     for in_flight in IN_FLIGHT:
         for way, name in WAYS.items():
@@ -68,19 +71,3 @@ def print_calls(rounds: list[dict[str, Any]]) -> None:
 
 def _of(rounds: list[dict[str, Any]], way: str, in_flight: int) -> list[dict[str, Any]]:
     return [entry for entry in rounds if (entry["way"], entry["in_flight"]) == (way, in_flight)]
-
-
-def main() -> None:
-    arguments = parse_arguments(__doc__)
-    with tempfile.TemporaryDirectory() as work:
-        rounds = measure_calls(
-            Path(work), arguments.rounds or (2 if arguments.quick else 7), 1 if arguments.quick else 3
-        )
-    targets = targets_of_calls(rounds)
-    print_calls(rounds)
-    print_targets(targets)
-    write_json(arguments.json, "store_calls", rounds, targets)
-
-
-if __name__ == "__main__":
-    main()
