@@ -1,6 +1,6 @@
 """What every value was computed from, as whoever writes it knows: a model of the data that the ledger never sees."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.store.ledger.group import bits, row_ids
 from penstock.store.ledger.leases import HeldLease
@@ -37,13 +37,17 @@ class Lineage:
         rows = [row for group, mask in lease.granted.items() for row in row_ids(group, mask, self._spec.group_size)]
         self._given[lease.id] = {(row, name): self.values[row, name] for row in rows for name in self._reads[stage]}
 
-    def written(self, lease: HeldLease, rows: Sequence[int], columns: Sequence[str], node: int) -> None:
-        """Values that the ledger has kept; a cell that was there keeps its first."""
+    def written(
+        self, ledger: Ledger, lease: HeldLease, rows: Sequence[int], columns: Sequence[str], node: Callable[[], int]
+    ) -> None:
+        """Values that the ledger has kept; a cell that was there keeps its first. `node`: of each row."""
         for row in rows:
             sources = self._of(lease, row)
+            self._check(ledger, row, sources)
+            there = node()
             for name in columns:
                 if (row, name) not in self.values:
-                    self._put((row, name), sources, node)
+                    self._put((row, name), sources, there)
 
     def cells_on(self, node: int) -> dict[int, dict[str, int]]:
         """Group -> column -> mask, as `Ledger.lost` takes them."""
@@ -69,9 +73,12 @@ class Lineage:
             assert all((row, name) in self.values for name in trained), f"row {row} lacks a value that is trained"
             computed = {id(sources): sources for name in self._columns if (sources := self._sources.get((row, name)))}
             for sources in computed.values():
-                for source, serial in sources.items():
-                    if self._is_live(ledger, source[0]):
-                        assert self.values[source] == serial, f"row {row} is joined with another value of {source}"
+                self._check(ledger, row, sources)
+
+    def _check(self, ledger: Ledger, row: int, sources: dict[Cell, int]) -> None:
+        for source, serial in sources.items():
+            if self._is_live(ledger, source[0]):
+                assert self.values.get(source) == serial, f"row {row} has what was computed from another {source}"
 
     def _there(self, ledger: Ledger) -> set[Cell]:
         names = ledger.residents.readiness.column_index

@@ -11,6 +11,7 @@ import json
 import math
 import os
 from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -132,7 +133,7 @@ class Histories(RuleBasedStateMachine):
             return
         assert not (over and undone), "a late writer was not told"
         assert {some[position] for position in kept} <= undone, "a result was taken twice, or for a row that has ended"
-        self.lineage.written(lease, [some[position] for position in kept], columns, self.nodes.randrange(NODES))
+        self.lineage.written(self.ledger, lease, [some[position] for position in kept], columns, self.any_node)
         if "token_versions" in columns:
             for position in kept:
                 self.sampled.setdefault(some[position], version)
@@ -169,7 +170,10 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def work_everything_off(self) -> None:
         """Live workers finish whatever is free, under the version served now."""
-        for stage in WORKED:
+        self.work_off(WORKED)
+
+    def work_off(self, stages: Sequence[str]) -> None:
+        for stage in stages:
             while (lease := self.ledger.lease(stage, 100, "c", self.now)) is not None:
                 self.lineage.read(lease, stage)
                 rows = self.ledger.rows_of(lease)
@@ -178,7 +182,7 @@ class Histories(RuleBasedStateMachine):
                     lease.id, stage, rows, columns, facts_for(stage, len(rows), self.served), self.now
                 )
                 done = [rows[position] for position in kept]
-                self.lineage.written(lease, done, columns, self.nodes.randrange(NODES))
+                self.lineage.written(self.ledger, lease, done, columns, self.any_node)
                 if stage == "rollout":
                     self.sampled.update((rows[position], self.served) for position in kept)
 
@@ -285,6 +289,41 @@ class Histories(RuleBasedStateMachine):
             if column == "token_versions":
                 self.sampled.pop(row, None)
 
+    def any_node(self) -> int:
+        return self.nodes.randrange(NODES)
+
+    @rule(
+        node=st.integers(0, NODES - 1),
+        stage=st.sampled_from(WORKED),
+        max_units=st.integers(1, 4),
+        goes_on=st.booleans(),
+        data=st.data(),
+    )
+    def lose_a_node_under_a_lease(
+        self, node: int, stage: str, max_units: int, goes_on: bool, data: st.DataObject
+    ) -> None:
+        """Who holds it says something of it afterwards, perhaps when others have made the rows again."""
+        self.admit(2)
+        self.work_off(WORKED[: WORKED.index(stage)])
+        before = len(self.leases)
+        self.lease(stage, max_units, "a")
+        if len(self.leases) == before:
+            return
+        lease, stage, rows = self.leases[-1]
+        half = self.driver.writes[stage][:1]
+        kept = self.ledger.write(lease.id, stage, rows[:1], half, facts_of(half, 1, self.served), self.now)
+        self.lineage.written(self.ledger, lease, [rows[position] for position in kept], half, self.any_node)
+        self.lose_a_node(node)
+        if goes_on:
+            self.work_everything_off()
+        live = self.ledger.residents.num_rows
+        revoked = self.revoked.get(lease.id, set())
+        if data.draw(st.booleans()):
+            self.write(data, True)
+        elif revoked and lease.id in self.ledger.residents.leases.held:
+            self.ledger.drop(lease.id, stage, sorted(revoked), "reward_timeout")
+            assert self.ledger.residents.num_rows == live, "what was revoked was dropped by who had it"
+
     def open_rows(self, lease: HeldLease) -> list[int]:
         return [row for group, mask in lease.open.items() for row in row_ids(group, mask, self.spec.group_size)]
 
@@ -307,7 +346,10 @@ class Histories(RuleBasedStateMachine):
         for rank in given:
             assert self.ledger.share(made, rank) == made.parts[rank]
         self.lose_a_node(node)
-        self.work_everything_off()  # nothing of the batch: somebody trains it
+        before = {cell: serial for cell, serial in self.lineage.values.items() if cell[0] in versions}
+        self.work_everything_off()
+        after = {cell: serial for cell, serial in self.lineage.values.items() if cell[0] in versions}
+        assert before == after, "what may be trained is made again"
         for rank in late:
             was_there = all((row, name) in self.lineage.values for row in made.parts[rank] for name in TRAINED)
             try:
