@@ -1,0 +1,322 @@
+"""The rules of the ledger's random histories: workers that lag, die, repeat themselves, drop rows and answer late;
+engines and ranks in any order; the store restarted from a snapshot at any moment. Run, with nodes that are lost, by
+`ledger/test_ledger_histories.py`."""
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from random import Random
+
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from penstock.store.errors import LeaseExpired, StoreError
+from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.rounds import Round
+from penstock.store.ledger.state import living_groups, restore, scalars, values_of
+from tests.store.checked_ledger import CheckedLedger
+from tests.store.driver import Driver, facts_for, facts_of, make_spec
+from tests.store.lineage import Lineage
+
+WORKED = ("rollout", "reward", "reference", "group_advantage")
+NODES = 3
+SHARED = WORKED[1:]
+"""Stages whose rows are shared by ranks in these histories; rollout could be as well, but no engine does that."""
+
+
+class Histories(RuleBasedStateMachine):
+    """One ledger, `num_ranks` trainer ranks, and any number of workers."""
+
+    @initialize(
+        group_size=st.integers(1, 3),
+        groups_per_step=st.integers(1, 3),
+        window=st.integers(1, 4),
+        slack=st.integers(0, 2),
+        num_ranks=st.integers(1, 3),
+        max_bytes=st.sampled_from([60, 10**9]),
+        nodes=st.randoms(use_true_random=False),
+    )
+    def start(
+        self,
+        group_size: int,
+        groups_per_step: int,
+        window: int,
+        slack: int,
+        num_ranks: int,
+        max_bytes: int,
+        nodes: Random,
+    ) -> None:
+        behind = math.ceil((window - 1) / groups_per_step)
+        self.spec = make_spec(
+            group_size=group_size,
+            groups_per_step=groups_per_step,
+            window=window,
+            max_staleness=behind + slack,
+            max_active_groups=(slack + 1) * groups_per_step,
+            max_bytes=max_bytes,
+        )
+        self.num_ranks = num_ranks
+        self.driver = Driver(self.spec)
+        self.ledger = self.driver.ledger
+        self.now = 0.0
+        self.lineage = Lineage(self.spec)
+        self.nodes = nodes
+        """Says on which node values lie."""
+        self.leases: list[tuple[HeldLease, str, list[int]]] = []
+        """Every lease ever given, ended or not: their owners may come back at any time."""
+        self.sampled: dict[int, int] = {}
+        """Oldest version of each row whose response was accepted."""
+        self.admitted_under: dict[int, int] = {}
+        """Version served when each group was admitted."""
+        self.trained: list[int] = []
+        self.trained_groups: list[int] = []
+        self.round = 0
+        self.served = 0
+        self.shared: Counter[str] = Counter()
+        """By stage: the number of the next round outside of training."""
+        self.rounds: list[tuple[Round, list[list[int]]]] = []
+        """Those that were formed since the last restart, and each rank's share at first."""
+        self.revoked: dict[int, set[int]] = {}
+        """By lease: rows that were taken from it, since values were lost."""
+
+    @rule(count=st.integers(1, 4))
+    def admit(self, count: int) -> None:
+        for group in self.driver.admit(count, self.now):
+            if group is not None:
+                self.admitted_under[group] = self.served
+                self.lineage.admitted(self.ledger, group, self.nodes.randrange(10))  # mostly where no node is lost
+
+    @rule(
+        stage=st.sampled_from(WORKED),
+        max_units=st.integers(1, 4),
+        owner=st.sampled_from("ab"),
+    )
+    def lease(self, stage: str, max_units: int, owner: str) -> None:
+        lease = self.ledger.lease(stage, max_units, owner, self.now)
+        if lease is not None:
+            self.lineage.read(lease, stage)
+            self.leases.append((lease, stage, self.ledger.rows_of(lease)))
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), all_columns=st.booleans())
+    def write(self, data: st.DataObject, all_columns: bool) -> None:
+        """By anybody who ever had a lease, of any of its rows, whether already written or not."""
+        lease, stage, rows = data.draw(st.sampled_from(self.leases[-8:]))
+        some = data.draw(st.lists(st.sampled_from(rows), unique=True, min_size=1))
+        columns = self.driver.writes[stage]
+        if not all_columns:
+            columns = tuple(data.draw(st.lists(st.sampled_from(columns), unique=True, min_size=1)))
+        # A token is at the oldest of the version that was served when its group was admitted.
+        admitted_under = max(self.admitted_under[row // self.spec.group_size] for row in some)
+        version = data.draw(st.integers(admitted_under, self.served))
+        facts = facts_of(columns, len(some), version)
+        over = lease.id not in self.ledger.residents.leases.held
+        undone = {row for row in some if self.is_undone(row, stage)}
+        try:
+            kept = self.ledger.write(lease.id, stage, some, columns, facts, self.now)
+        except LeaseExpired:
+            assert over
+            assert undone
+            return
+        assert not (over and undone), "a late writer was not told"
+        assert {some[position] for position in kept} <= undone, "a result was taken twice, or for a row that has ended"
+        self.lineage.written(self.ledger, lease, [some[position] for position in kept], columns, self.any_node)
+        if "token_versions" in columns:
+            for position in kept:
+                self.sampled.setdefault(some[position], version)
+
+    def is_undone(self, row: int, stage: str) -> bool:
+        group = self.ledger.residents.groups.get(row // self.spec.group_size)
+        index = self.ledger.residents.stage(stage).index
+        return group is not None and bool((group.live & ~group.done[index]) >> row % self.spec.group_size & 1)
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data(), reason=st.sampled_from(["reward_timeout", "too_long"]))
+    def drop(self, data: st.DataObject, reason: str) -> None:
+        lease, stage, rows = data.draw(st.sampled_from(self.leases[-8:]))
+        try:
+            self.ledger.drop(lease.id, stage, [data.draw(st.sampled_from(rows))], reason)
+        except LeaseExpired:
+            assert lease.id not in self.ledger.residents.leases.held
+
+    @precondition(lambda self: self.leases)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease, _, _ = data.draw(st.sampled_from(self.leases[-8:]))
+        self.ledger.release(lease.id)
+
+    @rule(owner=st.sampled_from("ab"))
+    def die(self, owner: str) -> None:
+        self.ledger.abandon(owner)
+
+    @rule(seconds=st.sampled_from([1.0, 11.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.ledger.expire(self.now)
+
+    @rule()
+    def work_everything_off(self) -> None:
+        """Live workers finish whatever is free, under the version served now."""
+        self.work_off(WORKED)
+
+    def work_off(self, stages: Sequence[str]) -> None:
+        for stage in stages:
+            while (lease := self.ledger.lease(stage, 100, "c", self.now)) is not None:
+                self.lineage.read(lease, stage)
+                rows = self.ledger.rows_of(lease)
+                columns = self.driver.writes[stage]
+                kept = self.ledger.write(
+                    lease.id, stage, rows, columns, facts_for(stage, len(rows), self.served), self.now
+                )
+                done = [rows[position] for position in kept]
+                self.lineage.written(self.ledger, lease, done, columns, self.any_node)
+                if stage == "rollout":
+                    self.sampled.update((rows[position], self.served) for position in kept)
+
+    @rule(shuffled=st.randoms(use_true_random=False))
+    def straggle(self, shuffled: Random) -> None:
+        """One engine takes the oldest group that is free and lags; everybody else goes on as far as they may."""
+        self.admit(100)
+        self.lease("rollout", 1, "a")
+        self.work_everything_off()
+        for _ in range(3):
+            self.train(shuffled)
+
+    @rule(shuffled=st.randoms(use_true_random=False))
+    def train(self, shuffled: Random) -> None:
+        """All ranks, in any order; strict, so a staleness violation raises and fails the test."""
+        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        if made is None:
+            return
+        batch = sorted(row for part in made.parts for row in part)
+        groups = sorted({row // self.spec.group_size for row in batch})
+        assert len(groups) == self.spec.groups_per_step
+        self.lineage.check(self.ledger, batch)
+        for row in batch:
+            assert made.version - self.sampled[row] <= self.spec.max_staleness
+        ranks = list(range(self.num_ranks))
+        shuffled.shuffle(ranks)
+        for rank in ranks:
+            assert self.ledger.share(made, rank) == made.parts[rank]
+            self.ledger.complete_shared(made.lease_id, rank)
+        self.trained += batch
+        self.trained_groups += groups
+        self.round += 1
+
+    @rule(
+        stage=st.sampled_from(SHARED),
+        max_units=st.integers(1, 4),
+        owner=st.sampled_from("ab"),
+        shuffled=st.randoms(use_true_random=False),
+    )
+    def share_a_round(self, stage: str, max_units: int, owner: str, shuffled: Random) -> None:
+        """All ranks ask for it, the first forms it. Each writes its share later, or never, or dies."""
+        number, had = self.shared[stage], self.ledger.residents.stage(stage).num_free
+        requests = [max_units + rank for rank in range(self.num_ranks)]  # whoever comes first decides
+        shuffled.shuffle(requests)
+        made = [self.ledger.lease_shared(stage, number, self.num_ranks, units, owner, self.now) for units in requests]
+        first = made[0]
+        assert (first is None) == (not had)
+        if first is None:
+            return
+        assert all(one is first for one in made), "ranks of one round got different ones"
+        self.shared[stage] += 1
+        lease = self.ledger.residents.leases.held[first.lease_id]
+        self.lineage.read(lease, stage)
+        shares = [self.ledger.share(first, rank) for rank in range(self.num_ranks)]
+        assert sorted(row for share in shares for row in share) == self.ledger.rows_of(lease)
+        assert all(share == sorted(share) for share in shares)
+        if self.ledger.residents.stage(stage).unit == "group":
+            owners = Counter(group for share in shares for group in {row // self.spec.group_size for row in share})
+            assert set(owners.values()) == {1}, "two ranks got samples of one group"
+        self.leases += [(lease, stage, share) for share in shares if share]
+        self.rounds.append((first, shares))
+
+    @precondition(lambda self: self.rounds)
+    @rule(data=st.data())
+    def ask_for_a_round_again(self, data: st.DataObject) -> None:
+        """Every rank gets what is left of its share, or hears that the round is over."""
+        made, shares = data.draw(st.sampled_from(self.rounds[-8:]))
+        is_held = made.lease_id in self.ledger.residents.leases.held
+        try:
+            again = self.ledger.lease_shared(made.stage, made.number, self.num_ranks, 1, "c", self.now)
+        except LeaseExpired:
+            assert not is_held
+            return
+        assert again is made
+        for rank, share in enumerate(shares):
+            left = self.ledger.share(made, rank)
+            assert set(left) <= set(share)
+            assert is_held or not left
+            undone = {row for row in share if self.is_undone(row, made.stage)}
+            assert not is_held or undone - self.revoked.get(made.lease_id, set()) <= set(left)
+        with pytest.raises(StoreError, match="split over"):
+            self.ledger.lease_shared(made.stage, made.number, self.num_ranks + 1, 1, "c", self.now)
+
+    @rule()
+    def lose_an_update(self) -> None:
+        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        if made is not None:
+            self.ledger.complete_shared(made.lease_id, 0) if self.num_ranks > 1 else None
+            self.ledger.release(made.lease_id)
+
+    def any_node(self) -> int:
+        return self.nodes.randrange(NODES)
+
+    @rule()
+    def restart(self) -> None:
+        """From a snapshot taken now. Leases of before come back as late writers."""
+        values = json.loads(json.dumps(scalars(self.ledger)))
+        groups = [values_of(group, self.spec.group_size) for group in living_groups(self.ledger)]
+        self.ledger = self.driver.ledger = CheckedLedger(self.spec)
+        restore(self.ledger, values, groups)
+        self.rounds.clear()
+        self.lineage.prune(self.ledger)
+
+    @precondition(lambda self: self.served < self.round)
+    @rule()
+    def publish(self) -> None:
+        self.served += 1
+        self.ledger.published(self.served)
+
+    @invariant()
+    def the_ledger_agrees_with_itself(self) -> None:
+        if hasattr(self, "ledger"):
+            self.ledger.check_invariants()
+
+    @invariant()
+    def rows_are_trained_once_and_groups_in_order(self) -> None:
+        if not hasattr(self, "ledger"):
+            return
+        assert len(set(self.trained)) == len(self.trained) == self.ledger.counters["rows_trained"]
+        assert self.ledger.counters["dropped/stale"] == 0
+        for position, group in enumerate(self.trained_groups):
+            overtaken_by = [later for later in self.trained_groups[:position] if later > group]
+            assert len(overtaken_by) <= self.spec.window - 1
+
+    def teardown(self) -> None:
+        """Whatever has happened: once dead leases expire and workers work, training goes on, and every row ends."""
+        if not hasattr(self, "ledger"):
+            return
+        self.now += 1000.0
+        self.ledger.expire(self.now)
+        for _ in range(3):
+            before = self.round
+            while self.served < self.round:
+                self.publish()
+            self.admit(100)
+            self.work_everything_off()
+            self.train_in_order()
+            assert self.round > before, "everything is ready, and no batch forms"
+            self.ledger.check_invariants()
+
+    def train_in_order(self) -> None:
+        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        if made is None:
+            return
+        self.lineage.check(self.ledger, [row for part in made.parts for row in part])
+        for rank in range(self.num_ranks):
+            self.ledger.complete_shared(made.lease_id, rank)
+        self.round += 1
