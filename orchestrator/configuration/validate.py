@@ -110,7 +110,7 @@ def _weights(config: RunConfig) -> str:
     if transport != "shm":
         return f"{transport}: ranks and engines {'share' if shares_gpus(config) else 'each have'} GPUs"
     what = "adapters alone, " if config.trainer.lora.publishes_adapter else ""
-    return f"shm: {what}through the shared memory of the node"
+    return f"shm: {what}through shared memory, and from node to node by their agents"
 
 
 def _states(states: dict[str, Any]) -> str:
