@@ -107,7 +107,7 @@ def machines(
 
     numbers = range(1, num_machines + 1)
     hosts = "".join(f"{address_of(number)} {hostname_of(number)}\n" for number in numbers)
-    kept = kept_folders([ROOT, sys.prefix, sys.base_prefix, *keep])
+    kept = kept_folders([ROOT, sys.prefix, sys.base_prefix, Path(sys.executable).parent, *keep])
     with ExitStack() as stack:
         switch = Switch()
         stack.callback(switch.end)
