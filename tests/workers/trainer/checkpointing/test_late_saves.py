@@ -9,6 +9,7 @@ import struct
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,8 +29,10 @@ NUM_ELEMENTS = 50_000
 
 
 @pytest.fixture
-def ranks() -> Ranks:
-    return Ranks.join(0, 1, None, 60, False)
+def ranks() -> Iterator[Ranks]:
+    alone = Ranks.join(0, 1, None, 60, False)
+    yield alone
+    alone.leave()
 
 
 def holding(value: float) -> list[Piece]:

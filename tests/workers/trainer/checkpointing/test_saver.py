@@ -39,8 +39,10 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture
-def ranks() -> Ranks:
-    return Ranks.join(0, 1, None, 60, False)
+def ranks() -> Iterator[Ranks]:
+    alone = Ranks.join(0, 1, None, 60, False)
+    yield alone
+    alone.leave()
 
 
 @pytest.fixture
