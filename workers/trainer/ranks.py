@@ -2,6 +2,7 @@
 that is collective.
 """
 
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -116,6 +117,18 @@ class Ranks:
             dist.barrier()
 
     def leave(self) -> None:
-        if self.owned and dist.is_initialized():
-            dist.destroy_process_group()
+        if self.owned:
+            leave_process_group()
         self.owned = False
+
+
+def leave_process_group() -> None:
+    """Of all ranks, if this process is in one. DeepSpeed keeps process groups for the whole process, whoever made the
+    first one: they go with it."""
+    if not dist.is_initialized():
+        return
+    deepspeed = sys.modules.get("deepspeed")
+    if deepspeed is not None and deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()

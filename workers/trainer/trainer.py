@@ -97,21 +97,30 @@ class PolicyTrainer:
         self._temperature = temperature
         self._plan: ChunkPlan | None = None
         """Of publications that go to other nodes."""
-        dtype = "float32" if trainable else config.dtype
-        checkpoint_layers = trainable and config.activation_checkpointing
-        self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
-        self.model.requires_grad_(trainable)
-        if config.liger:
-            use_liger(self.model.lm)
-        if trainable and config.lora.rank:
-            weights.add(add_adapters(self.model.lm, config.lora))
-        if config.compile:
-            compile_layers(self.model)
         self.trainable = trainable
         self.before_optimizer_step: Callable[[], None] | None = None
         """Called before weights change: a checkpoint may still be copying them."""
-        self.engine = make_engine(self.model, weights, self.ranks, self.config)
+        try:
+            self._make(model_path, attention)
+        except BaseException:
+            self.ranks.leave()
+            raise
         self._cutter = Cutter(self.ranks, self.config, self.max_length)
+
+    def _make(self, model_path: str, attention: str) -> None:
+        """The model, and the engine that trains it."""
+        config = self.config
+        dtype = "float32" if self.trainable else config.dtype
+        checkpoint_layers = self.trainable and config.activation_checkpointing
+        self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
+        self.model.requires_grad_(self.trainable)
+        if config.liger:
+            use_liger(self.model.lm)
+        if self.trainable and config.lora.rank:
+            weights.add(add_adapters(self.model.lm, config.lora))
+        if config.compile:
+            compile_layers(self.model)
+        self.engine = make_engine(self.model, weights, self.ranks, config)
 
     def _open(
         self, path: str, dtype: str, attention: str, checkpoint_layers: bool

@@ -10,7 +10,6 @@ from contextlib import closing
 from datetime import timedelta
 
 import pytest
-import torch.distributed as dist
 
 from penstock.conf.errors import ConfigError, DeadlineExceeded, PartnerGone, ResourceError
 from penstock.workers.trainer import meeting as meeting_module
@@ -25,13 +24,6 @@ MINUTE = timedelta(minutes=1)
 def meeting() -> Iterator[Meeting]:
     with closing(Meeting("127.0.0.1")) as opened:
         yield opened
-
-
-@pytest.fixture
-def unmet() -> None:
-    """A trainer that could not be made has left its process among ranks."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def test_the_port_is_taken_before_anybody_hears_of_it_and_on_one_address_only(meeting: Meeting) -> None:
@@ -71,13 +63,11 @@ def test_a_holder_that_goes_while_others_wait_is_named(meeting: Meeting) -> None
         store_of(1, 2, meeting.address, MINUTE)
 
 
-@pytest.mark.usefixtures("unmet")
 def test_several_ranks_without_an_address_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"trainer\.num_ranks=2 needs the address where the ranks meet"):
         Ranks.join(0, 2, None, 60, use_gpu=False)
 
 
-@pytest.mark.usefixtures("unmet")
 def test_ranks_that_cannot_connect_are_told_what_to_look_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "none0")
     with pytest.raises(ResourceError, match=r"rank 0 of 1 could not connect .*none0.* GLOO_SOCKET_IFNAME"):

@@ -7,14 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss, sft_loss
-from penstock.conf.errors import DataError, DataflowError
+from penstock.conf.errors import DataError, DataflowError, ModelError
 from penstock.store.data.rows import Rows
 from penstock.workers.protocols import Trainer
+from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
 from tests.workers.trainer.conftest import ENGINES
@@ -68,6 +70,25 @@ def test_three_updates_are_those_of_a_plain_loop_and_bitwise_with_fsdp(
 def test_a_rank_is_a_trainer(make_trainer: Make) -> None:
     trainer: Trainer = make_trainer()
     assert trainer.publish
+
+
+def test_trainers_come_and_go_in_a_process_whoever_made_its_process_group(make_trainer: Make) -> None:
+    """DeepSpeed keeps groups of the first one for the whole process."""
+    for _ in range(2):
+        ranks = Ranks.join(0, 1, None, 60, use_gpu=False)
+        trainer = make_trainer()
+        trainer.close()
+        ranks.leave()
+        assert not dist.is_initialized()
+    own = make_trainer()
+    own.close()
+    assert not dist.is_initialized()
+
+
+def test_a_trainer_that_cannot_be_made_is_no_rank(make_trainer: Make) -> None:
+    with pytest.raises(ModelError):
+        make_trainer("/no/such/model")
+    assert not dist.is_initialized()
 
 
 def test_logprobs_are_the_models_own_in_the_order_of_rows(

@@ -16,7 +16,6 @@ from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.engines.deepspeed_partition import Fragment, fragments_of, frozen_piece
 from penstock.workers.trainer.engines.deepspeed_runtime import (
     keep_deadline,
-    leave_process_group,
     load_deepspeed,
     load_sharded,
     load_whole,
@@ -108,12 +107,10 @@ class DeepSpeedEngine:
             self._engine.optimizer.empty_partition_cache()  # the engine's own collects garbage each time
 
     def close(self) -> None:
-        """Take hooks off the model. Who owns the process group leaves it here, since DeepSpeed holds on to it."""
+        """Take hooks off the model."""
         engine, self._engine = self._engine, None
         if engine is not None:
             engine.destroy()
-        if self.ranks.owned:
-            leave_process_group()
 
     # What lies where
 

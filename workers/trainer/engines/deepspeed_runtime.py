@@ -5,7 +5,6 @@ used. Called by `deepspeed.py`.
 """
 
 import os
-import sys
 import warnings
 from datetime import timedelta
 from types import ModuleType
@@ -104,14 +103,6 @@ def keep_deadline(engine: Any, timeout_s: float) -> None:
     """
     for process_group in (engine.data_parallel_group, engine.seq_data_parallel_group):
         distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), process_group)
-
-
-def leave_process_group() -> None:
-    """Destroy torch's process group together with what DeepSpeed has made of it and keeps for the whole process. Where
-    DeepSpeed has not been at work, nothing happens."""
-    deepspeed = sys.modules.get("deepspeed")
-    if deepspeed is not None and deepspeed.comm.is_initialized():
-        deepspeed.comm.destroy_process_group()
 
 
 def settings(config: TrainerConfig, device_type: str, num_trained: int) -> dict[str, Any]:
