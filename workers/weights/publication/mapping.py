@@ -8,6 +8,7 @@ of memory: no page fault, and no lock of the file that ranks would wait for, as 
 import contextlib
 import mmap
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,34 +32,38 @@ class _Kept:
 
 class KeptMappings:
     """A process's mappings of files that it writes again and again. Lifecycle: `let_go` and `writable` for each
-    version; `close`."""
+    version; `close`. Threads may share it: a mapping that one lets go stays with who has it."""
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], _Kept] = {}
         """By device and inode."""
+        self._lock = threading.Lock()
 
     def writable(self, file: Path, root: Path) -> tuple[mmap.mmap, bool]:
         """The whole file, shared and writable, and whether this process has just mapped it: it is the same mapping as
         long as it is the same file of the same size."""
-        descriptor = os.open(file, os.O_RDWR)
-        status = os.fstat(descriptor)
-        key = (status.st_dev, status.st_ino)
-        if key in self._kept and len(self._kept[key].memory) == status.st_size:
-            os.close(descriptor)
-            return self._kept[key].memory, False
-        if key in self._kept:
-            os.close(self._kept.pop(key).descriptor)
-        self._kept[key] = _Kept(descriptor, mmap.mmap(descriptor, status.st_size), root)
-        return self._kept[key].memory, True
+        with self._lock:
+            descriptor = os.open(file, os.O_RDWR)
+            status = os.fstat(descriptor)
+            key = (status.st_dev, status.st_ino)
+            if key in self._kept and len(self._kept[key].memory) == status.st_size:
+                os.close(descriptor)
+                return self._kept[key].memory, False
+            if key in self._kept:
+                os.close(self._kept.pop(key).descriptor)
+            self._kept[key] = _Kept(descriptor, mmap.mmap(descriptor, status.st_size), root)
+            return self._kept[key].memory, True
 
     def let_go(self, root: Path) -> None:
         """End those of removed files, whose memory they hold, and of other roots than this."""
-        for key in [key for key, kept in self._kept.items() if not kept.is_current(root)]:
-            os.close(self._kept.pop(key).descriptor)
+        with self._lock:
+            for key in [key for key, kept in self._kept.items() if not kept.is_current(root)]:
+                os.close(self._kept.pop(key).descriptor)
 
     def close(self) -> None:
-        while self._kept:
-            os.close(self._kept.popitem()[1].descriptor)
+        with self._lock:
+            while self._kept:
+                os.close(self._kept.popitem()[1].descriptor)
 
 
 def populate(memory: mmap.mmap, start: int, end: int, advice: int) -> None:
