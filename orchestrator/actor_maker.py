@@ -1,0 +1,179 @@
+"""Makes the actors of a run, one at a time: what each is told, and where it goes. Used by `fleet.py`, also for those
+that take the place of one that died.
+"""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.stage import Stage
+from penstock.conf.run import RunConfig
+from penstock.conf.transports import choose_transport
+from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.node_files import NodeFiles
+from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.reservation import Reservation
+from penstock.orchestrator.placement.threads import threads_of
+from penstock.workers.compute.actor import Compute
+from penstock.workers.prompts.actor import Prompts
+from penstock.workers.reward.actor import Reward, RewardPlan
+from penstock.workers.rollout.actor import Rollout, RolloutSpec
+from penstock.workers.trainer.actor import Scorer, Trainer
+from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+
+READERS = ("rollout", "trainer", "scorer", "reward")
+"""Roles that read files which the driver has."""
+MANY_CALLS = 10_000
+"""Concurrency of async actors: calls wait inside, they do not compute."""
+
+
+class ActorMaker:
+    """Lifecycle: `bring_files` where there are several nodes, then `make` for any actor of the plan, at any time."""
+
+    def __init__(
+        self,
+        plan: Sequence[ActorPlan],
+        config: RunConfig,
+        flow: Dataflow,
+        model_path: str,
+        resumed: Checkpoint | None,
+        namespace: str,
+        reservation: Reservation,
+        files: NodeFiles,
+        cores: Mapping[str, int],
+    ) -> None:
+        """`cores`: of each node, by Ray's id."""
+        self._plan, self._config, self._flow = plan, config, flow
+        self._model_path, self._resumed, self._namespace = model_path, resumed, namespace
+        self._reservation, self._files, self._cores = reservation, files, cores
+
+    def bring_files(self) -> None:
+        """What actors read from the driver's disk, to the nodes that they are on. Raises `ResourceError`,
+        `DeadlineExceeded`."""
+        config = self._config
+        nodes = {role: {self._node_of(actor.name) for actor in self._plan if actor.role == role} for role in READERS}
+        self._files.provide(self._model_path, nodes["rollout"] | nodes["trainer"])
+        for stage in dict.fromkeys(actor.stage for actor in self._plan if actor.role == "scorer"):
+            self._files.provide(self._scored_by(self._flow.stage(str(stage))), nodes["scorer"])
+        if self._resumed is not None:
+            self._files.provide(self._resumed.trainer, nodes["trainer"])
+        for file in filter(None, [*config.imports, _file_of(config.reward.function)]):
+            self._files.provide(file, nodes["reward"], is_code=True)
+
+    def local(self, name: str, path: str) -> str:
+        """A path of the driver's, as the actor of that name is to say it."""
+        return self._files.local(self._node_of(name), path)
+
+    def make(self, actor: ActorPlan, name: str, store: Any) -> Any:
+        """Its handle. `name`: that Ray is to know it by; `store`: its handle, None for none."""
+        options = {
+            "name": name,
+            "namespace": self._namespace,
+            "num_cpus": actor.num_cpus,
+            "num_gpus": actor.num_gpus,
+            "max_concurrency": MANY_CALLS,
+            **self._reservation.options(actor),
+        }
+        if actor.role == "prompts":
+            return _remote(Prompts, options).remote(
+                self._config,
+                self._model_path,
+                self._flow.rows_are,
+                store,
+                self._resumed.prompts if self._resumed else None,
+            )
+        if actor.role == "rollout":
+            return _remote(Rollout, options).remote(self._rollout_spec(actor), store)
+        if actor.role == "reward":
+            return _remote(Reward, options).remote(self._reward_plan(actor), store)
+        if actor.role == "compute":
+            stage = self._flow.stage(str(actor.stage))
+            return _remote(Compute, options).remote(actor.name, stage, self._flow.columns, store)
+        # A rank computes in one thread; a second one answers `stats`, or waits for a checkpoint, meanwhile.
+        options["max_concurrency"] = 2
+        if actor.role == "scorer":
+            return _remote(Scorer, options).remote(self._scorer_spec(actor), store)
+        return _remote(Trainer, options).remote(self._trainer_spec(actor), store)
+
+    def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
+        config = self._config
+        return RolloutSpec(
+            actor.name, config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor), config.seed,
+            self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")), choose_transport(config),
+            config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
+        )  # fmt: skip
+
+    def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
+        imports = tuple(self.local(actor.name, file) for file in self._config.imports)
+        config = self._config.reward
+        if file := _file_of(config.function):
+            local = config.function.replace(file, self.local(actor.name, file))
+            config = replace(config, function=local)
+        if not self._flow.of_kind("reward"):
+            return RewardPlan(actor.name, config, imports)
+        stage = self._flow.stage(str(actor.stage))
+        return RewardPlan(actor.name, config, imports, stage.function, stage.name, stage.writes[0].name, stage.reads[1])
+
+    def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
+        config, stage = self._config, self._flow.stage(str(actor.stage))
+        assert stage.function is not None  # `Dataflow.check` has seen to it
+        return TrainerSpec(
+            model_path=self.local(actor.name, self._model_path),
+            loss=stage.function,
+            in_trainer=tuple(self._flow.in_trainer),
+            columns=self._flow.columns,
+            is_saved=bool(config.checkpoint.every_steps),
+            checkpoint_timeout_s=config.checkpoint.timeout_s,
+            phase_timeout_s=config.weights.phase_timeout_s,
+            **self._of_rank(actor, stage),
+        )
+
+    def _scorer_spec(self, actor: ActorPlan) -> ScorerSpec:
+        stage = self._flow.stage(str(actor.stage))
+        path = self.local(actor.name, self._scored_by(stage))
+        return ScorerSpec(model_path=path, column=stage.writes[0].name, **self._of_rank(actor, stage))
+
+    def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:
+        """What trainers and scorers are told alike."""
+        config = self._config
+        return {
+            "name": actor.name,
+            "config": config.trainer,
+            "rank": actor.rank,
+            "num_ranks": config.trainer.num_ranks,
+            "num_threads": self._threads_of(actor),
+            "stage": stage.name,
+            "head": "scores" if stage.is_scored else "policy",
+            "temperature": config.rollout.sampling.temperature if self._flow.of_kind("rollout") else 1.0,
+            "attention": config.model.attention,
+            "engine_dtype": config.rollout.dtype,
+        }
+
+    def _scored_by(self, stage: Stage) -> str:
+        """The model of a scorer's stage."""
+        return self._config.model.path_of(str(stage.model), self._model_path)
+
+    def _threads_of(self, actor: ActorPlan) -> int:
+        return threads_of(actor, self._plan, self._reservation.assignment, self._cores, self._config)
+
+    def _node_of(self, name: str) -> str:
+        return self._reservation.assignment.node_of[name].id
+
+
+def cores_here() -> int:
+    """Of the driver's machine, that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def _file_of(function: str) -> str:
+    """Of `file.py:function`; nothing of another name."""
+    file = function.rpartition(":")[0]
+    return file if file.endswith(".py") else ""
+
+
+def _remote(cls: type, options: dict[str, Any]) -> Any:
+    return ray.remote(cls).options(**options)
