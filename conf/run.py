@@ -9,6 +9,7 @@ from penstock.conf.checks import at_least, one_of
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError
+from penstock.conf.faults import FaultsConfig
 from penstock.conf.model import ModelConfig
 from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig
@@ -64,6 +65,7 @@ class RunConfig:
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    faults: FaultsConfig = field(default_factory=FaultsConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

@@ -7,6 +7,7 @@ from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError
+from penstock.conf.faults import FaultsConfig
 from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
@@ -76,6 +77,15 @@ OUT_OF_RANGE = [
     (TrainerConfig, "trainer.step_timeout_s", 0.0),
     (WeightsConfig, "weights.transport", "rdma"),
     (WeightsConfig, "weights.bucket_mib", 0),
+    (FaultsConfig, "faults.max_restarts", -1),
+    (FaultsConfig, "faults.window_s", 0.0),
+    (FaultsConfig, "faults.pause_s", 61.0),
+    (FaultsConfig, "faults.max_returns", -1),
+    (FaultsConfig, "faults.heartbeat_s", 0.0),
+    (FaultsConfig, "faults.heartbeat_timeout_s", 0.0),
+    (FaultsConfig, "faults.stall_s", 0.0),
+    (FaultsConfig, "faults.store_snapshot_s", -1.0),
+    (FaultsConfig, "faults.straggler_factor", 0.5),
 ]
 
 
@@ -85,6 +95,11 @@ def test_a_value_out_of_range_is_refused_by_its_full_key(config_class, key, valu
     with pytest.raises(ConfigError) as caught:
         config_class(**{field: value})
     assert str(caught.value).startswith(f"{key}={value}:")
+
+
+def test_a_heartbeat_must_be_able_to_come_in_time():
+    with pytest.raises(ConfigError, match=r"faults\.heartbeat_timeout_s=5: .* faults\.heartbeat_s=10 seconds"):
+        FaultsConfig(heartbeat_timeout_s=5.0)
 
 
 def test_every_default_is_within_its_range():

@@ -1,0 +1,66 @@
+"""What a run does when one of its processes dies or hangs: how soon that is noticed, and how often it is tried again."""
+
+from dataclasses import dataclass
+
+from penstock.conf.checks import above, at_least, within
+from penstock.conf.errors import ConfigError
+
+LONGEST_PAUSE_S = 60.0
+"""Between a loss and the restart made for it. What a node needs to come back, or a full disk to be cleared, is mostly
+over by then; a longer pause would only cost time."""
+
+
+@dataclass
+class FaultsConfig:
+    """A member is an actor that works alone (an engine, a reward worker), or all ranks of a trainer or scorer. One that
+    is lost is restarted while the others go on. Where that does not help, the run returns to its last checkpoint within
+    the same command; where that does not help either, it ends. Errors in data, settings or code are never tried
+    again."""
+
+    max_restarts: int = 3
+    """Restarts of one member within window_s; the next loss returns to the last checkpoint. Processes that die by chance
+    need one, so three in ten minutes tell of a cause that stays. 0: the first death of any member returns to the last
+    checkpoint, and with max_returns=0 ends the run."""
+    window_s: float = 600.0
+    """Seconds for which a restart or a return counts. Long enough for several starts of a large model."""
+    pause_s: float = 1.0
+    """Pause before a restart, in seconds. The first restart is made at once, since most deaths are single events; the
+    second after this pause, and each further one after twice the last, 60 s at most. A member that is not lost for
+    window_s begins anew."""
+    max_returns: int = 2
+    """Returns to the last checkpoint within window_s, or without getting past the step at which the last one was made;
+    the next one ends the run. Each costs the steps since the checkpoint and a start of everything. 0: never return."""
+    heartbeat_s: float = 10.0
+    """Each member is asked how far it is every so many seconds. A call costs a fraction of a millisecond."""
+    heartbeat_timeout_s: float = 60.0
+    """A member that answers no heartbeat for so many seconds counts as lost, and is killed. Raise it where one call into
+    C code holds Python's lock for longer, or while you debug."""
+    stall_s: float = 300.0
+    """An engine that has samples in flight and makes no token for so many seconds counts as lost. Far more than the
+    longest prefill; loading weights is not counted."""
+    keep_state: bool = True
+    """Each rank keeps a copy of weights, optimizer and counters of the last two steps in its node's shared memory, so
+    that a trainer that is lost goes on with the step that it was at. false: it returns to the last checkpoint. Costs
+    twice the trainer's state in host memory, and the time to copy it once a step."""
+    store_snapshot_s: float = 60.0
+    """Seconds between two snapshots of the store, from which one that is lost is started again. What was sampled since
+    is made again. 0: none, and the loss of the store returns to the last checkpoint."""
+    straggler_factor: float = 0.0
+    """An engine that is so many times slower than the median of the engines, in tokens a second, counts as lost. Above
+    1; 3 suits engines of one kind. 0: slow engines stay, since responses of unlike length make engines unlike too."""
+
+    def __post_init__(self) -> None:
+        at_least("faults.max_restarts", self.max_restarts, 0)
+        above("faults.window_s", self.window_s, 0)
+        within("faults.pause_s", self.pause_s, 0, LONGEST_PAUSE_S)
+        at_least("faults.max_returns", self.max_returns, 0)
+        for key in ("heartbeat_s", "heartbeat_timeout_s", "stall_s"):
+            above(f"faults.{key}", getattr(self, key), 0)
+        at_least("faults.store_snapshot_s", self.store_snapshot_s, 0)
+        if self.straggler_factor:
+            above("faults.straggler_factor", self.straggler_factor, 1)
+        if self.heartbeat_timeout_s <= self.heartbeat_s:
+            raise ConfigError(
+                f"faults.heartbeat_timeout_s={self.heartbeat_timeout_s:g}: no answer could come in time, as members are "
+                f"asked every faults.heartbeat_s={self.heartbeat_s:g} seconds. Set it to several times that."
+            )
