@@ -1,4 +1,4 @@
-"""What a run does when one of its processes dies or hangs: how soon that is noticed, and how often it is tried again."""
+"""What a run does when a process of it dies or hangs: how soon that is noticed, and how often it is tried again."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ class FaultsConfig:
     again."""
 
     max_restarts: int = 3
-    """Restarts of one member within window_s; the next loss returns to the last checkpoint. Processes that die by chance
-    need one, so three in ten minutes tell of a cause that stays. 0: the first death of any member returns to the last
+    """Restarts of one member within window_s; the next loss returns to the last checkpoint. A death by chance needs
+    one, so three in ten minutes tell of a cause that stays. 0: the first death of any member returns to the last
     checkpoint, and with max_returns=0 ends the run."""
     window_s: float = 600.0
     """Seconds for which a restart or a return counts. Long enough for several starts of a large model."""
@@ -31,9 +31,10 @@ class FaultsConfig:
     """Returns to the last checkpoint within window_s, or without getting past the step at which the last one was made;
     the next one ends the run. Each costs the steps since the checkpoint and a start of everything. 0: never return."""
     heartbeat_s: float = 10.0
-    """Each member is asked how far it is every so many seconds. A call costs a fraction of a millisecond."""
+    """Each member is asked how far it is every so many seconds: often enough to learn of a hang within a minute or two,
+    and far too seldom to cost anything."""
     heartbeat_timeout_s: float = 60.0
-    """A member that answers no heartbeat for so many seconds counts as lost, and is killed. Raise it where one call into
+    """A member that answers no heartbeat for so many seconds counts as lost, and is killed. Raise it where one call of
     C code holds Python's lock for longer, or while you debug."""
     stall_s: float = 300.0
     """An engine that has samples in flight and makes no token for so many seconds counts as lost. Far more than the
@@ -61,6 +62,6 @@ class FaultsConfig:
             above("faults.straggler_factor", self.straggler_factor, 1)
         if self.heartbeat_timeout_s <= self.heartbeat_s:
             raise ConfigError(
-                f"faults.heartbeat_timeout_s={self.heartbeat_timeout_s:g}: no answer could come in time, as members are "
+                f"faults.heartbeat_timeout_s={self.heartbeat_timeout_s:g}: no answer can come in time, as members are "
                 f"asked every faults.heartbeat_s={self.heartbeat_s:g} seconds. Set it to several times that."
             )

@@ -1,5 +1,5 @@
 """Which of several failures is the cause of the others, and how all of them are told. Used by `ray_calls.py`,
-`controller.py` and `checkpointing/saving.py`.
+`controller.py`, `checkpointing/saving.py`, and `faults/causes.py`, which asks for a failure's kind.
 
     user's data or code, settings, bugs  ▸  the death of a process  ▸  deadlines  ▸  a partner or the store is gone
 
@@ -10,10 +10,11 @@ comes before Ray's notice of the death. So a failure that may be a consequence i
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Sequence
+from enum import IntEnum
 from typing import Any, TypeVar
 
 from penstock.conf.errors import DeadlineExceeded, LeaseExpired, PartnerGone, PenstockError, WorkerDied, WorkerFailed
-from penstock.store.errors import StoreClosed
+from penstock.store.errors import RowsLost, RowsUnreachable, StoreClosed, StoreUnreachable
 
 T = TypeVar("T")
 
@@ -23,28 +24,36 @@ overloaded."""
 MAX_OTHERS = 5
 MAX_OTHER_CHARS = 200
 
-_ERROR, _DEATH, _LATE, _CONSEQUENCE = range(4)
 
-
-def _blame_order(error: BaseException) -> int:
+class Kind(IntEnum):
     """Lower ones explain higher ones."""
-    if isinstance(error, PartnerGone | StoreClosed):
-        return _CONSEQUENCE
+
+    ERROR = 0
+    """The user's data or code, settings, bugs: it would come again."""
+    DEATH = 1
+    LATE = 2
+    CONSEQUENCE = 3
+    """A partner, the store or a node is gone."""
+
+
+def kind_of(error: BaseException) -> Kind:
+    if isinstance(error, PartnerGone | StoreClosed | StoreUnreachable | RowsUnreachable | RowsLost):
+        return Kind.CONSEQUENCE
     if isinstance(error, DeadlineExceeded | LeaseExpired):
-        return _LATE
+        return Kind.LATE
     if isinstance(error, WorkerDied) and not isinstance(error, WorkerFailed):
-        return _DEATH
-    return _ERROR
+        return Kind.DEATH
+    return Kind.ERROR
 
 
 def is_cause(error: BaseException) -> bool:
     """It needs no other failure to be explained."""
-    return _blame_order(error) <= _DEATH
+    return kind_of(error) <= Kind.DEATH
 
 
 def cause_of(failures: Sequence[BaseException]) -> BaseException:
     """The failure that explains the others, the first of its kind; its message lists them in short."""
-    cause = min(failures, key=_blame_order)  # the first of several that are equal
+    cause = min(failures, key=kind_of)  # the first of several that are equal
     told = {_line(cause)}
     others = [line for line in dict.fromkeys(map(_line, failures)) if line not in told]
     if not others:

@@ -17,13 +17,19 @@ from penstock.conf.errors import (
     WorkerFailed,
 )
 from penstock.orchestrator.failures import MAX_OTHERS, cause_of, held_back, is_cause, leaves
-from penstock.store.errors import StoreClosed
+from penstock.store.errors import RowsLost, RowsUnreachable, StoreClosed, StoreUnreachable
 
 ORDER = [
     [DataError("row 3"), RewardFailure("all"), WorkerFailed("Compute failed with KeyError"), KeyError("a bug")],
     [WorkerDied("Rollout-0 has died")],
     [DeadlineExceeded("step 3"), LeaseExpired("lease 7")],
-    [PartnerGone("another rank is gone"), StoreClosed("the store is closed")],
+    [
+        PartnerGone("another rank is gone"),
+        StoreClosed("the store is closed"),
+        StoreUnreachable("the store at 10.0.0.1 is silent"),
+        RowsUnreachable("rows on node b"),
+        RowsLost("rows of round 3"),
+    ],
 ]
 """Earlier ones make later ones."""
 

@@ -1,0 +1,127 @@
+"""The book of a run's losses: what is to be done about each, how many there were and what they cost. Pure, like the
+`Recovery` of each member that it keeps. It outlives fleets: a run that has returned to a checkpoint goes on with it.
+
+    Restart, Return   as `recovery.py` says
+    End               a return is due, and there were too many, or it failed
+
+A member is known by its title, which its later incarnations keep. Kept by `supervisor.py`.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from penstock.conf.faults import FaultsConfig
+from penstock.orchestrator.faults.recovery import Recovery, Restart, Return, State
+
+
+@dataclass(frozen=True)
+class End:
+    """The run ends, by the error that the member was lost with."""
+
+    reason: str
+
+
+Decision = Restart | Return | End
+
+
+class Recoveries:
+    """Lifecycle: `lost` and `failed` say what to do. A `Restart` goes on by `starting`, `started` and `caught_up`, or
+    `failed`; a `Return` by `returned`, or `return_failed`. What is heard of members while the run returns comes of the
+    return itself, and changes nothing. An `End` is the answer to everything after it.
+
+        book.lost("Rollout-1", "rollout", now=10.0, step=7)    # Restart(after_s=0.0)
+    """
+
+    def __init__(self, config: FaultsConfig) -> None:
+        self._config = config
+        self._members: dict[str, Recovery] = {}
+        self._faults: Counter[str] = Counter()
+        self._roles: dict[str, str] = {}
+        self._returns: list[tuple[float, int]] = []
+        """When, and from which step."""
+        self._return_since: float | None = None
+        self._end: End | None = None
+        self._lost_s = 0.0
+        self._counted: float | None = None
+        """Up to here, while somebody is lost."""
+
+    def state(self, title: str) -> State:
+        return self._members[title].state if title in self._members else State.SERVING
+
+    def lost(self, title: str, role: str, now: float, step: int) -> Decision | None:
+        """A member died or hangs, while the run was at `step`. None: that is known, or comes of a return."""
+        if self._is_suspended or self.state(title) is not State.SERVING:
+            return self._end
+        self._roles[title] = role
+        member = self._members.setdefault(title, Recovery(self._config))
+        return self._decided(title, member.lost(now, step), now, step)
+
+    def starting(self, title: str, now: float) -> None:
+        if not self._is_suspended:
+            self._members[title].starting()
+
+    def started(self, title: str, now: float) -> None:
+        if not self._is_suspended:
+            self._members[title].started()
+
+    def caught_up(self, title: str, now: float) -> float:
+        """It does its work again; seconds since it was lost."""
+        member = self._members[title]
+        if not self._is_suspended:
+            member.caught_up()
+            self._count(now)
+        return now - member.lost_at
+
+    def failed(self, title: str, now: float, step: int) -> Decision | None:
+        """A restart has not brought the member back. None: it was cut short by a return."""
+        if self._is_suspended:
+            return self._end
+        return self._decided(title, self._members[title].failed(now, step), now, step)
+
+    def returned(self, now: float) -> float:
+        """The whole fleet serves again, from the last checkpoint on; seconds since that was decided."""
+        assert self._return_since is not None, "no return is under way"
+        seconds, self._return_since = now - self._return_since, None
+        for member in self._members.values():
+            member.returned()
+        self._count(now)
+        return seconds
+
+    def return_failed(self, reason: str) -> End:
+        """No checkpoint, or the fleet did not start from it."""
+        self._end = self._end or End(reason)
+        return self._end
+
+    def metrics(self, now: float) -> dict[str, float]:
+        """Cumulative: losses and failed restarts by role, and the seconds in which any member was lost."""
+        self._count(now)
+        counts = {f"faults/{role}": float(count) for role, count in sorted(self._faults.items())}
+        return counts | {"faults/lost_s": self._lost_s}
+
+    @property
+    def _is_suspended(self) -> bool:
+        """Nothing is decided about single members any more, or for now."""
+        return self._end is not None or self._return_since is not None
+
+    def _decided(self, title: str, decision: Restart | Return, now: float, step: int) -> Decision:
+        self._faults[self._roles[title]] += 1
+        self._count(now)
+        if isinstance(decision, Restart):
+            return decision
+        if self._num_returns(now, step) >= self._config.max_returns:
+            self._end = End(f"{title} was {decision.reason}, and faults.max_returns={self._config.max_returns}")
+            return self._end
+        self._returns.append((now, step))
+        self._return_since = now
+        return Return(f"{title} was {decision.reason}")
+
+    def _num_returns(self, now: float, step: int) -> int:
+        """That count: recent ones, and those from a step that the run has not got past since."""
+        return sum(now - when < self._config.window_s or step <= origin for when, origin in self._returns)
+
+    def _count(self, now: float) -> None:
+        """Add up time until now."""
+        if self._counted is not None:
+            self._lost_s += now - self._counted
+        is_lost = self._is_suspended or any(member.state is not State.SERVING for member in self._members.values())
+        self._counted = now if is_lost else None

@@ -1,0 +1,115 @@
+"""Whether a member that is lost is restarted, or the run returns to its last checkpoint. Pure: time and steps are
+arguments, decisions are plain data.
+
+    SERVING ─lost─▶ LOST ─starting─▶ STARTING ─started─▶ CATCHING_UP ─caught_up─▶ SERVING
+                     ▲────────────── failed ◀─────────────────┘
+
+    Restart   the usual answer, after a pause that grows while losses go on
+    Return    where a new process does not remove the cause: the budget of restarts is spent; restarts fail; or a step
+              is lost again by the member that was restarted for it
+
+One `Recovery` a member; `recoveries.py` keeps those of a run, and says when it ends.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from enum import Enum
+
+from penstock.conf.faults import LONGEST_PAUSE_S, FaultsConfig
+
+FAILED_RESTARTS = 2
+"""In a row, for one loss: so many are enough."""
+
+
+class State(Enum):
+    SERVING = "serving"
+    LOST = "lost"
+    STARTING = "starting"
+    CATCHING_UP = "catching up"
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Make a new incarnation of the member."""
+
+    after_s: float
+
+
+@dataclass(frozen=True)
+class Return:
+    """Start the whole fleet anew from the last checkpoint."""
+
+    reason: str
+    """What the member was, in words: lost again at step 7."""
+
+
+class Recovery:
+    """Of one member, over all its incarnations."""
+
+    def __init__(self, config: FaultsConfig) -> None:
+        self.state = State.SERVING
+        self.lost_at = 0.0
+        self._config = config
+        self._restarts: deque[float] = deque()
+        """Within the window."""
+        self._last = float("-inf")
+        self._in_row = 0
+        """Losses and failed restarts, each within a window after the last."""
+        self._step: int | None = None
+        """That the last restart was made for."""
+        self._failed = 0
+
+    def lost(self, now: float, step: int) -> Restart | Return:
+        """It died or hangs, while the run was at `step`."""
+        self._check(State.SERVING)
+        self.lost_at, self._failed = now, 0
+        return self._decided(now, step, f"lost again at step {step}" if step == self._step else "")
+
+    def starting(self) -> None:
+        self._go(State.LOST, State.STARTING)
+
+    def started(self) -> None:
+        self._go(State.STARTING, State.CATCHING_UP)
+
+    def caught_up(self) -> None:
+        self._go(State.CATCHING_UP, State.SERVING)
+
+    def failed(self, now: float, step: int) -> Restart | Return:
+        """The restart under way has not brought it back."""
+        self._check(State.LOST, State.STARTING, State.CATCHING_UP)
+        self._failed += 1
+        return self._decided(
+            now, step, f"not brought back by {self._failed} restarts" if self._failed >= FAILED_RESTARTS else ""
+        )
+
+    def returned(self) -> None:
+        """The run has returned to a checkpoint, and makes its steps anew. The budget stays as it is."""
+        self.state, self._step = State.SERVING, None
+
+    def _decided(self, now: float, step: int, hopeless: str) -> Restart | Return:
+        """`hopeless`: why another restart would not help."""
+        config, self.state = self._config, State.LOST
+        self._in_row = self._in_row + 1 if now - self._last < config.window_s else 1
+        self._last = now
+        while self._restarts and now - self._restarts[0] >= config.window_s:
+            self._restarts.popleft()
+        if hopeless:
+            return Return(hopeless)
+        if len(self._restarts) >= config.max_restarts:
+            return Return(f"lost after faults.max_restarts={config.max_restarts} restarts in {config.window_s:g} s")
+        self._restarts.append(now)
+        self._step = step
+        return Restart(self._pause_s())
+
+    def _pause_s(self) -> float:
+        if self._in_row == 1:
+            return 0.0
+        doublings = min(self._in_row - 2, 64)
+        return min(self._config.pause_s * 2.0**doublings, LONGEST_PAUSE_S)
+
+    def _go(self, before: State, after: State) -> None:
+        self._check(before)
+        self.state = after
+
+    def _check(self, *states: State) -> None:
+        assert self.state in states, f"the member is {self.state.value}, not {' or '.join(s.value for s in states)}"
