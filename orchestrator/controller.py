@@ -12,7 +12,8 @@ The controller waits only for the trainers; everybody else works on rows as they
 here. With `max_staleness=0` the credits make it the synchronous loop: no prompt is admitted before the version is out.
 With k > 0 the same program overlaps: while the engines load version v+1, the trainers may already be at the next batch.
 
-Called by `run.py`. Whatever fails in any task ends the run, with the error that explains the others (`failures.py`).
+Called by `run.py`. Members that die are replaced while the others go on (`faults/supervisor.py`). Whatever else fails
+in any task ends the controller, with the error that explains the others (`failures.py`).
 """
 
 import asyncio
@@ -28,6 +29,8 @@ from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
+from penstock.orchestrator.faults.recoveries import Recoveries
+from penstock.orchestrator.faults.supervisor import CatchUp, Supervisor, nothing_to_catch_up
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.ray_calls import answer, answers, translate
@@ -77,12 +80,13 @@ class Controller:
         progress: Progress,
         sinks: list[Sink],
         evaluator: Evaluator | None = None,
+        recoveries: Recoveries | None = None,
     ) -> None:
+        """`recoveries`: of the run, also before this controller."""
         self.fleet, self.config, self.flow = fleet, config, flow
         self.directory, self.progress, self.sinks = directory, progress, sinks
         self.evaluator = evaluator
         self.store = StoreClient(fleet.store)
-        self.trainers, self.rollouts = fleet.role("trainer"), fleet.role("rollout")
         self.outcome = Outcome()
         self._before = fleet.resumed.step if fleet.resumed is not None else 0
         """The last step before this process."""
@@ -90,7 +94,9 @@ class Controller:
         self._turns = Turns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
         self._usage = Usage(fleet, flow)
-        self._closing = False
+        self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
+        self._supervisor = Supervisor(fleet, self.store, self._recoveries, directory, progress)
+        self._catch_up = catching_up(config, self._weights)
         self._stop = False
         self._step_started = 0.0
 
@@ -99,11 +105,11 @@ class Controller:
         try:
             async with asyncio.TaskGroup() as tasks:
                 watching = [
-                    tasks.create_task(held_back(self._serve(name, handle))) for name, handle in self.fleet.role("agent")
+                    tasks.create_task(held_back(self._watch(name, handle))) for name, handle in self.fleet.role("agent")
                 ]
                 self._start_serving(tasks, "prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))
-                self._closing = True
+                self._supervisor.close()
                 await self.store.close("the run is complete")
                 for agent in watching:  # which outlive the store
                     agent.cancel()
@@ -116,17 +122,19 @@ class Controller:
         not."""
         for role in roles:
             if role not in ("rollout", "reward") or self.flow.of_kind(role):
-                for name, handle in self.fleet.role(role):
-                    tasks.create_task(held_back(self._serve(name, handle)))
+                for team in self.fleet.teams(role):
+                    keeping = self._supervisor.keep(role, team, self._catch_up.get(role))
+                    tasks.create_task(held_back(keeping))
 
-    async def _serve(self, name: str, handle: Any) -> None:
-        """Watch one pull loop: it ends when the store closes and not before."""
+    async def _watch(self, name: str, handle: Any) -> None:
+        """An agent ends with its run and not before."""
         try:
             await handle.run.remote()
-        except Exception as error:  # noqa: BLE001 - every way in which an actor can fail ends the run by a named error
-            raise translate(error, name) from None
-        if not self._closing:
-            raise PartnerGone(f"{name} stopped serving before the run was over.")
+            failure: Exception = PartnerGone(f"{name} has ended before the run was over.")
+        except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
+            failure = translate(error, name)
+        self._supervisor.beyond_help("agent", name, failure)
+        raise failure from None
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
         await self._weights.connect()
@@ -171,7 +179,8 @@ class Controller:
         """One update by all ranks; they lease its batch themselves, as soon as it is complete."""
         self.progress.phase(f"step {step}")
         await self._turns.training(step)
-        calls = [(name, handle.step.remote(step)) for name, handle in self.trainers]
+        self._supervisor.step = step
+        calls = [(name, handle.step.remote(step)) for name, handle in self.fleet.role("trainer")]
         start = time.time()
         try:
             reports = await answers(calls, phase=f"step {step}", timeout_s=self.config.trainer.step_timeout_s)
@@ -226,7 +235,7 @@ class Controller:
         self, step: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None
     ) -> None:
         usage = await self._usage.since_last(QUICK_S)
-        store = await self.store.stats() | usage.dropped | usage.groups
+        store = await self.store.stats() | usage.dropped | usage.groups | self._recoveries.metrics(time.monotonic())
         if self.config.checkpoint.every_steps:
             store["checkpoint/failed"] = float(self._saving.failed)
         now = time.time()
@@ -288,8 +297,8 @@ class Controller:
 
     async def _evaluate(self) -> tuple[float, float]:
         assert self.evaluator is not None
-        start, num_rewards = time.time(), self.config.reward.num_workers  # of the first reward stage
-        accuracy = await self.evaluator.accuracy(self.rollouts, self.fleet.role("reward")[:num_rewards])
+        start = time.time()
+        accuracy = await self.evaluator.accuracy(self.fleet)
         self.outcome.accuracies.append(accuracy)
         self.directory.timeline.span("engines", "evaluate", start, time.time())
         return accuracy, time.time() - start
@@ -313,3 +322,13 @@ class Controller:
 def _arrays_of(reports: list[StepReport]) -> StepArrays:
     """Of the rows of all ranks."""
     return StepArrays.concat([StepArrays.of_report(report) for report in reports])
+
+
+def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
+    """What actors of each role that take the place of others do before they serve. Roles that are not in it cannot be
+    replaced alone: engines that share their devices with trainers, or are sent weights by them, have met these at the
+    start."""
+    catching: dict[str, CatchUp] = {"reward": nothing_to_catch_up, "compute": nothing_to_catch_up}
+    if weights.takes_newcomers and config.placement != "colocated":
+        catching["rollout"] = weights.catch_up
+    return catching

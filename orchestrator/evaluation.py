@@ -4,17 +4,21 @@ Held by the controller, which calls it between two publications: the engines ser
 """
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.faults.causes import is_recoverable
+from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, answers
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
 
 CORRECT = 1.0
 """A response counts as right when its reward is at least this: partial credit is none."""
+TRIES = 3
+"""Of an evaluation whose actors die."""
 
 
 @dataclass(frozen=True)
@@ -39,9 +43,24 @@ class Evaluator:
         self._held_out = held_out
         self._sampling = Sampling.of(config.rollout.sampling).greedy()
         self._timeout_s = config.rollout.generate_timeout_s
+        self._num_rewards = config.reward.num_workers
+        """Of the first reward stage."""
 
-    async def accuracy(self, rollouts: Sequence[tuple[str, Any]], rewards: Sequence[tuple[str, Any]]) -> float:
-        """In [0, 1]. A response whose reward fails counts as wrong. Responses of an engine go to one reward actor."""
+    async def accuracy(self, fleet: Fleet) -> float:
+        """In [0, 1]. A response whose reward fails counts as wrong. Where an actor dies meanwhile, all problems are
+        given to those that are there then."""
+        for _ in range(TRIES - 1):
+            try:
+                return await self._accuracy(fleet)
+            except PenstockError as error:
+                if not is_recoverable(error):
+                    raise
+        return await self._accuracy(fleet)
+
+    async def _accuracy(self, fleet: Fleet) -> float:
+        """Responses of an engine go to one reward actor."""
+        rollouts = await fleet.present("rollout")
+        rewards = (await fleet.present("reward"))[: self._num_rewards]
         shares = [range(index, len(self._held_out.prompts), len(rollouts)) for index in range(len(rollouts))]
         parts = await asyncio.gather(
             *(

@@ -5,7 +5,9 @@ process behind.
 loop.
 """
 
+import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +18,7 @@ import ray
 from ray.exceptions import RayError
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import NotStarted
+from penstock.conf.errors import DeadlineExceeded, NotStarted
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.checkpoint import Checkpoint
@@ -35,6 +37,8 @@ Members = list[tuple[str, Any]]
 """Names and handles of actors."""
 GANGS = ("trainer", "scorer")
 """Roles whose ranks meet: they start together, and one of them is worth nothing without the others."""
+LOOK_S = 0.1
+"""Between two looks for a role that is empty."""
 
 
 @dataclass
@@ -191,6 +195,18 @@ class Fleet:
             for actor in self.plan
             if actor.role == role and actor.name in self.actors
         ]
+
+    async def present(self, role: str) -> Members:
+        """Those of a role that is never empty for long: where all have died, waits for the first that takes their
+        place. Raises `DeadlineExceeded`."""
+        deadline = time.monotonic() + self.config.rollout.start_timeout_s
+        while not (members := self.role(role)):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"no {role} was there within {self.config.rollout.start_timeout_s:g} s (rollout.start_timeout_s)."
+                )
+            await asyncio.sleep(LOOK_S)
+        return members
 
     def close(self) -> None:
         """End every actor: ask first, kill what does not answer in time. Never raises for an actor that is dead

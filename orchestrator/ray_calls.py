@@ -70,6 +70,19 @@ async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, ti
             task.cancel()
 
 
+async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
+    """Of several actor calls that do not depend on each other, in order: each one's result, or the error that it
+    failed with."""
+
+    async def outcome(name: str, ref: Awaitable[Any]) -> Any:
+        try:
+            return await answer(ref, name=name, phase=phase, timeout_s=timeout_s)
+        except Exception as error:  # noqa: BLE001 - the caller looks at it
+            return error
+
+    return list(await asyncio.gather(*(outcome(name, ref) for name, ref in calls)))
+
+
 def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float) -> list[Any]:
     """The same for synchronous callers."""
     calls = list(calls)

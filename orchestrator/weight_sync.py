@@ -9,14 +9,16 @@ What the two sides do is `workers/weights/`'s business; here are the order of th
 """
 
 import time
+from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.conf.errors import NotStarted
+from penstock.conf.errors import NotStarted, WeightError
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.conf.weights import STREAMS
-from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.ray_calls import answers
+from penstock.orchestrator.faults.causes import is_recoverable
+from penstock.orchestrator.fleet import Fleet, Members
+from penstock.orchestrator.ray_calls import answers, outcomes
 from penstock.orchestrator.weight_relays import WeightRelays
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
@@ -32,15 +34,17 @@ class WeightSync:
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
         self._fleet, self._config = fleet, config
         self._root = fleet.weights_root
-        self._trainers, self._engines = fleet.role("trainer"), fleet.role("rollout")
-        self._transport = choose_transport(config) if self._engines else "shm"
+        self._has_engines = bool(fleet.role("rollout"))
+        self._transport = choose_transport(config) if self._has_engines else "shm"
         self._streams = self._transport in STREAMS
         self._timeout_s = config.weights.phase_timeout_s
         self._relays: WeightRelays | None = None
+        self._newest: Delivery | None = None
+        """What engines load, or have loaded, last."""
 
     async def connect(self) -> None:
         """Let trainers and engines meet, where they need to. Raises `DeadlineExceeded`, `WeightError`."""
-        if not self._engines:
+        if not self._has_engines:
             return
         if not self._streams:
             self._relays = WeightRelays(self._fleet.relay_nodes, self._trainers, self._engines, self._timeout_s)
@@ -52,10 +56,15 @@ class WeightSync:
         arguments = self._transport, engines, address, str(self._root), self._config.weights
         await self._all(self._trainers, "connect", arguments, "connect trainers and engines")
 
+    @property
+    def takes_newcomers(self) -> bool:
+        """Engines may come later than at the start: what others load lies there to be loaded."""
+        return not self._streams
+
     async def publish(self, version: int) -> Delivery:
         """All that must be done before weights change again: the publication, or the whole transfer. Nothing where
         there are no engines: a version that nobody loads is not written."""
-        if not self._engines:
+        if not self._has_engines:
             return Publication("", version)
         phase = f"publish version {version}"
         if not self._streams:
@@ -69,14 +78,47 @@ class WeightSync:
         return delivery
 
     async def load(self, delivery: Delivery) -> float:
-        """Every engine serves the version afterwards; seconds."""
+        """Every engine that is there serves the version afterwards; seconds. One that dies meanwhile, or does not load
+        it in time, is ended: whoever keeps the engines serving makes another."""
         start = time.time()
-        if self._engines and not self._streams:
+        if self._has_engines and not self._streams:
+            self._newest = delivery
             await self._between_nodes.wait(delivery.version)
             phase = f"load version {delivery.version}"
-            await self._all(self._engines, "load", (delivery,), phase, PHASES)
+            calls = [(name, handle.load.remote(delivery)) for name, handle in self._engines]
+            results = await outcomes(calls, phase=phase, timeout_s=PHASES * self._timeout_s)
+            self._end_those_that(dict(zip([name for name, _ in calls], results, strict=True)))
             await self._between_nodes.reclaim()
         return time.time() - start
+
+    async def catch_up(self, members: Members) -> None:
+        """Engines that have just started load the version that the others serve. From when this returns until they are
+        added to the fleet nothing may be waited for. Raises `WeightError`, `DeadlineExceeded`, `WorkerDied`."""
+        loaded: Delivery | None = None
+        while self._newest is not None and loaded is not self._newest:
+            loaded = self._newest
+            try:
+                await self._all(members, "load", (loaded,), f"load version {loaded.version}", PHASES)
+            except WeightError:
+                if loaded is self._newest:
+                    raise  # else its file has been used again meanwhile
+
+    def _end_those_that(self, failed: Mapping[str, Any]) -> None:
+        """By name: what each engine's call came to. Raises what no other engine would do better."""
+        errors = {name: result for name, result in failed.items() if isinstance(result, Exception)}
+        for error in errors.values():
+            if not is_recoverable(error):
+                raise error
+        if errors:
+            self._fleet.remove(errors)
+
+    @property
+    def _trainers(self) -> Members:
+        return self._fleet.role("trainer")
+
+    @property
+    def _engines(self) -> Members:
+        return self._fleet.role("rollout")
 
     @property
     def _between_nodes(self) -> WeightRelays:
@@ -85,7 +127,7 @@ class WeightSync:
         return self._relays
 
     async def _all(
-        self, members: list[tuple[str, Any]], method: str, arguments: tuple[Any, ...], phase: str, phases: int = 1
+        self, members: Members, method: str, arguments: tuple[Any, ...], phase: str, phases: int = 1
     ) -> list[Any]:
         calls = [(name, getattr(handle, method).remote(*arguments)) for name, handle in members]
         return await answers(calls, phase=phase, timeout_s=phases * self._timeout_s)

@@ -24,6 +24,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint, trainer_directory
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.failures import cause_of
+from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, answers
 from penstock.orchestrator.recording.json_lines import plain
@@ -78,15 +79,26 @@ class CheckpointWriter:
             self._writing = asyncio.create_task(self._skip(place))
             return time.monotonic() - started
         self._newest = step
-        admitted = await self._in_time(self._store.cut(), "Store", step)
-        name, prompts = self._fleet.role("prompts")[0]
-        start: PromptStart = await self._in_time(prompts.start_after.remote(admitted), name, step)
+        try:
+            start = await self._cut(step)
+        except PenstockError as error:
+            if not is_recoverable(error):
+                raise
+            self._writing = asyncio.create_task(self._take_back(step, error))
+            return time.monotonic() - started
         checkpoint = Checkpoint(
             place, step, start, self._fleet.model_path, dict(self._config.model.paths), config=asdict(self._config),
             head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy", metrics=plain(metrics),
         )  # fmt: skip
         self._writing = asyncio.create_task(self._write_or_say(checkpoint))
         return time.monotonic() - started
+
+    async def _cut(self, step: int) -> PromptStart:
+        """Take the store's state of now, and the prompts' place in it."""
+        admitted = await self._in_time(self._store.cut(), "Store", step)
+        name, prompts = (await self._fleet.present("prompts"))[0]
+        start: PromptStart = await self._in_time(prompts.start_after.remote(admitted), name, step)
+        return start
 
     async def _trainers_begin(self, step: int, patience_s: float) -> bool:
         """Whether they do: not while one of them still writes an earlier checkpoint."""
@@ -133,10 +145,14 @@ class CheckpointWriter:
             failure: PenstockError = CheckpointError(f"{checkpoint.directory}: cannot be written: {error}")
         except PenstockError as error:
             failure = error
-        await self._discard(checkpoint.trainer)
-        self._left.add(checkpoint.step)
+        return await self._take_back(checkpoint.step, failure)
+
+    async def _take_back(self, step: int, failure: PenstockError) -> PenstockError:
+        """Remove what there is of it."""
+        await self._discard(trainer_directory(self._checkpoints.directory(step)))
+        self._left.add(step)
         with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
-            await asyncio.to_thread(self._clear, checkpoint.step)
+            await asyncio.to_thread(self._clear, step)
         return self._failed(failure)
 
     async def _skip(self, place: str) -> PenstockError:

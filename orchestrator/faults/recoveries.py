@@ -22,6 +22,9 @@ class End:
 
 
 Decision = Restart | Return | End
+HOLDS_STEP = "trainer"
+"""The role with which a step is lost. That another's member dies twice during one step tells nothing: steps are long,
+and engines many."""
 
 
 class Recoveries:
@@ -40,6 +43,7 @@ class Recoveries:
         self._returns: list[tuple[float, int]] = []
         """When, and from which step."""
         self._return_since: float | None = None
+        self._due: Return | None = None
         self._end: End | None = None
         self._lost_s = 0.0
         self._counted: float | None = None
@@ -54,7 +58,17 @@ class Recoveries:
             return self._end
         self._roles[title] = role
         member = self._members.setdefault(title, Recovery(self._config))
-        return self._decided(title, member.lost(now, step), now, step)
+        return self._decided(title, member.lost(now, step if role == HOLDS_STEP else None), now, step)
+
+    def beyond_help(self, title: str, role: str, now: float, step: int) -> Return | End:
+        """It is lost, and nobody can take its place alone; without a role: the run has failed, whoever it was."""
+        if self._end is not None:
+            return self._end
+        if self._due is not None:
+            return self._due
+        if role:
+            self._faults[role] += 1
+        return self._return(f"{title} was lost, and nobody can take its place alone", now, step)
 
     def starting(self, title: str, now: float) -> None:
         if not self._is_suspended:
@@ -76,12 +90,13 @@ class Recoveries:
         """A restart has not brought the member back. None: it was cut short by a return."""
         if self._is_suspended:
             return self._end
-        return self._decided(title, self._members[title].failed(now, step), now, step)
+        held = step if self._roles[title] == HOLDS_STEP else None
+        return self._decided(title, self._members[title].failed(now, held), now, step)
 
     def returned(self, now: float) -> float:
         """The whole fleet serves again, from the last checkpoint on; seconds since that was decided."""
         assert self._return_since is not None, "no return is under way"
-        seconds, self._return_since = now - self._return_since, None
+        seconds, self._return_since, self._due = now - self._return_since, None, None
         for member in self._members.values():
             member.returned()
         self._count(now)
@@ -108,12 +123,17 @@ class Recoveries:
         self._count(now)
         if isinstance(decision, Restart):
             return decision
+        return self._return(f"{title} was {decision.reason}", now, step)
+
+    def _return(self, reason: str, now: float, step: int) -> Return | End:
         if self._num_returns(now, step) >= self._config.max_returns:
-            self._end = End(f"{title} was {decision.reason}, and faults.max_returns={self._config.max_returns}")
+            self._end = End(f"{reason}, and faults.max_returns={self._config.max_returns}")
             return self._end
         self._returns.append((now, step))
         self._return_since = now
-        return Return(f"{title} was {decision.reason}")
+        self._due = Return(reason)
+        self._count(now)
+        return self._due
 
     def _num_returns(self, now: float, step: int) -> int:
         """That count: recent ones, and those from a step that the run has not got past since."""

@@ -59,11 +59,11 @@ class Recovery:
         """That the last restart was made for."""
         self._failed = 0
 
-    def lost(self, now: float, step: int) -> Restart | Return:
-        """It died or hangs, while the run was at `step`."""
+    def lost(self, now: float, step: int | None) -> Restart | Return:
+        """It died or hangs. `step`: that was lost with it, of a trainer; None for members that hold no step."""
         self._check(State.SERVING)
         self.lost_at, self._failed = now, 0
-        return self._decided(now, step, f"lost again at step {step}" if step == self._step else "")
+        return self._decided(now, step, f"lost again at step {step}" if step is not None and step == self._step else "")
 
     def starting(self) -> None:
         self._go(State.LOST, State.STARTING)
@@ -74,7 +74,7 @@ class Recovery:
     def caught_up(self) -> None:
         self._go(State.CATCHING_UP, State.SERVING)
 
-    def failed(self, now: float, step: int) -> Restart | Return:
+    def failed(self, now: float, step: int | None) -> Restart | Return:
         """The restart under way has not brought it back."""
         self._check(State.LOST, State.STARTING, State.CATCHING_UP)
         self._failed += 1
@@ -86,7 +86,7 @@ class Recovery:
         """The run has returned to a checkpoint, and makes its steps anew. The budget stays as it is."""
         self.state, self._step = State.SERVING, None
 
-    def _decided(self, now: float, step: int, hopeless: str) -> Restart | Return:
+    def _decided(self, now: float, step: int | None, hopeless: str) -> Restart | Return:
         """`hopeless`: why another restart would not help."""
         config, self.state = self._config, State.LOST
         self._in_row = self._in_row + 1 if now - self._last < config.window_s else 1

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.ray_calls import answers
+from penstock.orchestrator.ray_calls import outcomes
+
+Counters = Mapping[str, float]
 
 PHASES = {"rollout": "rollout", "reward": "reward", "scorer": "reference", "compute": "compute"}
 """What the seconds of each role that computes count for. The prompts' counters are asked for as well, for what they
@@ -30,39 +33,51 @@ class Usage:
     """Remembers the last counters. `since_last` is called once a step."""
 
     def __init__(self, fleet: Fleet, flow: Dataflow) -> None:
+        self._fleet = fleet
         # Engines and rewards may be there for evaluation alone.
-        roles = [role for role in PHASES if role not in ("rollout", "reward") or flow.of_kind(role)]
-        self._workers = [(role, name, handle) for role in roles for name, handle in fleet.role(role)]
-        self._prompts = fleet.role("prompts")
-        self._last: dict[str, dict[str, float]] = defaultdict(dict)
+        self._roles = [role for role in PHASES if role not in ("rollout", "reward") or flow.of_kind(role)]
+        self._last: dict[str, Counters] = defaultdict(dict)
+        self._groups: dict[str, float] = defaultdict(float)
+        """Sampled by each engine, and by those before it in its place."""
 
     async def since_last(self, timeout_s: float) -> StepUsage:
         """Seconds and lengths since the previous call. Each worker's `stats()` has busy_s; a rollout's also tokens,
-        samples."""
-        members = [*((name, handle) for _, name, handle in self._workers), *self._prompts]
-        calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for name, handle in members]
-        counters = await answers(calls, phase="collect metrics", timeout_s=timeout_s)
-        sources = counters[len(self._workers) :]
-        dropped = {key: value for source in sources for key, value in source.items() if key.startswith("dropped/")}
-        seconds: dict[str, list[float]] = defaultdict(list)
+        samples. A worker that has died says nothing, and another in its place counts from 0."""
+        roles = [*self._roles, "prompts"]
+        asked = [(role, name, handle) for role in roles for name, handle in self._fleet.role(role)]
+        calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for _, name, handle in asked]
+        answers = await outcomes(calls, phase="collect metrics", timeout_s=timeout_s)
+        dropped: dict[str, float] = {}
+        seconds: dict[str, list[float]] = {PHASES[role]: [] for role in self._roles if self._fleet.role(role)}
         tokens = samples = 0.0
-        for (role, name, _), now in zip(self._workers, counters[: len(self._workers)], strict=True):
-            gained = {
-                key: value - self._last[name].get(key, 0.0)
-                for key, value in now.items()
-                if isinstance(value, int | float)
-            }
+        for (role, name, _), now in zip(asked, answers, strict=True):
+            if isinstance(now, Exception):
+                if not is_recoverable(now):
+                    raise now
+                continue
+            if role == "prompts":
+                dropped |= {key: value for key, value in now.items() if key.startswith("dropped/")}
+                continue
+            gained = gained_since(self._last[name], now)
             self._last[name] = now
             seconds[PHASES[role]].append(gained.get("busy_s", 0.0))
             tokens += gained.get("tokens", 0.0)
             samples += gained.get("samples", 0.0)
-        means = {phase: sum(values) / len(values) for phase, values in seconds.items()}
-        groups = {
-            name: now["groups"]
-            for (role, name, _), now in zip(self._workers, counters, strict=False)
-            if role == "rollout" and "groups" in now
-        }
-        return StepUsage(means, tokens / samples if samples else None, dropped, group_metrics(groups))
+            if role == "rollout" and "groups" in now:
+                self._groups[name] += gained["groups"]
+        means = {phase: sum(values) / max(1, len(values)) for phase, values in seconds.items()}
+        return StepUsage(means, tokens / samples if samples else None, dropped, group_metrics(self._groups))
+
+
+def gained_since(before: Counters, now: Counters) -> Counters:
+    """How much each counter has grown. One that is smaller than before is another's, which began at 0.
+
+    >>> gained_since({"groups": 6.0}, {"groups": 7.0}), gained_since({"groups": 6.0}, {"groups": 2.0})
+    ({'groups': 1.0}, {'groups': 2.0})
+    """
+    numbers = {key: value for key, value in now.items() if isinstance(value, int | float)}
+    is_another = any(value < before.get(key, 0.0) for key, value in numbers.items())
+    return {key: value - (0.0 if is_another else before.get(key, 0.0)) for key, value in numbers.items()}
 
 
 def group_metrics(groups: Mapping[str, float]) -> dict[str, float]:

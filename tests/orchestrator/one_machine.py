@@ -1,19 +1,34 @@
-"""What a fleet says of files where every rank sees the driver's disk, and a snapshot of a store that is empty. For
-fleets of tests."""
+"""What a fleet says of its members, and of files where every rank sees the driver's disk; and a snapshot of a store
+that is empty. For fleets of tests."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
 from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX
 
+ROLES = ("prompts", "rollout", "reward", "compute", "scorer", "trainer")
+
 
 class OneMachine:
-    """`places` and `collect` of a `Fleet`. `role`: its own."""
+    """What a `Fleet` answers. `role`: its own. Nobody takes the place of another."""
 
     def __init__(self, role: Callable[[str], Any]) -> None:
         self._role = role
+
+    def teams(self, *roles: str) -> list[list[str]]:
+        return [[name] for role in roles for name, _ in self._role(role)]
+
+    async def present(self, role: str) -> list[tuple[str, Any]]:
+        return list(self._role(role))
+
+    def remove(self, names: Collection[str]) -> None:
+        pass
+
+    @property
+    def actors(self) -> dict[str, Any]:
+        return {name: handle for role in ROLES for name, handle in self._role(role)}
 
     async def places(self, directory: str) -> dict[str, str]:
         return {name: directory for name, _ in self._role("trainer")}

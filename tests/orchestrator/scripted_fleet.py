@@ -6,7 +6,8 @@ On a virtual clock (`tests/virtual_time.py`) a whole run takes milliseconds. Wha
 import asyncio
 import contextlib
 import io
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +16,7 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config
@@ -39,10 +41,19 @@ Pause = Callable[[float], Awaitable[None]]
 
 
 class Handle:
-    """An actor's handle: `handle.method.remote(...)` starts the call."""
+    """An actor's handle: `handle.method.remote(...)` starts the call. After `kill` nothing answers any more."""
 
-    def __init__(self, member: Any) -> None:
-        self._member = member
+    def __init__(self, name: str, member: Any) -> None:
+        self._name, self._member = name, member
+        self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
+        self._is_dead = False
+
+    def kill(self) -> None:
+        self._is_dead = True
+        for task, answer in self._calls.items():
+            task.cancel()
+            if not answer.done():
+                answer.set_exception(WorkerDied(f"{self._name} has died"))
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._member, name)
@@ -50,9 +61,30 @@ class Handle:
         class Method:
             @staticmethod
             def remote(*arguments: Any) -> "asyncio.Future[Any]":
-                return asyncio.ensure_future(method(*arguments))
+                return self._called(method, arguments)
 
         return Method
+
+    def _called(self, method: Callable[..., Any], arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._is_dead:
+            answer.set_exception(WorkerDied(f"{self._name} has died"))
+            return answer
+
+        def ended(task: "asyncio.Task[Any]") -> None:
+            self._calls.pop(task, None)
+            if answer.done() or task.cancelled():
+                return
+            if (error := task.exception()) is not None:
+                answer.set_exception(error)
+            else:
+                answer.set_result(task.result())
+
+        task = asyncio.ensure_future(method(*arguments))
+        self._calls[task] = answer
+        answer.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
+        task.add_done_callback(ended)
+        return answer
 
 
 class Member:
@@ -103,11 +135,14 @@ class Rollout(Member):
 class Stage(Member):
     """Any stage that computes columns: `values(rows)` is what it writes."""
 
-    def __init__(self, store: Any, stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause) -> None:
-        self._client, self._stage, self._values, self._pause = StoreClient(store), stage, values, pause
+    def __init__(
+        self, store: Any, name: str, stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause
+    ) -> None:
+        self._client, self._name, self._stage = StoreClient(store), name, stage
+        self._values, self._pause = values, pause
 
     async def run(self) -> None:
-        async with self._client.leases(self._stage, 4, self._stage) as leases:
+        async with self._client.leases(self._stage, 4, self._name) as leases:
             async for lease in leases:
                 await self._pause(0.5)
                 await self._client.write(lease, lease.rows.row_ids, self._values(lease.rows))
@@ -150,27 +185,64 @@ class ScriptedFleet(OneMachine):
         self.flow, self.store, self.resumed, self.model_path = flow, store, resumed, "/"
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
+        self._pause = pause
         start = resumed.prompts if resumed is not None else PromptStart()
-        size = flow.samples_per_prompt
-        self.rollouts = [
-            Rollout(store, f"Rollout-{index}", config, size, random, pause)
-            for index in range(config.rollout.num_workers)
-        ]
-        ranks = range(config.trainer.num_ranks)
-        self._members: dict[str, list[tuple[str, Any]]] = {
-            "prompts": [("Prompts", Prompts(store, config.trainer.groups_per_step, start))],
-            "rollout": [(f"Rollout-{index}", member) for index, member in enumerate(self.rollouts)],
-            "trainer": [(f"Trainer-{rank}", Trainer(store, rank, len(ranks), pause)) for rank in ranks],
-            "reward": [("Reward-0", Stage(store, "reward", _reward, pause))],
-            "compute": [
-                (stage.name, Stage(store, stage.name, _column(stage.writes[0].name), pause))
-                for stage in flow.stages
-                if stage.kind == "compute" and not stage.is_in_trainer
-            ],
-        }
+        size, num_ranks = flow.samples_per_prompt, config.trainer.num_ranks
+        self._makers: dict[str, tuple[str, Callable[[], Member]]] = {}
+        """Role, and what makes one, by name."""
+        self._is("prompts", "Prompts", lambda _: Prompts(store, config.trainer.groups_per_step, start))
+        for index in range(config.rollout.num_workers):
+            self._is("rollout", f"Rollout-{index}", lambda name: Rollout(store, name, config, size, random, pause))
+        for rank in range(num_ranks):
+            self._is("trainer", f"Trainer-{rank}", lambda _, rank=rank: Trainer(store, rank, num_ranks, pause))
+        self._is("reward", "Reward-0", lambda name: Stage(store, name, "reward", _reward, pause))
+        for stage in flow.stages:
+            if stage.kind == "compute" and not stage.is_in_trainer:
+                values = _column(stage.writes[0].name)
+                make = partial(_stage, store, stage.name, values, pause)
+                self._is("compute", f"Compute-{stage.name}", make)
+        self._handles = {name: Handle(name, make()) for name, (_, make) in self._makers.items()}
+
+    def _is(self, role: str, name: str, make: Callable[[str], Member]) -> None:
+        self._makers[name] = role, partial(make, name)
 
     def role(self, role: str) -> list[tuple[str, Any]]:
-        return [(name, Handle(member)) for name, member in self._members.get(role, [])]
+        return [(name, handle) for name, handle in self._handles.items() if self._makers[name][0] == role]
+
+    @property
+    def actors(self) -> dict[str, Any]:
+        return self._handles
+
+    async def present(self, role: str) -> list[tuple[str, Any]]:
+        while not (members := self.role(role)):
+            await asyncio.sleep(0.1)
+        return members
+
+    def teams(self, *roles: str) -> list[list[str]]:
+        return [[name] for name, (role, _) in self._makers.items() if role in roles]
+
+    def kill(self, name: str) -> bool:
+        """As a machine does that breaks. Nobody is told but those who call it. False: it was dead already."""
+        if name not in self._handles:
+            return False
+        self._handles[name].kill()
+        return True
+
+    def remove(self, names: Collection[str]) -> None:
+        for name in names:
+            if self.kill(name):
+                del self._handles[name]
+
+    async def replace(self, names: Sequence[str]) -> list[tuple[str, Any]]:
+        await self._pause(20.0)
+        return [(name, Handle(name, self._makers[name][1]())) for name in names]
+
+    def add(self, members: list[tuple[str, Any]]) -> None:
+        self._handles |= dict(members)
+
+
+def _stage(store: Any, stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause, name: str) -> Stage:
+    return Stage(store, name, stage, values, pause)
 
 
 def _reward(rows: Any) -> dict[str, Any]:

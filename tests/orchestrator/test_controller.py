@@ -118,10 +118,11 @@ class Play:
             role=role_of,
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, config=self.config,
+            teams=files.teams, present=files.present, actors=files.actors, remove=files.remove,
             relay_nodes=on_one_node(),
         )  # fmt: skip
 
-        async def measure(rollouts: Any, reward: Any) -> float:
+        async def measure(fleet: Any) -> float:
             version = max((delivery.version for method, delivery in self.said if method == "load"), default=0)
             for _ in range(100):  # long enough for another load, if one is under way
                 await asyncio.sleep(0)
@@ -194,7 +195,8 @@ def test_the_cause_is_told_though_its_consequence_was_there_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cause: PenstockError
 ) -> None:
     lost = PartnerGone("step 1: another rank is gone")
-    play = Play(tmp_path, trainer={"step": raising(lost, 1)}, rollout={"run": raising(cause, 50)})
+    actors: Any = {"trainer": {"step": raising(lost, 1)}, "rollout": {"run": raising(cause, 50)}}
+    play = Play(tmp_path, "faults.max_restarts=0", **actors)
     with pytest.raises(type(cause)) as raised:
         play.run(monkeypatch)
     assert type(raised.value) is type(cause)

@@ -74,7 +74,7 @@ def saving(tmp_path, **config):
     checkpoint = CheckpointConfig(directory=str(tmp_path), **config)
     run = RunConfig(algorithm=GrpoConfig(), checkpoint=checkpoint, trainer=TrainerConfig(max_steps=4))
     files = OneMachine(roles.__getitem__)
-    places = {"places": files.places, "collect": files.collect, "discard": files.discard}
+    places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
     fleet = Some(role=roles.get, flow=flow, model_path="/", **places)
     return CheckpointWriter(fleet, EmptyStore(calls), run, directory, Mock()), trainer, directory, calls
 
@@ -203,7 +203,7 @@ flow = Some(of_kind=lambda kind: [Some(is_scored=False)])
 config = RunConfig(algorithm=GrpoConfig(), checkpoint=CheckpointConfig(directory=str(place), keep_last=1))
 directory, progress = Mock(), Mock()
 files = OneMachine(roles.__getitem__)
-places = {"places": files.places, "collect": files.collect, "discard": files.discard}
+places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
 fleet = Some(role=roles.get, flow=flow, model_path="/", **places)
 writer = CheckpointWriter(fleet, Store(), config, directory, progress)
 checkpoints = Checkpoints(str(place), config.checkpoint)

@@ -1,0 +1,173 @@
+"""Keeps the members of a run serving: what dies is replaced while the others go on, and what it costs is told.
+
+    serving ─ its call fails ─▶ lost ─ a pause ─▶ another starts ─▶ it catches up ─▶ serving
+
+What to do about a loss is `recovery.py`'s to decide. What it leaves to others is raised: `run.py` then returns to the
+last checkpoint, or ends the run. Used by `controller.py`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from penstock.conf.errors import PartnerGone, PenstockError
+from penstock.orchestrator.failures import CAUSE_GRACE_S, Kind, cause_of, kind_of
+from penstock.orchestrator.faults.causes import is_recoverable
+from penstock.orchestrator.faults.recoveries import Recoveries
+from penstock.orchestrator.faults.recovery import Restart
+from penstock.orchestrator.fleet import Fleet, Members
+from penstock.orchestrator.ray_calls import answer, translate
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.store.client.client import StoreClient
+from penstock.store.errors import StoreError
+
+ANSWER_S = 30.0
+"""Within which a store that is there says so."""
+CatchUp = Callable[[Members], Awaitable[None]]
+
+
+class Supervisor:
+    """Lifecycle: `keep` for each team of actors that serve by themselves, `close` once nothing is to be served."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        store: StoreClient,
+        recoveries: Recoveries,
+        directory: RunDirectory,
+        progress: Progress,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.step = 0
+        """That the run is at."""
+        self._fleet, self._store, self._recoveries = fleet, store, recoveries
+        self._directory, self._progress, self._clock = directory, progress, clock
+        self._closing = False
+        self._replacing: set[asyncio.Task[None]] = set()
+
+    async def keep(self, role: str, team: Sequence[str], catch_up: CatchUp | None = None) -> None:
+        """Serve with an actor, or with all ranks of a gang, and with others in their place when they fail.
+
+        `catch_up`: what new ones do before they serve. None: nobody can take their place, and a failure is raised.
+        Raises whatever ends the run, or takes it back to its checkpoint.
+        """
+        while (failure := await self._serve(team)) is not None:
+            if not is_recoverable(failure):
+                raise failure
+            if catch_up is None:
+                self.beyond_help(role, title_of(team), failure)
+                raise failure
+            if kind_of(failure) is Kind.CONSEQUENCE:
+                await self._check_store(failure)
+            replacing = asyncio.ensure_future(self._replace(role, team, failure, catch_up))
+            self._replacing.add(replacing)
+            try:
+                await replacing
+            finally:
+                self._replacing.discard(replacing)
+                replacing.cancel()
+
+    def beyond_help(self, role: str, title: str, failure: Exception) -> None:
+        """It is lost, and nobody can take its place alone: note it, for the failure to be raised."""
+        if is_recoverable(failure):
+            self._directory.event("fault", **_facts(role, title, self.step, failure))
+            self._recoveries.beyond_help(title, role, self._clock(), self.step)
+
+    def close(self) -> None:
+        """From now on members end because the store has closed, and nobody takes their place."""
+        self._closing = True
+        for replacing in self._replacing:
+            replacing.cancel()
+
+    async def _serve(self, team: Sequence[str]) -> Exception | None:
+        """Why they serve no more; None: there is nothing more to serve."""
+        tasks = [asyncio.ensure_future(self._run(name)) for name in team]
+        try:
+            _, pending = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            if pending:  # one has failed: its peers tell of it, or of the cause
+                await asyncio.wait(pending, timeout=CAUSE_GRACE_S)
+            failures = [error for task in tasks if task.done() and (error := task.exception()) is not None]
+        finally:
+            for task in tasks:
+                task.cancel()
+        if not failures:
+            return None
+        cause = cause_of(failures)
+        if not isinstance(cause, Exception):
+            raise cause
+        return cause
+
+    async def _run(self, name: str) -> None:
+        """One member's pull loop: it ends when the store closes and not before."""
+        try:
+            await self._fleet.actors[name].run.remote()
+        except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
+            raise translate(error, name) from None
+        if not self._closing:
+            raise PartnerGone(f"{name} stopped serving before the run was over.")
+
+    async def _check_store(self, failure: Exception) -> None:
+        """A partner is gone. Where that is the store itself, nobody can be helped alone: raises the failure."""
+        try:
+            await answer(self._store.stats(), name="Store", phase="look for the store", timeout_s=ANSWER_S)
+        except PenstockError:
+            self.beyond_help("store", "Store", failure)
+            raise failure from None
+
+    async def _replace(self, role: str, team: Sequence[str], failure: Exception, catch_up: CatchUp) -> None:
+        """Raises the failure if it is not to be tried, or tried again."""
+        began, title = self._clock(), title_of(team)
+        self._fleet.remove(team)
+        self._directory.event("fault", **_facts(role, title, self.step, failure))
+        self._progress.note(f"{title} is lost, another takes its place: {_first_line(failure)}")
+        decision = self._recoveries.lost(title, role, began, self.step)
+        while isinstance(decision, Restart):
+            await asyncio.sleep(decision.after_s)
+            self._recoveries.starting(title, self._clock())
+            try:
+                await self._start(team, catch_up, title)
+                break
+            except PenstockError as again:
+                if not is_recoverable(again):
+                    raise
+                self._fleet.remove(team)
+                self._directory.event("fault", **_facts(role, title, self.step, again))
+                decision = self._recoveries.failed(title, self._clock(), self.step)
+        else:
+            raise failure
+        seconds = self._recoveries.caught_up(title, self._clock())
+        self._directory.event("recovered", role=role, member=title, step=self.step, seconds=round(seconds, 3))
+        self._progress.note(f"{title} serves again after {seconds:.1f} s")
+
+    async def _start(self, team: Sequence[str], catch_up: CatchUp, title: str) -> None:
+        with contextlib.suppress(StoreError):  # also what a machine holds that cannot say that it is gone
+            for name in team:
+                await self._store.abandon(name)
+        members = await self._fleet.replace(team)
+        self._recoveries.started(title, self._clock())
+        await catch_up(members)
+        self._fleet.add(members)
+
+
+async def nothing_to_catch_up(members: Members) -> None:
+    """For members that have no state."""
+
+
+def title_of(team: Sequence[str]) -> str:
+    """What people are told that it is: one name, or the first and last of a gang.
+
+    >>> title_of(["Scorer-reference-0", "Scorer-reference-1"])
+    'Scorer-reference-0 to Scorer-reference-1'
+    """
+    return team[0] if len(team) == 1 else f"{team[0]} to {team[-1]}"
+
+
+def _facts(role: str, title: str, step: int, error: Exception) -> dict[str, Any]:
+    return {"role": role, "member": title, "step": step, "error": type(error).__name__, "message": str(error)}
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
