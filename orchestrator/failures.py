@@ -87,7 +87,11 @@ async def held_back(work: Awaitable[T], grace_s: float = CAUSE_GRACE_S) -> T:
         raise
 
 
+def first_line(error: BaseException) -> str:
+    """Of its message."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+
+
 def _line(error: BaseException) -> str:
-    first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    text = f"{type(error).__name__}: {first}"
+    text = f"{type(error).__name__}: {first_line(error)}"
     return text if len(text) <= MAX_OTHER_CHARS else text[: MAX_OTHER_CHARS - 1] + "…"

@@ -22,10 +22,7 @@ from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.cluster import check_placement, connect
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
-from penstock.orchestrator.controller import Controller, Outcome
-from penstock.orchestrator.evaluation import Evaluator, HeldOut
-from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.controller import Outcome
 from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import print_unfinished
@@ -33,6 +30,7 @@ from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.sinks import Sink, make_sinks
 from penstock.orchestrator.reporting.status import note_connection
+from penstock.orchestrator.training import Training
 from penstock.workers.models.fresh import build_fresh_model
 
 
@@ -79,8 +77,7 @@ def run(
             else:
                 model_path = starting_model(config, directory)
                 config = with_other_models(config, directory, model_path)
-            progress = Progress(config, directory.path.name, console=console)
-            outcome = _train(config, flow, plan, directory, model_path, namespace, progress, list(sinks), resumed)
+            outcome = _train(config, flow, plan, directory, model_path, namespace, console, sinks, resumed)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
@@ -124,28 +121,21 @@ def _train(
     directory: RunDirectory,
     model_path: str,
     namespace: str,
-    progress: Progress,
-    sinks: list[Sink],
+    console: Console,
+    sinks: Sequence[Sink],
     resumed: Checkpoint | None,
 ) -> Outcome:
-    """Start the fleet, run the controller over it, end the fleet: whatever happens in between."""
-    agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
-    fleet = Fleet(plan, config, flow, model_path, namespace, agents, resumed=resumed)
-    try:
-        progress.phase(_starting_text(plan, config))
-        evaluator = Evaluator(HeldOut.of(config, model_path), config) if config.evaluation.every_steps else None
-        fleet.create()
-        directory.event("placed", actors=fleet.reservation.assignment.titles)
-        fleet.start()
-        sinks.extend(make_sinks(config.tracking, directory))
-        controller = Controller(fleet, config, flow, directory, progress, sinks, evaluator)
-        return asyncio.run(controller.run())
-    finally:
-        progress.phase("stopping")
-        fleet.close()
+    """With its display and its sinks, which are closed whatever happens in between."""
+    with contextlib.ExitStack() as closing:
+        progress = Progress(config, directory.path.name, console=console)
+        closing.callback(progress.close)
         for sink in sinks:
-            sink.close()
-        progress.close()
+            closing.callback(sink.close)
+        own = make_sinks(config.tracking, directory)
+        for sink in own:
+            closing.callback(sink.close)
+        training = Training(config, flow, plan, directory, model_path, namespace, progress, resumed)
+        return training.run([*sinks, *own])
 
 
 def starting_model(config: RunConfig, directory: RunDirectory) -> str:
@@ -188,9 +178,3 @@ def _with_warm_start(plan: list[ActorPlan], config: RunConfig) -> list[ActorPlan
         first = load_config([f"recipe={start.recipe}", *start.overrides])
         plans.append(plan_actors(build_dataflow(first.algorithm), first))
     return max(plans, key=lambda actors: (sum(a.num_gpus for a in actors), sum(a.num_cpus for a in actors)))
-
-
-def _starting_text(plan: list[ActorPlan], config: RunConfig) -> str:
-    roles = {actor.role for actor in plan}
-    engine = f"the {config.rollout.engine} engine" + (" (about 30 s)" if config.rollout.engine == "vllm" else "")
-    return f"starting {len(plan)} actors" + (f" and {engine}" if "rollout" in roles else "")

@@ -29,7 +29,7 @@ def open_run(config: RunConfig) -> tuple[RunDirectory, Checkpoint | None]:
     if config.resume == "auto" and _there(config):
         directory = RunDirectory.open(_path(config))
         directory.lock(directory.path, f"name={config.name}")
-        return _opened(directory, config, lambda: _newest(directory, config))
+        return _opened(directory, config, lambda: _rewound(directory, config))
     resumed = None
     if config.resume not in ("auto", "never"):
         resumed = open_checkpoint(absolute(config.resume))
@@ -56,17 +56,28 @@ def _opened(
         raise
 
 
-def _newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
+def newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
+    """The run's newest checkpoint that is complete."""
+    return Checkpoints(checkpoint_place(config, directory), config.checkpoint).newest()
+
+
+def rewind(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
+    """Set a run that this process drives back to its newest checkpoint; None: to its beginning. Nobody writes there any
+    more. Raises `CheckpointError`, `ConfigError`."""
+    resumed = _rewound(directory, config)
+    return _with_local_store(resumed, directory) if resumed is not None else None
+
+
+def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     """Of the run in its own directory, which is set back to it."""
     checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
     checkpoints.sweep()
     resumed = checkpoints.newest()
-    if resumed is not None:
-        check_fits(resumed, config)
-    if resumed is not None:
-        directory.rewind(config, resumed.step, resumed.metrics)
-    else:
+    if resumed is None:
         directory.rewind(config, -1)
+        return None
+    check_fits(resumed, config)
+    directory.rewind(config, resumed.step, resumed.metrics)
     return resumed
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from penstock.conf.errors import PartnerGone, PenstockError
-from penstock.orchestrator.failures import CAUSE_GRACE_S, Kind, cause_of, kind_of
+from penstock.orchestrator.failures import CAUSE_GRACE_S, Kind, cause_of, first_line, kind_of
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.recovery import Restart
@@ -122,7 +122,7 @@ class Supervisor:
         began, title = self._clock(), title_of(team)
         self._fleet.remove(team)
         self._directory.event("fault", **_facts(role, title, self.step, failure))
-        self._progress.note(f"{title} is lost, another takes its place: {_first_line(failure)}")
+        self._progress.note(f"{title} is lost, another takes its place: {first_line(failure)}")
         decision = self._recoveries.lost(title, role, began, self.step)
         while isinstance(decision, Restart):
             await asyncio.sleep(decision.after_s)
@@ -167,7 +167,3 @@ def title_of(team: Sequence[str]) -> str:
 
 def _facts(role: str, title: str, step: int, error: Exception) -> dict[str, Any]:
     return {"role": role, "member": title, "step": step, "error": type(error).__name__, "message": str(error)}
-
-
-def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -122,6 +122,8 @@ class RunDirectory:
         kept = [line for line in self.read_metrics() if int(line.get("step", 0)) <= step]
         if metrics and all(line.get("step") != step for line in kept):
             kept.append(dict(metrics))
+        if "metrics.jsonl" in self._files:  # of before
+            os.close(self._files.pop("metrics.jsonl"))
         self.write_text("metrics.jsonl", "".join(map(line_of, kept)))
         self.write_text("config.yaml", to_yaml(config))
 
