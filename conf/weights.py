@@ -7,6 +7,8 @@ from penstock.conf.checks import above, at_least, one_of
 TRANSPORTS = ("shm", "ipc", "nccl", "nccl_m2n")
 STREAMS = ("ipc", "nccl", "nccl_m2n")
 """Those that stream from GPU to GPU, while engines wait; vLLM's own weight-transfer backends, by its names."""
+SYNC_PHASES = 10
+"""Of one side of a weight sync at most, each with weights.phase_timeout_s."""
 VLLM_LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM can make room for; an adapter gets the next larger one."""
 

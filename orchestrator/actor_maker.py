@@ -93,8 +93,8 @@ class ActorMaker:
         if actor.role == "compute":
             stage = self._flow.stage(str(actor.stage))
             return _remote(Compute, options).remote(actor.name, stage, self._flow.columns, store)
-        # A rank computes in one thread; a second one answers `stats`, or waits for a checkpoint, meanwhile.
-        options["max_concurrency"] = 2
+        # A rank computes in one thread; a second one waits for a checkpoint meanwhile, a third one answers heartbeats.
+        options["max_concurrency"] = 3
         if actor.role == "scorer":
             return _remote(Scorer, options).remote(self._scorer_spec(actor), store)
         return _remote(Trainer, options).remote(self._trainer_spec(actor), store)

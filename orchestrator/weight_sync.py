@@ -15,7 +15,7 @@ from typing import Any, cast
 from penstock.conf.errors import NotStarted, WeightError
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
-from penstock.conf.weights import STREAMS
+from penstock.conf.weights import STREAMS, SYNC_PHASES
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.fleet import Fleet, Members
 from penstock.orchestrator.ray_calls import answers, outcomes
@@ -23,9 +23,6 @@ from penstock.orchestrator.weight_relays import WeightRelays
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Delivery
-
-PHASES = 10
-"""Of one side of a sync at most, each with `weights.phase_timeout_s`."""
 
 
 class WeightSync:
@@ -69,12 +66,12 @@ class WeightSync:
         phase = f"publish version {version}"
         if not self._streams:
             await self._between_nodes.begin(version)
-            publications = await self._all(self._trainers, "publish", (str(self._root), version), phase, PHASES)
+            publications = await self._all(self._trainers, "publish", (str(self._root), version), phase, SYNC_PHASES)
             return cast(Delivery, publications[0])
         delivery = cast(Delivery, (await self._all(self._trainers, "prepare", (version,), phase))[0])
         calls = [(name, handle.send.remote(version)) for name, handle in self._trainers]
         calls += [(name, handle.load.remote(delivery)) for name, handle in self._engines]
-        await answers(calls, phase=f"send version {version}", timeout_s=PHASES * self._timeout_s)
+        await answers(calls, phase=f"send version {version}", timeout_s=SYNC_PHASES * self._timeout_s)
         return delivery
 
     async def load(self, delivery: Delivery) -> float:
@@ -86,7 +83,7 @@ class WeightSync:
             await self._between_nodes.wait(delivery.version)
             phase = f"load version {delivery.version}"
             calls = [(name, handle.load.remote(delivery)) for name, handle in self._engines]
-            results = await outcomes(calls, phase=phase, timeout_s=PHASES * self._timeout_s)
+            results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
             self._end_those_that(dict(zip([name for name, _ in calls], results, strict=True)))
             await self._between_nodes.reclaim()
         return time.time() - start
@@ -98,7 +95,7 @@ class WeightSync:
         while self._newest is not None and loaded is not self._newest:
             loaded = self._newest
             try:
-                await self._all(members, "load", (loaded,), f"load version {loaded.version}", PHASES)
+                await self._all(members, "load", (loaded,), f"load version {loaded.version}", SYNC_PHASES)
             except WeightError:
                 if loaded is self._newest:
                     raise  # else its file has been used again meanwhile

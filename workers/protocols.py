@@ -74,6 +74,16 @@ class Publication:
     num_bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """What an engine has done so far, to see that it goes on."""
+
+    num_tokens: int
+    """Since the start, those of samples in flight included."""
+    num_in_flight: int
+    """Samples that it decodes. What waits for new weights, or for the device, is not among them."""
+
+
 class RolloutEngine(Protocol):
     """Samples responses. `generate` may be called concurrently; `load` waits for no sequence to end:
     those in flight go on under the new weights, and their tokens say so in `Completion.versions`."""
@@ -87,6 +97,9 @@ class RolloutEngine(Protocol):
         `DeadlineExceeded`."""
 
     async def version(self) -> int: ...
+
+    def sampled(self) -> Sampled:
+        """At any time, at once."""
 
     async def sleep(self) -> None:
         """Leave the device to others; nothing is in flight. `generate` waits until `wake`; `load` does not."""

@@ -1,5 +1,5 @@
-"""Whether a member is alive, silent or stuck, by the answers to its heartbeats. Pure: time is an argument. Fed and asked
-by `watch.py`.
+"""Whether a member is alive, silent or stuck, by the answers to its heartbeats. Pure: time is an argument. Fed and
+asked by `watch.py`.
 
     SILENT   no answer for faults.heartbeat_timeout_s: stopped, its node is gone, or one call holds Python's lock
     STUCK    it answers, but has been in one phase for longer than that phase may take; or it is an engine that has
@@ -9,12 +9,12 @@ Time counts as the watcher lived it: where it was not there itself for a while (
 stopped), nobody is blamed for the gap. How long a member has been in a phase is told by the member's own clock.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
 from penstock.conf.faults import FaultsConfig
 from penstock.conf.run import RunConfig
+from penstock.conf.weights import SYNC_PHASES
 from penstock.workers.progress import (
     COMPUTING,
     EXPORTING,
@@ -27,8 +27,6 @@ from penstock.workers.progress import (
     Progress,
 )
 
-WEIGHT_SYNC_PHASES = 10
-"""Of one side of a weight sync at most, each with weights.phase_timeout_s."""
 MOST_BEATS = 2
 """Heartbeats that may pass between two looks; what is beyond them was a gap in the watcher's own life."""
 
@@ -51,7 +49,7 @@ ALIVE = Verdict(State.ALIVE)
 
 def deadlines_of(role: str, config: RunConfig) -> dict[str, float]:
     """By phase, the seconds that a member of this role may be in it. Phases that have none end when others do."""
-    sync_s = WEIGHT_SYNC_PHASES * config.weights.phase_timeout_s
+    sync_s = SYNC_PHASES * config.weights.phase_timeout_s
     deadlines = {STARTING: config.rollout.start_timeout_s}
     if role == "rollout":
         return deadlines | {LOADING: sync_s}

@@ -24,7 +24,7 @@ def claim_root(root: str | Path) -> Path:
     path = Path(root)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.mkdir(mode=PRIVATE)
-    (path / OWNER_NAME).write_text(" ".join(_identity(os.getpid())))
+    (path / OWNER_NAME).write_text(" ".join(identity(os.getpid())))
     return path
 
 
@@ -67,7 +67,7 @@ def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
     return removed
 
 
-def _identity(pid: int) -> tuple[str, str, str, str]:
+def identity(pid: int) -> tuple[str, str, str, str]:
     """PID, start time, PID namespace and boot: a PID alone is reused, and means something else in another container
     or on another machine."""
     return str(pid), _start_ticks(str(pid)) or "0", _namespace(), boot_id()

@@ -6,19 +6,32 @@ from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.store.client.client import StoreClient
 from penstock.workers.compute.worker import ComputeWorker
+from penstock.workers.processes import ProcessId
+from penstock.workers.progress import SERVING, Phases, Progress
+from penstock.workers.stacks import register
 
 
 class Compute:
     """Lifecycle: `run` until the store closes. `columns`: every column of the dataflow, by name."""
 
     def __init__(self, name: str, stage: Stage, columns: dict[str, Column], store: Any) -> None:
-        self._worker = ComputeWorker(stage, columns, StoreClient(store), name=name)
+        self._name, self._phases = name, Phases()
+        self._worker = ComputeWorker(stage, columns, StoreClient(store), name=name, phases=self._phases)
 
     async def start(self) -> None:
         """Nothing to load; the same call as for every other actor."""
+        self._phases.enter(SERVING)
 
     async def run(self) -> None:
         await self._worker.run()
+
+    async def process(self, stacks: str) -> ProcessId:
+        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        return register(stacks, self._name)
+
+    async def progress(self) -> Progress:
+        """Rows computed, and those that it holds. At any time."""
+        return self._phases.progress(self._worker.num_rows, self._worker.num_in_flight)
 
     async def stats(self) -> dict[str, float]:
         return self._worker.stats()

@@ -4,8 +4,10 @@ Run by `actor.py`; `run` ends when the store closes. `apply` is the same without
 per batch (`workers/trainer/preparation.py`), for the imperative API and for reference loops.
 """
 
+import asyncio
 import inspect
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -19,6 +21,7 @@ from penstock.conf.errors import DataflowError, LeaseExpired
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
+from penstock.workers.progress import COMPUTING, Phases
 
 TORCH_DTYPES = {"int32": torch.int32, "int64": torch.int64, "float32": torch.float32, "bool": torch.bool}
 
@@ -38,8 +41,11 @@ class ComputeWorker:
         *,
         name: str = "compute-0",
         max_units: int = 64,
+        phases: Phases | None = None,
     ) -> None:
-        """`columns`: those of the dataflow, by name. `store`: None for `apply` alone."""
+        """`columns`: those of the dataflow, by name. `store`: None for `apply` alone. `phases`: where it notes what it
+        does."""
+        self._phases = phases or Phases()
         self.stage = stage
         self.columns = columns
         self.store = store
@@ -48,24 +54,38 @@ class ComputeWorker:
         self.state = stage.state
         """Of a function that carries one from batch to batch."""
         self.num_units = 0
+        self.num_rows = self.num_in_flight = 0
+        """Of leases that were computed, and of the one that is."""
         self.busy_s = 0.0
         self._takes_group_ids = "group_ids" in inspect.signature(stage.function).parameters if stage.function else False
 
     async def run(self) -> None:
-        """Lease, compute, write. Raises `DataflowError` if the function returns what the stage does not declare, and
+        """Lease, compute, write. The function runs in a thread of its own, always the same one: the event loop answers
+        for this worker meanwhile. Raises `DataflowError` if the function returns what the stage does not declare, and
         whatever the function itself raises."""
         assert self.store is not None
-        async with self.store.leases(self.stage.name, self.max_units, self.name) as leases:
+        thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        try:
+            await self._serve(self.store, thread)
+        finally:
+            thread.shutdown(wait=False)
+
+    async def _serve(self, store: StoreClient, thread: ThreadPoolExecutor) -> None:
+        compute = asyncio.get_running_loop().run_in_executor
+        async with store.leases(self.stage.name, self.max_units, self.name) as leases:
             async for lease in leases:
+                self.num_in_flight = len(lease.rows)
                 started = time.perf_counter()
-                results = self.apply(lease.rows)
+                with self._phases.within(COMPUTING):
+                    results = await compute(thread, self.apply, lease.rows)
                 self.busy_s += time.perf_counter() - started
                 with suppress(LeaseExpired):  # the rows are somebody else's by now
-                    await self._finish(lease, results)
+                    await self._finish(store, lease, results)
+                self.num_rows += self.num_in_flight
+                self.num_in_flight = 0
 
-    async def _finish(self, lease: Lease, results: dict[str, list[Any]]) -> None:
+    async def _finish(self, store: StoreClient, lease: Lease, results: dict[str, list[Any]]) -> None:
         """Write, and drop what a filter does not keep."""
-        assert self.store is not None
         row_ids = [int(row) for row in lease.rows.row_ids]
         if self.stage.kind == "filter":
             verdicts = results[self.stage.writes[0].name]
@@ -73,9 +93,9 @@ class ComputeWorker:
             row_ids = [row for row, kept in zip(row_ids, verdicts, strict=True) if kept]
             results = {self.stage.writes[0].name: [True] * len(row_ids)}
             if lost:
-                await self.store.drop(lease, lost, self.stage.reason)
+                await store.drop(lease, lost, self.stage.reason)
         if row_ids:
-            await self.store.write(lease, row_ids, results)
+            await store.write(lease, row_ids, results)
 
     def stats(self) -> dict[str, float]:
         return {"units": self.num_units, "busy_s": self.busy_s}

@@ -9,9 +9,11 @@ from pathlib import Path
 import ray
 
 from penstock.network.connection import Address
+from penstock.workers import processes, stacks
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_set import FileSet
+from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
@@ -82,6 +84,15 @@ class NodeAgent:
     async def discard(self, scratch: str) -> None:
         """It has been collected, or will not be."""
         await asyncio.to_thread(self._agent.files.discard, Path(scratch))
+
+    async def dump_stacks(self, process: ProcessId, name: str) -> str:
+        """What all threads of an actor's process on this node are at, within half a minute; or why that is not known.
+        200 kB at most."""
+        return await asyncio.to_thread(stacks.dump, process, self._agent.root / agent.STACKS, name)
+
+    async def kill(self, process: ProcessId) -> bool:
+        """End an actor's process on this node and all that it has started. False if one of them will not end."""
+        return await asyncio.to_thread(processes.kill, process)
 
     @property
     def _relay(self) -> Relay:

@@ -2,6 +2,7 @@
 
     <root>/weights/   publications: written by ranks, read by engines
     <root>/rows/      large batches of the store
+    <root>/stacks/    what processes of the run are at, written when they do not answer any more
 
     other nodes' agents ─ TCP, the run's token ─▶ listener ─▶ the service that they ask for
 
@@ -27,7 +28,7 @@ from penstock.workers.node.services import CHUNKS, FILES
 from penstock.workers.node.services import ROWS as ROWS_SERVICE
 from penstock.workers.weights.chain.relay import Relay
 
-WEIGHTS, ROWS = "weights", "rows"
+WEIGHTS, ROWS, STACKS = "weights", "rows", "stacks"
 """Folders of the root."""
 
 
@@ -130,7 +131,7 @@ class NodeAgent:
         else:
             guard_root(self.root)
             owns = True
-        for folder in (WEIGHTS, ROWS):
+        for folder in (WEIGHTS, ROWS, STACKS):
             (self.root / folder).mkdir(exist_ok=True)
         return owns
 

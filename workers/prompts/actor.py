@@ -4,8 +4,11 @@ from typing import Any
 
 from penstock.conf.run import RunConfig
 from penstock.store.client.client import StoreClient
+from penstock.workers.processes import ProcessId
+from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource, PromptStart
+from penstock.workers.stacks import register
 
 
 class Prompts:
@@ -22,9 +25,11 @@ class Prompts:
         self._config, self._model_path, self._rows_are = config, model_path, rows_are
         self._client = StoreClient(store)
         self._source: PromptSource | None = None
+        self._phases = Phases()
 
     async def start(self) -> None:
         self._source = open_source(self._config, self._model_path, rows_are=self._rows_are, start=self._start)
+        self._phases.enter(SERVING)
 
     async def run(self) -> None:
         assert self._source is not None
@@ -34,6 +39,14 @@ class Prompts:
         """Where a run goes on whose store has had so many groups (`StoreClient.cut`)."""
         assert self._source is not None
         return self._source.start_after(num_groups)
+
+    async def process(self, stacks: str) -> ProcessId:
+        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        return register(stacks, "Prompts")
+
+    async def progress(self) -> Progress:
+        """Groups drawn. At any time."""
+        return self._phases.progress(self._source.num_drawn if self._source is not None else 0)
 
     async def stats(self) -> dict[str, float]:
         """Groups drawn and rows left out (`dropped/prompt_too_long`), since the start."""

@@ -68,6 +68,11 @@ class PromptSource:
         """After the last group drawn, which may not have been admitted yet."""
         return self._order.cursor
 
+    @property
+    def num_drawn(self) -> int:
+        """Groups of the run so far."""
+        return self._cursors[-1][0]
+
     def cursor_after(self, num_groups: int) -> PromptCursor:
         """The cursor after the first `num_groups` groups of the run. `DataError`: not drawn yet, or long ago."""
         first, last = self._cursors[0][0], self._cursors[-1][0]
@@ -102,8 +107,7 @@ class PromptSource:
         return len(self.dataset)
 
     def stats(self) -> dict[str, float]:
-        drawn = self._cursors[-1][0]
-        return {"groups": drawn, "epoch": self.cursor.epoch, "dropped/prompt_too_long": self.skipped}
+        return {"groups": self.num_drawn, "epoch": self.cursor.epoch, "dropped/prompt_too_long": self.skipped}
 
     def _next_group(self) -> dict[str, Any] | None:
         for _ in range(2 * len(self.dataset)):

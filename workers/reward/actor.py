@@ -6,10 +6,13 @@ from typing import Any
 
 from penstock.conf.reward import RewardConfig
 from penstock.store.client.client import StoreClient
+from penstock.workers.processes import ProcessId
+from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.reward.outcome import Result
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.worker import RewardWorker
+from penstock.workers.stacks import register
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Reward:
     """Lifecycle: `start`, then `run` (for the store) and `score` (for evaluation) side by side, then `close`."""
 
     def __init__(self, plan: RewardPlan, store: Any | None) -> None:
-        config = plan.config
+        config, self._name, self._phases = plan.config, plan.name, Phases()
         spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
         client = StoreClient(store) if store is not None else None
         self._worker = RewardWorker(
@@ -46,6 +49,7 @@ class Reward:
 
     async def start(self) -> None:
         await self._worker.start()
+        self._phases.enter(SERVING)
 
     async def run(self) -> None:
         await self._worker.run()
@@ -53,6 +57,14 @@ class Reward:
     async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[Result]:
         """One reward a response; `tasks` are the rows' `task` column (JSON)."""
         return await self._worker.score(tasks, responses)
+
+    async def process(self, stacks: str) -> ProcessId:
+        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        return register(stacks, self._name)
+
+    async def progress(self) -> Progress:
+        """Samples scored, and those that are being scored. At any time."""
+        return self._phases.progress(self._worker.num_scored, self._worker.num_in_flight)
 
     async def stats(self) -> dict[str, float]:
         return self._worker.stats()

@@ -92,6 +92,8 @@ class RewardWorker:
         self.column = column
         self.max_samples = max_samples
         self.errors = ErrorShare(config.max_error_share, config.error_window)
+        self.num_in_flight = 0
+        """Samples leased and not scored yet."""
         self._clock = BusyClock()
 
     async def start(self) -> None:
@@ -117,6 +119,11 @@ class RewardWorker:
         """Of the sample that failed last; empty if none has."""
         return self.errors.last_error
 
+    @property
+    def num_scored(self) -> int:
+        """Samples so far, also those whose reward failed."""
+        return self.errors.rewarded + self.errors.failed
+
     def stats(self) -> dict[str, float]:
         """Counts since the start. `busy_s`: seconds in which at least one sample was being scored;
         `process_busy_s`: the same, added up over the processes."""
@@ -140,13 +147,20 @@ class RewardWorker:
         known: list[tuple[int, Result]] = []
         written = time.perf_counter()
         rows = lease.rows
-        async for position, result in self.pool.stream(rows.strings(self.text), rows.strings("task")):
-            self.errors.add(result)
-            known.append((int(rows.row_ids[position]), result))
-            if time.perf_counter() - written > WRITE_AFTER_S:
-                self.errors.check()
-                await self._write(store, lease, known)
-                known, written = [], time.perf_counter()
+        left = len(rows)
+        self.num_in_flight += left
+        try:
+            async for position, result in self.pool.stream(rows.strings(self.text), rows.strings("task")):
+                self.errors.add(result)
+                known.append((int(rows.row_ids[position]), result))
+                left -= 1
+                self.num_in_flight -= 1
+                if time.perf_counter() - written > WRITE_AFTER_S:
+                    self.errors.check()
+                    await self._write(store, lease, known)
+                    known, written = [], time.perf_counter()
+        finally:
+            self.num_in_flight -= left
         await self._write(store, lease, known)
 
     async def _write(self, store: StoreClient, lease: Lease, known: Sequence[tuple[int, Result]]) -> None:

@@ -14,9 +14,12 @@ from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.store.client.client import StoreClient
 from penstock.workers.concurrent_tasks import run_all
+from penstock.workers.processes import ProcessId
+from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.stacks import register
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
 
@@ -46,6 +49,7 @@ class Rollout:
 
     def __init__(self, spec: RolloutSpec, store: Any | None) -> None:
         self._spec = spec
+        self._phases = Phases()
         self._engine = make_engine(
             spec.config,
             spec.model_path,
@@ -75,6 +79,7 @@ class Rollout:
 
     async def start(self) -> None:
         await self._engine.start()
+        self._phases.enter(SERVING)
 
     async def run(self) -> None:
         """Serve the store's rollout stages until it closes."""
@@ -93,7 +98,8 @@ class Rollout:
 
     async def load(self, delivery: Delivery) -> None:
         """Load a publication, or a version that is being streamed, which `deliver` brings meanwhile."""
-        await self._engine.load(cast(Publication, delivery))  # engines that are not vLLM's are sent nothing else
+        with self._phases.within(LOADING):
+            await self._engine.load(cast(Publication, delivery))  # engines that are not vLLM's are sent nothing else
 
     async def connect(self, init_info: Info) -> None:
         """The trainer's first rank calls it, once, where weights are streamed."""
@@ -111,12 +117,23 @@ class Rollout:
     async def sleep(self) -> None:
         """Leave the device to the trainer."""
         await self._engine.sleep()
+        self._phases.enter(ASLEEP)
 
     async def wake(self) -> None:
         await self._engine.wake()
+        self._phases.enter(SERVING)
 
     async def version(self) -> int:
         return await self._engine.version()
+
+    async def process(self, stacks: str) -> ProcessId:
+        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        return register(stacks, self._spec.name)
+
+    async def progress(self) -> Progress:
+        """Tokens sampled, and samples in flight. At any time."""
+        sampled = self._engine.sampled()
+        return self._phases.progress(sampled.num_tokens, sampled.num_in_flight)
 
     async def stats(self) -> dict[str, float]:
         """Of the sampled rollouts."""

@@ -23,7 +23,7 @@ from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, Weight
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 from penstock.workers.weights.publication.adapter import deltas, layer_shapes
 from penstock.workers.weights.publication.reading import MappedWeights, open_publication
@@ -67,6 +67,7 @@ class HfEngine:
         self._tokenizer: Any = None
         self._eos_ids: frozenset[int] = frozenset()
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
+        self._num_tokens = self._num_in_flight = 0
         self._compute: ThreadPoolExecutor | None = None
         self._closing = threading.Event()
         self._awake = asyncio.Event()
@@ -82,7 +83,11 @@ class HfEngine:
         executor = self._executor()
         await self._awake.wait()
         call = asyncio.get_running_loop().run_in_executor
-        return await call(executor, self.generate_group, prompt_ids, num_samples, sampling)
+        self._num_in_flight += num_samples
+        try:
+            return await call(executor, self.generate_group, prompt_ids, num_samples, sampling)
+        finally:
+            self._num_in_flight -= num_samples
 
     async def load(self, publication: Publication) -> None:
         """Raises `WeightError` (the old weights stay), or `DeadlineExceeded` when a decode step takes longer than the
@@ -115,6 +120,9 @@ class HfEngine:
 
     async def version(self) -> int:
         return self._version
+
+    def sampled(self) -> Sampled:
+        return Sampled(self._num_tokens, self._num_in_flight)
 
     async def close(self) -> None:
         """Groups in flight end with `WorkerDied`."""
@@ -182,6 +190,7 @@ class HfEngine:
         return min(sampling.max_tokens, room)
 
     def _extend(self, response: _Response, token: int, logprob: float, sampling: Sampling) -> None:
+        self._num_tokens += 1
         response.token_ids.append(token)
         response.logprobs.append(logprob)
         response.versions.append(self._version)

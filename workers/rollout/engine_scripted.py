@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from penstock.conf.errors import WorkerDied
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 
 Length = Callable[[Sequence[int], int], int]
 """`(prompt_ids, sample_index) -> response tokens`."""
@@ -53,6 +53,9 @@ class ScriptedEngine:
         self._vocab_size = vocab_size
         self._versions = [version]
         self._since = [-math.inf]
+        self._num_tokens = 0
+        self._in_flight: dict[object, tuple[float, list[int]]] = {}
+        """When a group began, and the lengths of its samples."""
         self._closed = False
         self._awake = asyncio.Event()
         self._awake.set()
@@ -64,9 +67,15 @@ class ScriptedEngine:
         self._check_open()
         await self._awake.wait()
         started = asyncio.get_running_loop().time() + self._time.latency_s
-        lengths = [self._num_tokens(prompt_ids, index, sampling) for index in range(num_samples)]
-        await asyncio.sleep(self._time.latency_s + max(lengths) / self._time.tokens_per_s)
+        lengths = [self._length_of(prompt_ids, index, sampling) for index in range(num_samples)]
+        group = object()
+        self._in_flight[group] = started, lengths
+        try:
+            await asyncio.sleep(self._time.latency_s + max(lengths) / self._time.tokens_per_s)
+        finally:
+            del self._in_flight[group]
         self._check_open()
+        self._num_tokens += sum(lengths)
         return [self._complete(prompt_ids, index, lengths[index], sampling, started) for index in range(num_samples)]
 
     async def load(self, publication: Publication) -> None:
@@ -87,6 +96,13 @@ class ScriptedEngine:
         self._check_open()
         return self._versions[-1]
 
+    def sampled(self) -> Sampled:
+        now = asyncio.get_running_loop().time()
+        groups = [
+            [self._so_far(length, now - started) for length in lengths] for started, lengths in self._in_flight.values()
+        ]
+        return Sampled(self._num_tokens + sum(map(sum, groups)), sum(map(len, groups)))
+
     async def close(self) -> None:
         self._closed = True
 
@@ -94,7 +110,11 @@ class ScriptedEngine:
         if self._closed:
             raise WorkerDied("the scripted engine is closed; start another one.")
 
-    def _num_tokens(self, prompt_ids: Sequence[int], index: int, sampling: Sampling) -> int:
+    def _so_far(self, length: int, seconds: float) -> int:
+        """Of a sample that has run for so long."""
+        return int(min(length, seconds * self._time.tokens_per_s)) if seconds > 0 else 0
+
+    def _length_of(self, prompt_ids: Sequence[int], index: int, sampling: Sampling) -> int:
         if self._length is None:
             return sampling.max_tokens
         return min(sampling.max_tokens, max(0, self._length(prompt_ids, index)))

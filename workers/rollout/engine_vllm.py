@@ -18,18 +18,24 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from penstock.conf.errors import DataError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout.engine_output import EngineOutput, explained
-from penstock.workers.rollout.vllm_requests import completion_of, init_request, sampling_params, update_request
+from penstock.workers.rollout.vllm_requests import (
+    Opened,
+    completion_of,
+    init_request,
+    sampling_params,
+    under_way,
+    update_request,
+)
 from penstock.workers.rollout.vllm_setup import engine_arguments, shares_gpu, vllm_environment
-from penstock.workers.weights.publication.reading import MappedWeights, mapped_publication
+from penstock.workers.weights.publication.reading import mapped_publication
 from penstock.workers.weights.streaming.received_parts import Inbox
 from penstock.workers.weights.transport import Delivery, Info, Part
 
@@ -71,6 +77,8 @@ class VllmEngine:
         self._tokenizer: Any = None
         self._request_ids = itertools.count()
         self._in_flight = 0
+        self._num_tokens = 0
+        """Of requests that have ended."""
         self._admission = asyncio.Event()
         self._admission.set()
         self._loading = asyncio.Lock()
@@ -106,6 +114,7 @@ class VllmEngine:
             output = await self._request(list(prompt_ids), num_samples, sampling)
         finally:
             self._in_flight -= 1
+        self._num_tokens += sum(len(sample.token_ids) for sample in output.outputs)
         return [completion_of(sample, self._tokenizer, detokenized=bool(sampling.stop)) for sample in output.outputs]
 
     async def load(self, delivery: Delivery) -> None:
@@ -167,6 +176,10 @@ class VllmEngine:
         """As the engine process says."""
         self._check_alive()
         return int(await self._llm.get_weight_version())
+
+    def sampled(self) -> Sampled:
+        now = under_way(self._llm.output_processor) if self._llm is not None else Sampled(0, 0)
+        return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight)
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
@@ -233,7 +246,7 @@ class VllmEngine:
 
     # Loading
 
-    async def _open(self, publication: Publication) -> "Opened":
+    async def _open(self, publication: Publication) -> Opened:
         """All that can be done before the engine pauses: map the file here and in the engine's processes, verify it."""
         info = {"directory": publication.directory, "version": publication.version}
         mapped = await self._phase(publication, "open", asyncio.to_thread(mapped_publication, publication))
@@ -241,7 +254,7 @@ class VllmEngine:
         await self._phase(publication, "verify", asyncio.to_thread(mapped.verify))
         return Opened(mapped, info | {"verified_inode": mapped.inode})
 
-    async def _exchange(self, delivery: Delivery, opened: "Opened | None") -> None:
+    async def _exchange(self, delivery: Delivery, opened: Opened | None) -> None:
         """Swap the weights while nothing is scheduled. Requests that arrive meanwhile wait at `_admission`."""
         version = str(delivery.version)
         paused = self._in_flight > 0
@@ -269,7 +282,7 @@ class VllmEngine:
         self._version = delivery.version
 
     @asynccontextmanager
-    async def _loaded(self, delivery: Delivery, opened: "Opened | None") -> AsyncIterator[None]:
+    async def _loaded(self, delivery: Delivery, opened: Opened | None) -> AsyncIterator[None]:
         """Within it all weights are in. A sender is told of the end only once the version has been asserted as well."""
         if opened is not None:
             await self._load_part(delivery, opened.info)
@@ -338,11 +351,3 @@ class VllmEngine:
         if self._broken is not None or self._llm is None:
             reason = self._broken or "it was never started"
             raise WorkerDied(f"the vLLM engine for {self._model_path} is not serving: {reason}.")
-
-
-@dataclass(frozen=True)
-class Opened:
-    """A publication that is mapped and verified. `mapped`: keeps its file locked."""
-
-    mapped: MappedWeights
-    info: Info

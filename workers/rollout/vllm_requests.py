@@ -1,8 +1,10 @@
 """Penstock's requests in vLLM's words, and vLLM's answers in Penstock's. Used by `engine_vllm.py`."""
 
+from dataclasses import dataclass
 from typing import Any
 
-from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.protocols import Completion, Sampled, Sampling
+from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info
 
 
@@ -36,6 +38,23 @@ def completion_of(sample: Any, tokenizer: Any, *, detokenized: bool) -> Completi
     versions = [int(span.version) for span in sample.weight_versions for _ in range(span.start, span.end)]
     text = sample.text if detokenized else tokenizer.decode(token_ids, skip_special_tokens=True)
     return Completion(token_ids, logprobs, versions, text, sample.finish_reason)
+
+
+def under_way(processor: Any) -> Sampled:
+    """Of the requests that vLLM's `OutputProcessor` has, without asking for their outputs before the end. Samples of a
+    group that are done wait for the others with the group."""
+    samples = processor.request_states.values()
+    done = [sample for group in processor.parent_requests.values() for sample in group.output_aggregator if sample]
+    num_tokens = sum(sample.detokenizer.num_output_tokens() for sample in samples)
+    return Sampled(num_tokens + sum(len(sample.token_ids) for sample in done), len(samples))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A publication that is mapped and verified. `mapped`: keeps its file locked; `info`: what vLLM is told of it."""
+
+    mapped: MappedWeights
+    info: Info
 
 
 def init_request(info: Info) -> Any:

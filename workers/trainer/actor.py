@@ -5,7 +5,7 @@
     Scorer    serves:     run ─▶ worker, until the store closes
 
 All ranks of a model get the same calls in the same order; torch.distributed does the rest between them. What is called
-collective returns only when every rank has been called.
+collective returns only when every rank has been called. `progress` is answered by another thread meanwhile.
 
 Light to import: whoever starts a run has these classes, and torch and transformers wait until an actor is made.
 """
@@ -20,7 +20,10 @@ from penstock.conf.weights import WeightsConfig
 from penstock.network.addresses import free_address
 from penstock.store.data.rows import Rows
 from penstock.workers.files import SavedFile
+from penstock.workers.processes import ProcessId
+from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAVING, SERVING, Phases, Progress
 from penstock.workers.protocols import Loss, Publication, UpdateReport
+from penstock.workers.stacks import register
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 from penstock.workers.weights.transport import Delivery, Engines, Transport
@@ -34,9 +37,14 @@ T = TypeVar("T")
 
 
 class _Rank:
-    """What both shells know of the other ranks: where all of them meet."""
+    """What both shells know of the other ranks, where all of them meet, and say of themselves."""
 
     _meeting: "Meeting | None" = None
+    _name: str
+
+    def process(self, stacks: str) -> ProcessId:
+        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        return register(stacks, self._name)
 
     def address(self) -> str:
         """`host:port` where this rank, the first, lets the others meet from now on."""
@@ -62,6 +70,7 @@ class Trainer(_Rank):
     def __init__(self, spec: TrainerSpec, store: Any | None) -> None:
         from penstock.workers.trainer import assembly
 
+        self._name, self._phases = spec.name, Phases()
         self._assembly = assembly
         self._spec, self._store = spec, store
         self._started: TrainerParts | None = None
@@ -71,7 +80,8 @@ class Trainer(_Rank):
         """Load the models and join the other ranks; one rank alone needs no address. Collective. Raises `ModelError`,
         `ConfigError`, `DeadlineExceeded` with the ranks that do not come."""
         self._use_nodes_interface()
-        self._started = self._assembly.assemble_trainer(self._spec, address, self._store)
+        self._started = self._assembly.assemble_trainer(self._spec, address, self._store, self._phases)
+        self._phases.enter(IDLE)
 
     def step(self, step: int) -> StepReport | None:
         """Step number `step`, counted from 1, on the store's next batch. None: the store has closed. Collective."""
@@ -88,7 +98,8 @@ class Trainer(_Rank):
     def begin_saving(self, directory: str) -> bool:
         """Take the state of now; it is copied and written while training goes on. False: an earlier one is still being
         written. Collective. Raises `DataflowError` for a state that no checkpoint can keep."""
-        return self._parts.state.begin(directory)
+        with self._phases.within(SAVING):
+            return self._parts.state.begin(directory)
 
     def finish_saving(self) -> list[SavedFile]:
         """Wait for what `begin_saving` started; may run beside `step`. Raises `CheckpointError`,
@@ -97,7 +108,8 @@ class Trainer(_Rank):
 
     def resume(self, directory: str, files: list[SavedFile]) -> None:
         """Go on from a checkpoint. Collective. Raises `CheckpointError`."""
-        self._parts.state.load(directory, files)
+        with self._phases.within(RESUMING):
+            self._parts.state.load(directory, files)
 
     def plan_chunks(self, node: str, num_receivers: int) -> "ChunkPlan":
         """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them. The same
@@ -106,7 +118,8 @@ class Trainer(_Rank):
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write a version of the weights into shared memory, below `directory`. Collective. Raises `WeightError`."""
-        return self._parts.trainer.publish(directory, version)
+        with self._phases.within(PUBLISHING):
+            return self._parts.trainer.publish(directory, version)
 
     def free_address(self) -> str:
         """`host:port` on this node for a transport that wants to be told where it is to listen."""
@@ -130,7 +143,8 @@ class Trainer(_Rank):
     def send(self, version: int) -> None:
         """Stream a version, while the engines' `load` receives it. Collective. Raises `WeightError`,
         `DeadlineExceeded`, or what an engine raised."""
-        self._transport.send(version)
+        with self._phases.within(PUBLISHING):
+            self._transport.send(version)
 
     def take_device(self) -> None:
         """Bring everything back to the device that it shares with an engine. Collective."""
@@ -143,7 +157,13 @@ class Trainer(_Rank):
     def export(self, directory: str) -> dict[str, int]:
         """Write a HF model directory; the weight files of this rank, with their bytes. Collective. Raises
         `WeightError`."""
-        return self._parts.trainer.export(directory)
+        with self._phases.within(EXPORTING):
+            return self._parts.trainer.export(directory)
+
+    def progress(self) -> Progress:
+        """Rows trained, and those of the batch that it has. At any time."""
+        worker = self._started.worker if self._started is not None else None
+        return self._phases.progress(worker.num_rows, worker.num_in_flight) if worker else self._phases.progress()
 
     def close(self) -> None:
         """Let go of engines and ranks, as far as there are any."""
@@ -172,6 +192,7 @@ class Scorer(_Rank):
     def __init__(self, spec: ScorerSpec, store: Any | None) -> None:
         from penstock.workers.trainer import assembly
 
+        self._name, self._phases = spec.name, Phases()
         self._assembly = assembly
         self._spec, self._store = spec, store
         self._started: ScorerParts | None = None
@@ -179,11 +200,17 @@ class Scorer(_Rank):
     def start(self, address: str | None) -> None:
         """As `Trainer.start`."""
         self._use_nodes_interface()
-        self._started = self._assembly.assemble_scorer(self._spec, address, self._store)
+        self._started = self._assembly.assemble_scorer(self._spec, address, self._store, self._phases)
+        self._phases.enter(SERVING)
 
     def run(self) -> None:
         """Serve the stage until the store closes. Collective."""
         _needed(self._parts.worker, self._spec.name, "a store").run()
+
+    def progress(self) -> Progress:
+        """Rows computed, and those of the round that it has. At any time."""
+        worker = self._started.worker if self._started is not None else None
+        return self._phases.progress(worker.num_computed, worker.num_in_flight) if worker else self._phases.progress()
 
     def stats(self) -> dict[str, float]:
         """Rows served and seconds spent computing, since the start. May be called beside `run`."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.store.client.sync import SyncStoreClient
+from penstock.workers.progress import Phases
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
@@ -39,9 +40,11 @@ class ScorerParts:
     """None without a store."""
 
 
-def assemble_trainer(spec: TrainerSpec, address: str | None, store: Any | None = None) -> TrainerParts:
+def assemble_trainer(
+    spec: TrainerSpec, address: str | None, store: Any | None = None, phases: Phases | None = None
+) -> TrainerParts:
     """`address`: where the ranks meet (host:port on rank 0's node); one rank alone needs none. `store`: its handle, or
-    a `Store` of this process. Collective. Raises `ModelError`, `ConfigError`."""
+    a `Store` of this process. `phases`: where it notes what it does. Collective. Raises `ModelError`, `ConfigError`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, **_options(spec, address))
     critic = _critic(spec, address)
     ranks = trainer.ranks
@@ -58,11 +61,14 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, store: Any | None =
         spec.loss,
         preparation=preparation,
         speaks_for_rows=ranks.speaks_for_rows,
+        phases=phases,
     )
     return TrainerParts(trainer, state, worker)
 
 
-def assemble_scorer(spec: ScorerSpec, address: str | None, store: Any | None = None) -> ScorerParts:
+def assemble_scorer(
+    spec: ScorerSpec, address: str | None, store: Any | None = None, phases: Phases | None = None
+) -> ScorerParts:
     """As `assemble_trainer`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, trainable=False, **_options(spec, address))
     if store is None:
@@ -76,6 +82,7 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, store: Any | None = N
         ranks.data_rank,
         ranks.num_data_ranks,
         speaks_for_rows=ranks.speaks_for_rows,
+        phases=phases,
     )
     return ScorerParts(trainer, worker)
 

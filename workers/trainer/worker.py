@@ -18,6 +18,7 @@ from typing import Any
 from penstock.conf.errors import LeaseExpired
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
+from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport, TrainedRows
@@ -36,9 +37,14 @@ class TrainerWorker:
         stage: str = "train",
         preparation: Preparation | None = None,
         speaks_for_rows: bool = True,
+        phases: Phases | None = None,
     ) -> None:
         """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
-        update; None for none. `speaks_for_rows`: False for a rank whose rows another one completes and reports."""
+        update; None for none. `speaks_for_rows`: False for a rank whose rows another one completes and reports.
+        `phases`: where it notes what it does."""
+        self._phases = phases or Phases()
+        self.num_rows = self.num_in_flight = 0
+        """Of its share: trained so far, and of the batch that it has."""
         self._speaks_for_rows = speaks_for_rows
         self._preparation = preparation
         self._trainer = trainer
@@ -51,16 +57,23 @@ class TrainerWorker:
     def step(self, step: int) -> StepReport | None:
         """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. Collective."""
         started = time.perf_counter()
-        lease = self._store.lease_shared(self._stage, step - 1, self._rank, self._num_ranks, 0)  # rounds are from 0
+        with self._phases.within(WAITING):
+            lease = self._store.lease_shared(self._stage, step - 1, self._rank, self._num_ranks, 0)  # rounds are from 0
         if lease is None:
             return None
         leased = time.perf_counter()
-        rows, critic_metrics = (
-            self._preparation.apply(lease.rows, lease.version) if self._preparation is not None else (lease.rows, {})
-        )
-        report = self._trainer.update(rows, self._loss)
-        if self._speaks_for_rows:
-            self._store.complete_shared(lease)
+        self.num_in_flight = len(lease.rows)
+        with self._phases.within(UPDATING):
+            rows, critic_metrics = (
+                self._preparation.apply(lease.rows, lease.version)
+                if self._preparation is not None
+                else (lease.rows, {})
+            )
+            report = self._trainer.update(rows, self._loss)
+            if self._speaks_for_rows:
+                self._store.complete_shared(lease)
+        self.num_rows += self.num_in_flight
+        self.num_in_flight = 0
         trained = time.perf_counter()
         trained_rows = TrainedRows.of(lease.rows if self._speaks_for_rows else lease.rows.select([]), lease.version)
         return StepReport(
@@ -89,9 +102,14 @@ class ScorerWorker:
         *,
         max_units: int = 64,
         speaks_for_rows: bool = True,
+        phases: Phases | None = None,
     ) -> None:
         """`compute`: one value a row, e.g. `trainer.logprobs`. `column`: what the stage writes. `max_units`: most rows
-        of a round, over all ranks. `speaks_for_rows`: False for a rank whose rows another one writes."""
+        of a round, over all ranks. `speaks_for_rows`: False for a rank whose rows another one writes. `phases`: where
+        it notes what it does."""
+        self._phases = phases or Phases()
+        self.num_computed = self.num_in_flight = 0
+        """Rows of its share, and of the round that it has."""
         self._speaks_for_rows = speaks_for_rows
         self._compute = compute
         self._store = store
@@ -115,7 +133,11 @@ class ScorerWorker:
         if lease is None:
             return False
         started = time.perf_counter()
-        values = self._compute(lease.rows)
+        self.num_in_flight = len(lease.rows)
+        with self._phases.within(COMPUTING):
+            values = self._compute(lease.rows)
+        self.num_computed += self.num_in_flight
+        self.num_in_flight = 0
         self._busy_s += time.perf_counter() - started
         if len(lease.rows) and self._speaks_for_rows:
             self._num_rows += len(lease.rows)

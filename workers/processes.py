@@ -1,0 +1,61 @@
+"""Processes of a run by more than their number, which may be another's by the time that it is used: an actor says who
+it is, and its node's agent ends nobody else.
+"""
+
+import contextlib
+import os
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from penstock.store.data.roots import identity
+
+END_S = 10.0
+"""For a killed process to be gone: its memory, on a GPU too, is given back only then."""
+
+
+@dataclass(frozen=True)
+class ProcessId:
+    """Plain data, so that it crosses Ray."""
+
+    pid: int
+    proof: tuple[str, ...]
+    """When it started, and in which PID namespace of which machine."""
+
+    @classmethod
+    def of(cls, pid: int) -> "ProcessId":
+        return cls(pid, identity(pid))
+
+    @classmethod
+    def own(cls) -> "ProcessId":
+        return cls.of(os.getpid())
+
+    @property
+    def is_alive(self) -> bool:
+        """False also where it cannot be seen from: on another machine, in another container."""
+        return identity(self.pid) == self.proof
+
+
+def kill(process: ProcessId, timeout_s: float = END_S) -> bool:
+    """End it and all that it has started, at once. False if any of them is still there afterwards: the kernel does not
+    let go of one that waits for a device."""
+    doomed = _with_children(process.pid)
+    if not process.is_alive:  # asked last: the children are its own
+        return True
+    ids = [ProcessId.of(member.pid) for member in doomed]
+    for member in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.kill()  # which asks again whether it is the same process
+    deadline = time.monotonic() + timeout_s
+    while (left := any(member.is_alive for member in ids)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not left
+
+
+def _with_children(pid: int) -> list[psutil.Process]:
+    try:
+        first = psutil.Process(pid)
+        return [first, *first.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []

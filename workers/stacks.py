@@ -1,0 +1,114 @@
+"""What all threads of a worker's process are at, in words: for the log of one that does not answer any more.
+
+    worker        register(directory, name)      a signal has the kernel call `faulthandler`, which needs no Python lock
+    node's agent  dump(process, directory, name) by py-spy, which needs the process for nothing; else by that signal
+
+Called by every `actor.py`, and by `workers/node/actor.py`.
+"""
+
+import faulthandler
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TextIO
+
+import psutil
+
+from penstock.workers.processes import ProcessId
+
+SIGNAL = signal.SIGUSR2
+MAX_BYTES = 200_000
+"""Of one dump: what is beyond is mostly the same frames again."""
+SPY_S = 20.0
+WRITE_S = 5.0
+"""For the process to write its stacks. The kernel lets it do so whatever it computes, unless it is stopped."""
+QUIET_S = 0.3
+"""The file is whole when it has not grown for so long."""
+
+_files: dict[Path, TextIO] = {}
+"""Of this process: `faulthandler` wants its file open."""
+
+
+def register(directory: str | Path, name: str) -> ProcessId:
+    """From now on the signal has this process write its stacks below `directory`, if it sees that; who this process is.
+    A second time changes nothing."""
+    process = ProcessId.own()
+    path = _path(directory, name, process.pid)
+    if path not in _files and path.parent.is_dir():
+        _files[path] = path.open("w")
+        faulthandler.register(SIGNAL, _files[path], all_threads=True, chain=False)
+    return process
+
+
+def dump(process: ProcessId, directory: str | Path, name: str, py_spy: str | None = None) -> str:
+    """The stacks of a process of this machine, within half a minute; or, in words, why there are none. Never raises for
+    a process that is gone. `py_spy`: the program; None: the one that is installed, if any."""
+    if not process.is_alive:
+        return f"{name}, process {process.pid}: it is gone, or of another machine."
+    spied = _spied(process.pid, py_spy or _installed())
+    try:
+        text = spied if spied is not None else _written(process, _path(directory, name, process.pid))
+    except (ProcessLookupError, FileNotFoundError):
+        text = "it has ended meanwhile."
+    return _shortened(f"{name}, process {process.pid} ({_status(process.pid)}):\n{text}")
+
+
+def _path(directory: str | Path, name: str, pid: int) -> Path:
+    return Path(directory) / f"{name}.{pid}.txt"
+
+
+def _installed() -> str | None:
+    """Beside this Python, or on the PATH."""
+    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    return shutil.which("py-spy", path=beside)
+
+
+def _spied(pid: int, py_spy: str | None) -> str | None:
+    """Of the process and of those that it has started. None where py-spy is not, or may not look."""
+    if py_spy is None:
+        return None
+    command = [py_spy, "dump", "--pid", str(pid), "--subprocesses"]
+    try:
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+def _written(process: ProcessId, path: Path) -> str:
+    """By the process itself."""
+    if not path.exists() or not _catches(process.pid):
+        return "py-spy cannot look at it, and it has not registered to write its stacks itself."
+    before = size = path.stat().st_size
+    os.kill(process.pid, SIGNAL)
+    deadline = grown = time.monotonic() + WRITE_S
+    while time.monotonic() < deadline and not (size > before and time.monotonic() - grown > QUIET_S):
+        time.sleep(QUIET_S / 10)
+        if path.stat().st_size > size:
+            size, grown = path.stat().st_size, time.monotonic()
+    with path.open("rb") as file:
+        file.seek(before)
+        return file.read(MAX_BYTES).decode(errors="replace") or f"it wrote no stacks within {WRITE_S:g} s."
+
+
+def _catches(pid: int) -> bool:
+    """A process that has no handler would be ended by the signal."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    mask = next(line.split()[1] for line in lines if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (SIGNAL - 1) & 1)
+
+
+def _status(pid: int) -> str:
+    """Stopped, waiting for a disk, running, …"""
+    try:
+        return str(psutil.Process(pid).status())
+    except psutil.Error:
+        return "gone"
+
+
+def _shortened(text: str) -> str:
+    return text.encode()[:MAX_BYTES].decode(errors="ignore")
