@@ -68,8 +68,8 @@ class ActorMaker:
         """A path of the driver's, as the actor of that name is to say it."""
         return self._files.local(self._node_of(name), path)
 
-    def make(self, actor: ActorPlan, name: str, store: Any) -> Any:
-        """Its handle. `name`: that Ray is to know it by; `store`: its handle, None for none."""
+    def make(self, actor: ActorPlan, name: str) -> Any:
+        """Its handle. `name`: that Ray is to know it by."""
         options = {
             "name": name,
             "namespace": self._namespace,
@@ -83,21 +83,20 @@ class ActorMaker:
                 self._config,
                 self._model_path,
                 self._flow.rows_are,
-                store,
                 self._resumed.prompts if self._resumed else None,
             )
         if actor.role == "rollout":
-            return _remote(Rollout, options).remote(self._rollout_spec(actor), store)
+            return _remote(Rollout, options).remote(self._rollout_spec(actor))
         if actor.role == "reward":
-            return _remote(Reward, options).remote(self._reward_plan(actor), store)
+            return _remote(Reward, options).remote(self._reward_plan(actor))
         if actor.role == "compute":
             stage = self._flow.stage(str(actor.stage))
-            return _remote(Compute, options).remote(actor.name, stage, self._flow.columns, store)
+            return _remote(Compute, options).remote(actor.name, stage, self._flow.columns)
         # A rank computes in one thread; a second one waits for a checkpoint meanwhile, a third one answers heartbeats.
         options["max_concurrency"] = 3
         if actor.role == "scorer":
-            return _remote(Scorer, options).remote(self._scorer_spec(actor), store)
-        return _remote(Trainer, options).remote(self._trainer_spec(actor), store)
+            return _remote(Scorer, options).remote(self._scorer_spec(actor))
+        return _remote(Trainer, options).remote(self._trainer_spec(actor))
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self._config

@@ -114,6 +114,9 @@ class Fleet:
                 (address,) = get_all([_address(members)], phase="start", timeout_s=timeout_s)
             calls += self._starts(members, address)
         get_all(calls, phase="start", timeout_s=timeout_s)
+        if self.with_store:
+            attaching = [(name, handle.attach.remote(self.store)) for name, handle in self.role("trainer")]
+            get_all(attaching, phase="start", timeout_s=timeout_s)
         if self.resumed is not None:
             assert self._maker is not None
             loads = [
@@ -239,7 +242,7 @@ class Fleet:
         assert self._maker is not None
         self._made[name] += 1
         count = self._made[name]
-        return self._maker.make(self._plan_of(name), name if count == 1 else f"{name}.{count}", self.store)
+        return self._maker.make(self._plan_of(name), name if count == 1 else f"{name}.{count}")
 
     def _starts(self, members: Members, address: str | None) -> Members:
         """Their calls of `start`. `address`: where several meet."""

@@ -103,7 +103,7 @@ class Supervisor:
     async def _run(self, name: str) -> None:
         """One member's pull loop: it ends when the store closes and not before."""
         try:
-            await self._fleet.actors[name].run.remote()
+            await self._fleet.actors[name].run.remote(self._fleet.store)
         except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
             raise translate(error, name) from None
         if not self._closing:

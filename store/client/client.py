@@ -202,6 +202,12 @@ class StoreClient:
         """Waiting leases return None, waiting producers raise `StoreClosed`."""
         await self._link.call("close", reason)
 
+    async def leave(self) -> None:
+        """This end is no more, as if its process had ended: what it holds goes back, and what waits for a store of
+        another process raises `PartnerGone`. A second time changes nothing."""
+        self._heartbeat.stop()
+        await self._link.leave()
+
     async def spec(self) -> StoreSpec:
         """The store's columns, stages and bounds; asked for once."""
         if self._known is None:

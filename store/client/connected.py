@@ -40,6 +40,7 @@ CONNECT_S = 10.0
 TRIES = 5
 """Of a handshake: the store hangs up when all machines of a run come at once."""
 LONGEST_PAUSE_S = 1.0
+HAS_LEFT = "this client has left its store. Make another to speak to it."
 
 
 class ByValue:
@@ -133,6 +134,10 @@ class Connected:
         """What an answer names will not be read."""
         self._mappings.skip(placed.segment for placed in refs)
 
+    async def leave(self) -> None:
+        self._lost = self._lost or PartnerGone(HAS_LEFT)
+        self._wire.abort()
+
     def _mapped(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
         batches: list[pa.RecordBatch] = []
         try:
@@ -188,7 +193,7 @@ class Connected:
             answer.set_exception(heard.error)
 
     def _gone(self, error: Exception | None) -> None:
-        self._lost = self._explained(error)
+        self._lost = self._lost or self._explained(error)
         if self._pulls is not None:
             self._pulls.close()
         for _, answer in self._answers.values():

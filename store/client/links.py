@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from penstock.conf.errors import PartnerGone, StoreError
 from penstock.store.client import pulse
-from penstock.store.client.connected import ByValue, OverSocket, OverTcp
+from penstock.store.client.connected import HAS_LEFT, ByValue, OverSocket, OverTcp
 from penstock.store.client.pulse import Pulse
 from penstock.store.data.arena import Slot
 from penstock.store.data.layout import Parcel, Placed
@@ -50,6 +50,9 @@ class Link(Protocol):
     def pulse(self) -> Pulse:
         """A way to the store for the thread of a heartbeat. Any thread may ask, once there was a call."""
 
+    async def leave(self) -> None:
+        """As if this end's process had ended. What waits for an answer over a connection raises `PartnerGone`."""
+
 
 def link_to(handle: "Store | Any", client: str, node: str | None = None) -> Link:
     """`handle`: a `Store`, an endpoint of one, or a Ray actor handle of one.
@@ -66,8 +69,11 @@ class InProcess(ByValue):
 
     def __init__(self, store: Store, client: str) -> None:
         self._store, self._client = store, client
+        self._has_left = False
 
     async def call(self, method: str, *args: Any) -> Any:
+        if self._has_left:
+            raise PartnerGone(HAS_LEFT)
         value, segments = await getattr(self._store, method)(*args), self._store.segments
         refs = refs_of(value)
         if segments is None or not refs:
@@ -83,6 +89,11 @@ class InProcess(ByValue):
     def pulse(self) -> Pulse:
         return pulse.InProcess(self._store, self._client)
 
+    async def leave(self) -> None:
+        if not self._has_left:
+            self._has_left = True
+            await self._store.left(self._client)
+
 
 class Lazy:
     """A link that the first call finds."""
@@ -90,6 +101,7 @@ class Lazy:
     def __init__(self, find: Callable[[], Awaitable[Link]]) -> None:
         self._find = find
         self._finding = asyncio.Lock()
+        self._has_left = False
         self.found: Link | None = None
 
     async def call(self, method: str, *args: Any) -> Any:
@@ -113,10 +125,17 @@ class Lazy:
         assert self.found is not None
         return self.found.pulse()
 
+    async def leave(self) -> None:
+        self._has_left = True
+        if self.found is not None:
+            await self.found.leave()
+
     async def _link(self) -> Link:
         if self.found is None:
             async with self._finding:
                 self.found = self.found or await self._find()
+            if self._has_left:  # meanwhile
+                await self.found.leave()
         return self.found
 
 

@@ -1,15 +1,18 @@
 """The store's client for code that does not await: trainer ranks."""
 
 import asyncio
+import concurrent.futures
 import threading
 from collections.abc import Coroutine, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
 
+from penstock.conf.errors import PartnerGone, StoreError
 from penstock.store.client.client import StoreClient
+from penstock.store.client.connected import HAS_LEFT
 from penstock.store.client.lease import Lease, SharedLease, Values
-from penstock.store.errors import StoreError
 from penstock.store.service.store import Store
 
 T = TypeVar("T")
@@ -19,7 +22,8 @@ class SyncStoreClient:
     """The calls of `StoreClient`, each blocking its thread, which must have no running event loop.
 
     A thread of its own runs the client's event loop, so that leases are renewed while the caller computes. Around a
-    `Store` in this process the store's loop is used, and the caller must be another thread.
+    `Store` in this process the store's loop is used, and the caller must be another thread. `leave` ends the thread,
+    and may be called beside a call that waits.
     """
 
     def __init__(self, handle: "Store | Any") -> None:
@@ -27,6 +31,8 @@ class SyncStoreClient:
         first = handle[0] if isinstance(handle, list | tuple) else handle
         self._store = first if isinstance(first, Store) else None
         self._own: asyncio.AbstractEventLoop | None = None
+        self._under_way: set[concurrent.futures.Future[Any]] = set()
+        self._has_left = False
 
     def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
         return self._run(self._client.lease(stage, max_units, owner))
@@ -51,18 +57,55 @@ class SyncStoreClient:
     def complete_shared(self, lease: SharedLease) -> None:
         self._run(self._client.complete_shared(lease))
 
+    def leave(self) -> None:
+        """As `StoreClient.leave`; calls that wait in other threads raise `PartnerGone`. A second time changes
+        nothing."""
+        if self._has_left:
+            return
+        with suppress(StoreError):  # its loop has ended, and everything with it
+            self._run(self._client.leave())
+        self._has_left = True
+        for call in list(self._under_way):
+            call.cancel()
+        if self._own is not None:
+            self._own.call_soon_threadsafe(self._own.stop)
+
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
         loop = self._own_loop() if self._store is None else self._store.loop
         if loop is None or not loop.is_running():
             call.close()
+            if self._has_left:
+                raise PartnerGone(HAS_LEFT)
             raise StoreError("this store serves no event loop yet: call it once from the loop that it is to live in.")
-        return asyncio.run_coroutine_threadsafe(call, loop).result()
+        answer = asyncio.run_coroutine_threadsafe(call, loop)
+        self._under_way.add(answer)
+        if self._has_left:  # perhaps before it was noted
+            answer.cancel()
+        try:
+            return answer.result()
+        except concurrent.futures.CancelledError:
+            raise PartnerGone(HAS_LEFT) from None
+        finally:
+            self._under_way.discard(answer)
 
     def _own_loop(self) -> asyncio.AbstractEventLoop:
         if self._own is None:
             self._own = asyncio.new_event_loop()
             running = threading.Event()
             self._own.call_soon(running.set)
-            threading.Thread(target=self._own.run_forever, name="store-client", daemon=True).start()
+            threading.Thread(target=_run_until_stopped, args=(self._own,), name="store-client", daemon=True).start()
             running.wait()
         return self._own
+
+
+def _run_until_stopped(loop: asyncio.AbstractEventLoop) -> None:
+    loop.run_forever()
+    loop.run_until_complete(_cancel_all(loop))
+    loop.close()
+
+
+async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
+    tasks = asyncio.all_tasks(loop) - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

@@ -121,6 +121,7 @@ class Store:
         self._release_all(self._clients.left(client))
         for consumers in self._consumers.values():
             consumers.left(client)
+            consumers.withdraw(client)
         if self.segments is not None:
             self.segments.left(client)
         self._pump.wake_all_stages()  # those that are left share without it

@@ -63,6 +63,11 @@ class Wire(asyncio.BufferedProtocol):
         if self._transport is not None:
             self._transport.close()
 
+    def abort(self) -> None:
+        """At once: what the kernel has not taken yet is not sent."""
+        if self._transport is not None:
+            self._transport.abort()
+
     # What asyncio calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -95,16 +95,17 @@ class Member:
 
 
 class Prompts(Member):
-    def __init__(self, store: Any, num_groups: int, start: PromptStart) -> None:
-        self._client, self._start, self._num_groups = StoreClient(store), start, num_groups
+    def __init__(self, num_groups: int, start: PromptStart) -> None:
+        self._start, self._num_groups = start, num_groups
 
-    async def run(self) -> None:
+    async def run(self, store: Any) -> None:
+        client = StoreClient(store)
         number = self._start.first_group
         with contextlib.suppress(StoreClosed):
             while True:
                 numbers = range(number, number + self._num_groups)
                 number += self._num_groups
-                await self._client.put_groups([{"prompt_ids": [1, n], "task": "{}"} for n in numbers])
+                await client.put_groups([{"prompt_ids": [1, n], "task": "{}"} for n in numbers])
 
     async def start_after(self, num_groups: int) -> PromptStart:
         return PromptStart(PromptCursor(0, num_groups), num_groups)
@@ -113,16 +114,16 @@ class Prompts(Member):
 class Rollout(Member):
     """The real pull loop over a scripted engine, which like any engine starts with version 0."""
 
-    def __init__(self, store: Any, name: str, config: RunConfig, group_size: int, random: Random, pause: Pause) -> None:
+    def __init__(self, name: str, config: RunConfig, group_size: int, random: Random, pause: Pause) -> None:
         self._pause = pause
         self.engine = ScriptedEngine(TimeModel(tokens_per_s=10.0), length=lambda *_: int(random.paretovariate(1.2) * 3))
         self.worker = RolloutWorker(
-            self.engine, StoreClient(store), Sampling.of(config.rollout.sampling), name, 0, num_samples=group_size,
+            self.engine, Sampling.of(config.rollout.sampling), name, 0, num_samples=group_size,
             max_concurrent_samples=config.rollout.max_concurrent_samples, num_workers=config.rollout.num_workers,
         )  # fmt: skip
 
-    async def run(self) -> None:
-        await self.worker.run()
+    async def run(self, store: Any) -> None:
+        await self.worker.run(StoreClient(store))
 
     async def load(self, publication: Publication) -> None:
         await self._pause(2.0)
@@ -135,17 +136,15 @@ class Rollout(Member):
 class Stage(Member):
     """Any stage that computes columns: `values(rows)` is what it writes."""
 
-    def __init__(
-        self, store: Any, name: str, stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause
-    ) -> None:
-        self._client, self._name, self._stage = StoreClient(store), name, stage
-        self._values, self._pause = values, pause
+    def __init__(self, name: str, stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause) -> None:
+        self._name, self._stage, self._values, self._pause = name, stage, values, pause
 
-    async def run(self) -> None:
-        async with self._client.leases(self._stage, 4, self._name) as leases:
+    async def run(self, store: Any) -> None:
+        client = StoreClient(store)
+        async with client.leases(self._stage, 4, self._name) as leases:
             async for lease in leases:
                 await self._pause(0.5)
-                await self._client.write(lease, lease.rows.row_ids, self._values(lease.rows))
+                await client.write(lease, lease.rows.row_ids, self._values(lease.rows))
 
 
 class Trainer(Member):
@@ -190,16 +189,16 @@ class ScriptedFleet(OneMachine):
         size, num_ranks = flow.samples_per_prompt, config.trainer.num_ranks
         self._makers: dict[str, tuple[str, Callable[[], Member]]] = {}
         """Role, and what makes one, by name."""
-        self._is("prompts", "Prompts", lambda _: Prompts(store, config.trainer.groups_per_step, start))
+        self._is("prompts", "Prompts", lambda _: Prompts(config.trainer.groups_per_step, start))
         for index in range(config.rollout.num_workers):
-            self._is("rollout", f"Rollout-{index}", lambda name: Rollout(store, name, config, size, random, pause))
+            self._is("rollout", f"Rollout-{index}", lambda name: Rollout(name, config, size, random, pause))
         for rank in range(num_ranks):
             self._is("trainer", f"Trainer-{rank}", lambda _, rank=rank: Trainer(store, rank, num_ranks, pause))
-        self._is("reward", "Reward-0", lambda name: Stage(store, name, "reward", _reward, pause))
+        self._is("reward", "Reward-0", lambda name: Stage(name, "reward", _reward, pause))
         for stage in flow.stages:
             if stage.kind == "compute" and not stage.is_in_trainer:
                 values = _column(stage.writes[0].name)
-                make = partial(_stage, store, stage.name, values, pause)
+                make = partial(_stage, stage.name, values, pause)
                 self._is("compute", f"Compute-{stage.name}", make)
         self._handles = {name: Handle(name, make()) for name, (_, make) in self._makers.items()}
 
@@ -241,8 +240,8 @@ class ScriptedFleet(OneMachine):
         self._handles |= dict(members)
 
 
-def _stage(store: Any, stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause, name: str) -> Stage:
-    return Stage(store, name, stage, values, pause)
+def _stage(stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause, name: str) -> Stage:
+    return Stage(name, stage, values, pause)
 
 
 def _reward(rows: Any) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Play:
         store = Store()
         monkeypatch.setattr(controlling, "StoreClient", lambda handle: store)
         flow = build_dataflow(self.config.algorithm)
-        serve = {"run": store.closed.wait, "stats": lambda: {"busy_s": 0.0}}
+        serve = {"run": lambda _: store.closed.wait(), "stats": lambda: {"busy_s": 0.0}}
         actors: dict[str, dict[str, Callable[..., Any]]] = {
             "trainer": {
                 "step": report, "begin_saving": lambda place: True, "finish_saving": list, "stats": dict,

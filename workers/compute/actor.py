@@ -4,26 +4,28 @@ from typing import Any
 
 from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
-from penstock.store.client.client import StoreClient
 from penstock.workers.compute.worker import ComputeWorker
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import SERVING, Phases, Progress
+from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
 
 
 class Compute:
-    """Lifecycle: `run` until the store closes. `columns`: every column of the dataflow, by name."""
+    """Lifecycle: `run` until the store closes; with another store it ends the one before. `columns`: every column of
+    the dataflow, by name."""
 
-    def __init__(self, name: str, stage: Stage, columns: dict[str, Column], store: Any) -> None:
+    def __init__(self, name: str, stage: Stage, columns: dict[str, Column]) -> None:
         self._name, self._phases = name, Phases()
-        self._worker = ComputeWorker(stage, columns, StoreClient(store), name=name, phases=self._phases)
+        self._worker = ComputeWorker(stage, columns, name=name, phases=self._phases)
+        self._serving = Serving(self._worker.run)
 
     async def start(self) -> None:
         """Nothing to load; the same call as for every other actor."""
         self._phases.enter(SERVING)
 
-    async def run(self) -> None:
-        await self._worker.run()
+    async def run(self, store: Any) -> None:
+        await self._serving.run(store)
 
     async def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""

@@ -37,18 +37,15 @@ class ComputeWorker:
         self,
         stage: Stage,
         columns: dict[str, Column],
-        store: StoreClient | None = None,
         *,
         name: str = "compute-0",
         max_units: int = 64,
         phases: Phases | None = None,
     ) -> None:
-        """`columns`: those of the dataflow, by name. `store`: None for `apply` alone. `phases`: where it notes what it
-        does."""
+        """`columns`: those of the dataflow, by name. `phases`: where it notes what it does."""
         self._phases = phases or Phases()
         self.stage = stage
         self.columns = columns
-        self.store = store
         self.name = name
         self.max_units = max_units
         self.state = stage.state
@@ -59,14 +56,13 @@ class ComputeWorker:
         self.busy_s = 0.0
         self._takes_group_ids = "group_ids" in inspect.signature(stage.function).parameters if stage.function else False
 
-    async def run(self) -> None:
-        """Lease, compute, write. The function runs in a thread of its own, always the same one: the event loop answers
-        for this worker meanwhile. Raises `DataflowError` if the function returns what the stage does not declare, and
-        whatever the function itself raises."""
-        assert self.store is not None
+    async def run(self, store: StoreClient) -> None:
+        """Lease, compute, write, until the store closes. The function runs in a thread of its own, always the same one:
+        the event loop answers for this worker meanwhile. Raises `DataflowError` if the function returns what the stage
+        does not declare, and whatever the function itself raises."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="compute")
         try:
-            await self._serve(self.store, thread)
+            await self._serve(store, thread)
         finally:
             thread.shutdown(wait=False)
 

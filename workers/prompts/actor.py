@@ -8,22 +8,21 @@ from penstock.workers.processes import ProcessId
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource, PromptStart
+from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
 
 
 class Prompts:
-    """Lifecycle: `start`, then `run` until the store closes.
+    """Lifecycle: `start`, then `run` until the store closes; with another store it ends the one before.
 
     `rows_are`: "prompts", "demonstrations" or "preferences" (`Dataflow.rows_are`). `model_path`: where the
     tokenizer is. `start`: of a resumed run.
     """
 
-    def __init__(
-        self, config: RunConfig, model_path: str, rows_are: str, store: Any, start: PromptStart | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, model_path: str, rows_are: str, start: PromptStart | None = None) -> None:
         self._start = start
         self._config, self._model_path, self._rows_are = config, model_path, rows_are
-        self._client = StoreClient(store)
+        self._serving = Serving(self._put)
         self._source: PromptSource | None = None
         self._phases = Phases()
 
@@ -31,9 +30,12 @@ class Prompts:
         self._source = open_source(self._config, self._model_path, rows_are=self._rows_are, start=self._start)
         self._phases.enter(SERVING)
 
-    async def run(self) -> None:
+    async def run(self, store: Any) -> None:
+        await self._serving.run(store)
+
+    async def _put(self, store: StoreClient) -> None:
         assert self._source is not None
-        await self._source.run(self._client, self._config.trainer.groups_per_step)
+        await self._source.run(store, self._config.trainer.groups_per_step)
 
     async def start_after(self, num_groups: int) -> PromptStart:
         """Where a run goes on whose store has had so many groups (`StoreClient.cut`)."""

@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.reward import RewardConfig
-from penstock.store.client.client import StoreClient
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.reward.outcome import Result
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.worker import RewardWorker
+from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
 
 
@@ -31,28 +31,28 @@ class RewardPlan:
 
 
 class Reward:
-    """Lifecycle: `start`, then `run` (for the store) and `score` (for evaluation) side by side, then `close`."""
+    """Lifecycle: `start`, then `run` (for a store) and `score` (for evaluation) side by side, then `close`. `run` with
+    another store ends the one before."""
 
-    def __init__(self, plan: RewardPlan, store: Any | None) -> None:
+    def __init__(self, plan: RewardPlan) -> None:
         config, self._name, self._phases = plan.config, plan.name, Phases()
         spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
-        client = StoreClient(store) if store is not None else None
         self._worker = RewardWorker(
             RewardPool.of(config, spec),
-            client,
             config,
             name=plan.name,
             stage=plan.stage,
             column=plan.column,
             text=plan.text,
         )
+        self._serving = Serving(self._worker.run)
 
     async def start(self) -> None:
         await self._worker.start()
         self._phases.enter(SERVING)
 
-    async def run(self) -> None:
-        await self._worker.run()
+    async def run(self, store: Any) -> None:
+        await self._serving.run(store)
 
     async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[Result]:
         """One reward a response; `tasks` are the rows' `task` column (JSON)."""

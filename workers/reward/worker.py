@@ -68,13 +68,13 @@ class RewardWorker:
     """Scores samples of one reward stage until the store is closed.
 
     Lifecycle: `start` (loads the function in every process), `run` (returns when the store closes, raises
-    `RewardFailure` when too many rewards failed), `close`. `score` and `stats` may be called at any time in between.
+    `RewardFailure` when too many rewards failed; then it may be called with another), `close`. `score` and `stats` may
+    be called at any time in between.
     """
 
     def __init__(
         self,
         pool: RewardPool,
-        store: StoreClient | None,
         config: RewardConfig,
         *,
         name: str = "reward-0",
@@ -83,10 +83,9 @@ class RewardWorker:
         text: str = "response_text",
         max_samples: int = 64,
     ) -> None:
-        """`store`: None for a worker that only scores for evaluation. `text`: the column to score."""
+        """`text`: the column to score."""
         self.text = text
         self.pool = pool
-        self.store = store
         self.name = name
         self.stage = stage
         self.column = column
@@ -102,10 +101,8 @@ class RewardWorker:
     async def close(self) -> None:
         await self.pool.close()
 
-    async def run(self) -> None:
-        """Lease, score and write, one lane a process, until the store closes. Returns at once without a store."""
-        if (store := self.store) is None:
-            return
+    async def run(self, store: StoreClient) -> None:
+        """Lease, score and write, one lane a process, until the store closes."""
         await run_all(self._lane(store) for _ in range(self.pool.num_processes))
 
     async def score(self, tasks: Sequence[str | Mapping[str, Any]], responses: Sequence[str]) -> list[Result]:

@@ -1,6 +1,6 @@
 """`Rollout-i`: the Ray shell around one engine and its pull loop.
 
-Started by `orchestrator/fleet.py`. `run` leases prompts from the store until it closes; `load` is the controller's
+Started by `orchestrator/fleet.py`. `run` leases prompts from a store until it closes; `load` is the controller's
 call after each training step; `generate` serves evaluation and the imperative API.
 """
 
@@ -12,13 +12,13 @@ from typing import Any, cast
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
-from penstock.store.client.client import StoreClient
 from penstock.workers.concurrent_tasks import run_all
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
@@ -45,9 +45,10 @@ class RolloutSpec:
 
 
 class Rollout:
-    """Lifecycle: `start` once, then `run` and `load` side by side, then `close`."""
+    """Lifecycle: `start` once, then `run` and `load` side by side, then `close`. `run` with another store ends the one
+    before; the engine stays as it is."""
 
-    def __init__(self, spec: RolloutSpec, store: Any | None) -> None:
+    def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
         self._phases = Phases()
         self._engine = make_engine(
@@ -58,15 +59,13 @@ class Rollout:
             adapter=spec.adapter,
             phase_timeout_s=spec.phase_timeout_s,
         )
-        self._workers: list[RolloutWorker] = []
-        if store is not None:
-            self._workers = [self._worker(store, greedy) for greedy in ((False, True) if spec.greedy else (False,))]
+        self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
+        self._serving = Serving(lambda store: run_all(worker.run(store) for worker in self._workers))
 
-    def _worker(self, store: Any, greedy: bool) -> RolloutWorker:
+    def _worker(self, greedy: bool) -> RolloutWorker:
         spec = self._spec
         return RolloutWorker(
             self._engine,
-            StoreClient(store),
             Sampling.of(spec.config.sampling),
             spec.name,
             spec.seed if spec.config.sampling.seeded else None,
@@ -81,9 +80,9 @@ class Rollout:
         await self._engine.start()
         self._phases.enter(SERVING)
 
-    async def run(self) -> None:
+    async def run(self, store: Any) -> None:
         """Serve the store's rollout stages until it closes."""
-        await run_all(worker.run() for worker in self._workers)
+        await self._serving.run(store)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], num_samples: int, samplings: Sequence[Sampling]
@@ -137,7 +136,7 @@ class Rollout:
 
     async def stats(self) -> dict[str, float]:
         """Of the sampled rollouts."""
-        return self._workers[0].stats() if self._workers else {}
+        return self._workers[0].stats()
 
     async def close(self) -> None:
         await self._engine.close()

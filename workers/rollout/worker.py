@@ -33,12 +33,11 @@ def sample_seed(run_seed: int, group_id: int) -> int:
 
 
 class RolloutWorker:
-    """Lifecycle: `run` once; it returns when the store is closed. `stats` at any time."""
+    """Lifecycle: `run` returns when the store is closed; then it may be called with another. `stats` at any time."""
 
     def __init__(
         self,
         engine: RolloutEngine,
-        store: StoreClient,
         sampling: Sampling,
         name: str,
         seed: int | None,
@@ -55,7 +54,6 @@ class RolloutWorker:
         self._stage = GREEDY_STAGE if greedy else STAGE
         self._greedy = greedy
         self._engine = engine
-        self._store = store
         self._sampling = sampling
         self._name = name
         self._seed = seed
@@ -63,68 +61,71 @@ class RolloutWorker:
         self._max_groups = max(1, max_concurrent_samples // num_samples)
         self._timeout_s = generate_timeout_s
         self._num_workers = num_workers
-        self._groups: set[asyncio.Task[None]] = set()
         self._clock = BusyClock()
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0}
 
-    async def run(self) -> None:
-        """Raises `WorkerDied` and `DeadlineExceeded` of the engine; groups in flight are then cancelled."""
+    async def run(self, store: StoreClient) -> None:
+        """Raises `WorkerDied` and `DeadlineExceeded` of the engine. However it ends, groups in flight are cancelled."""
+        groups: set[asyncio.Task[None]] = set()
         asking: asyncio.Task[Lease | None] | None = None
         try:
             while True:
-                if asking is None and len(self._groups) < self._max_groups:
-                    asking = asyncio.create_task(self._ask())
-                waits = self._groups | ({asking} if asking is not None else set())
+                if asking is None and len(groups) < self._max_groups:
+                    asking = asyncio.create_task(self._ask(store))
+                waits = groups | ({asking} if asking is not None else set())
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {asking}:
-                    self._groups.discard(task)
+                    groups.discard(task)
                     task.result()
                 if asking is not None and asking in done:
                     lease, asking = asking.result(), None
                     if lease is None:
                         return
-                    self._start(lease)
+                    groups |= self._started(store, lease)
         finally:
-            await cancel_all(self._groups | ({asking} if asking is not None else set()))
+            await cancel_all(groups | ({asking} if asking is not None else set()))
 
     def stats(self) -> dict[str, float]:
         """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease
         was over."""
         return {"busy_s": self._clock.seconds(), **self._counts}
 
-    async def _ask(self) -> Lease | None:
+    async def _ask(self, store: StoreClient) -> Lease | None:
         """As many groups as there is room for when they come, and no more than the share of one worker."""
         most = self._max_groups
-        return await self._store.lease(self._stage, most, self._name, max_held=most, num_peers=self._num_workers)
+        return await store.lease(self._stage, most, self._name, max_held=most, num_peers=self._num_workers)
 
-    def _start(self, lease: Lease) -> None:
+    def _started(self, store: StoreClient, lease: Lease) -> set[asyncio.Task[None]]:
+        """A task for each group of the lease."""
+        tasks = set()
         for group_id, positions in lease.rows.groups():
             self._clock.enter()
-            task = asyncio.create_task(self._roll(lease, group_id, lease.rows.select(positions)))
+            task = asyncio.create_task(self._roll(store, lease, group_id, lease.rows.select(positions)))
             task.add_done_callback(lambda _: self._clock.leave())
-            self._groups.add(task)
+            tasks.add(task)
+        return tasks
 
-    async def _roll(self, lease: Lease, group_id: int, rows: Rows) -> None:
+    async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> None:
         """One group: generate, then write."""
         num_samples = 1 if self._greedy else len(rows)
         try:
             completions = await self._generate(group_id, rows.arrays("prompt_ids")[0].tolist(), num_samples)
         except DataError as error:
-            await self._store.drop(lease, rows.row_ids, "invalid_prompt", str(error))
+            await store.drop(lease, rows.row_ids, "invalid_prompt", str(error))
             return
         if self._greedy:
             with suppress(LeaseExpired):
-                await self._store.write(lease, rows.row_ids, {"greedy_text": [completions[0].text] * len(rows)})
+                await store.write(lease, rows.row_ids, {"greedy_text": [completions[0].text] * len(rows)})
             return
         kept = [position for position, completion in enumerate(completions) if completion.token_ids]
         empty = [position for position, completion in enumerate(completions) if not completion.token_ids]
         try:
             if empty:
-                await self._store.drop(
+                await store.drop(
                     lease, rows.row_ids[empty], "empty_response", f"group {group_id}: no token was sampled"
                 )
             if kept:
-                await self._store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
+                await store.write(lease, rows.row_ids[kept], response_columns([completions[i] for i in kept]))
         except LeaseExpired:
             self._counts["late_groups"] += 1
             return

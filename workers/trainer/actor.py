@@ -18,6 +18,7 @@ import ray
 from penstock.conf.errors import NotStarted
 from penstock.conf.weights import WeightsConfig
 from penstock.network.addresses import free_address
+from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.workers.files import SavedFile
 from penstock.workers.processes import ProcessId
@@ -64,15 +65,15 @@ class _Rank:
 
 
 class Trainer(_Rank):
-    """Lifecycle: `address` on the first of several ranks, `start` on all with it, then `step`, `publish` and the rest,
-    then `close`."""
+    """Lifecycle: `address` on the first of several ranks, `start` on all with it, `attach` where there is a store, then
+    `step`, `publish` and the rest, then `close`."""
 
-    def __init__(self, spec: TrainerSpec, store: Any | None) -> None:
+    def __init__(self, spec: TrainerSpec) -> None:
         from penstock.workers.trainer import assembly
 
         self._name, self._phases = spec.name, Phases()
         self._assembly = assembly
-        self._spec, self._store = spec, store
+        self._spec = spec
         self._started: TrainerParts | None = None
         self._connected: Transport | None = None
 
@@ -80,12 +81,19 @@ class Trainer(_Rank):
         """Load the models and join the other ranks; one rank alone needs no address. Collective. Raises `ModelError`,
         `ConfigError`, `DeadlineExceeded` with the ranks that do not come."""
         self._use_nodes_interface()
-        self._started = self._assembly.assemble_trainer(self._spec, address, self._store, self._phases)
+        self._started = self._assembly.assemble_trainer(self._spec, address, self._phases)
         self._phases.enter(IDLE)
+
+    def attach(self, store: Any) -> None:
+        """Steps are of this store from now on. A step that waits for a batch of the one before raises
+        `PartnerGone`."""
+        self._parts.worker.attach(SyncStoreClient(store))
 
     def step(self, step: int) -> StepReport | None:
         """Step number `step`, counted from 1, on the store's next batch. None: the store has closed. Collective."""
-        return self._needed(self._parts.worker, "a store").step(step)
+        worker = self._parts.worker
+        self._needed(worker.store, "a store")
+        return worker.step(step)
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """The imperative API: one update on these rows of this rank. Collective."""
@@ -187,25 +195,25 @@ class Trainer(_Rank):
 
 class Scorer(_Rank):
     """Lifecycle: `address` on the first of several ranks, `start` on all with it, then `run`, or `logprobs` in a
-    session, then `close`."""
+    session, then `close`. `run` with another store ends the one before."""
 
-    def __init__(self, spec: ScorerSpec, store: Any | None) -> None:
+    def __init__(self, spec: ScorerSpec) -> None:
         from penstock.workers.trainer import assembly
 
         self._name, self._phases = spec.name, Phases()
         self._assembly = assembly
-        self._spec, self._store = spec, store
+        self._spec = spec
         self._started: ScorerParts | None = None
 
     def start(self, address: str | None) -> None:
         """As `Trainer.start`."""
         self._use_nodes_interface()
-        self._started = self._assembly.assemble_scorer(self._spec, address, self._store, self._phases)
+        self._started = self._assembly.assemble_scorer(self._spec, address, self._phases)
         self._phases.enter(SERVING)
 
-    def run(self) -> None:
+    def run(self, store: Any) -> None:
         """Serve the stage until the store closes. Collective."""
-        _needed(self._parts.worker, self._spec.name, "a store").run()
+        self._parts.worker.run(SyncStoreClient(store))
 
     def progress(self) -> Progress:
         """Rows computed, and those of the round that it has. At any time."""
@@ -214,7 +222,7 @@ class Scorer(_Rank):
 
     def stats(self) -> dict[str, float]:
         """Rows served and seconds spent computing, since the start. May be called beside `run`."""
-        return _needed(self._parts.worker, self._spec.name, "a store").stats()
+        return self._parts.worker.stats()
 
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """The imperative API: `[T_i]` float32 for each row of this rank. Collective."""

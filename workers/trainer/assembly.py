@@ -1,8 +1,8 @@
 """The parts of one rank, put together from its specification. Called by the shells in `actor.py`; programs without Ray
 use the parts as they are.
 
-    assemble_trainer(spec, address, store) ─▶ TrainerParts: trainer, state for checkpoints, loop over the store
-    assemble_scorer(spec, address, store)  ─▶ ScorerParts: model, loop over the store
+    assemble_trainer(spec, address) ─▶ TrainerParts: trainer, state for checkpoints, loop over a store
+    assemble_scorer(spec, address)  ─▶ ScorerParts: model, loop over a store
 
 All ranks are assembled at the same time, with one address: they meet there.
 """
@@ -10,7 +10,6 @@ All ranks are assembled at the same time, with one address: they meet there.
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.store.client.sync import SyncStoreClient
 from penstock.workers.progress import Phases
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
@@ -27,8 +26,7 @@ class TrainerParts:
     trainer: PolicyTrainer
     state: TrainingState
     """Of the trainer and of its critic, if it has one."""
-    worker: TrainerWorker | None
-    """None without a store."""
+    worker: TrainerWorker
 
 
 @dataclass(frozen=True)
@@ -36,26 +34,20 @@ class ScorerParts:
     """Of a rank that only computes."""
 
     trainer: PolicyTrainer
-    worker: ScorerWorker | None
-    """None without a store."""
+    worker: ScorerWorker
 
 
-def assemble_trainer(
-    spec: TrainerSpec, address: str | None, store: Any | None = None, phases: Phases | None = None
-) -> TrainerParts:
-    """`address`: where the ranks meet (host:port on rank 0's node); one rank alone needs none. `store`: its handle, or
-    a `Store` of this process. `phases`: where it notes what it does. Collective. Raises `ModelError`, `ConfigError`."""
+def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | None = None) -> TrainerParts:
+    """`address`: where the ranks meet (host:port on rank 0's node); one rank alone needs none. `phases`: where it notes
+    what it does. Collective. Raises `ModelError`, `ConfigError`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, **_options(spec, address))
     critic = _critic(spec, address)
     ranks = trainer.ranks
     preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, is_saved=spec.is_saved)
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
-    if store is None:
-        return TrainerParts(trainer, state, None)
     worker = TrainerWorker(
         trainer,
-        SyncStoreClient(store),
         ranks.data_rank,
         ranks.num_data_ranks,
         spec.loss,
@@ -66,17 +58,12 @@ def assemble_trainer(
     return TrainerParts(trainer, state, worker)
 
 
-def assemble_scorer(
-    spec: ScorerSpec, address: str | None, store: Any | None = None, phases: Phases | None = None
-) -> ScorerParts:
+def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None = None) -> ScorerParts:
     """As `assemble_trainer`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, trainable=False, **_options(spec, address))
-    if store is None:
-        return ScorerParts(trainer, None)
     ranks = trainer.ranks
     worker = ScorerWorker(
         trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs,
-        SyncStoreClient(store),
         spec.stage,
         spec.column,
         ranks.data_rank,

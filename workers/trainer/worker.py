@@ -10,12 +10,13 @@ answers for it. Run by `actor.py`.
 Legend: _N rows (samples) of this rank.
 """
 
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from penstock.conf.errors import LeaseExpired
+from penstock.conf.errors import LeaseExpired, PartnerGone
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
@@ -25,12 +26,12 @@ from penstock.workers.trainer.report import StepReport, TrainedRows
 
 
 class TrainerWorker:
-    """Trains on the store's batches, one a `step`."""
+    """Trains on the batches of a store, one a `step`. Lifecycle: `attach`, then `step` any number of times; `attach`
+    again to go on with another store."""
 
     def __init__(
         self,
         trainer: Trainer,
-        store: SyncStoreClient,
         rank: int,
         num_ranks: int,
         loss: Loss,
@@ -48,17 +49,27 @@ class TrainerWorker:
         self._speaks_for_rows = speaks_for_rows
         self._preparation = preparation
         self._trainer = trainer
-        self._store = store
+        self.store: SyncStoreClient | None = None
+        """That it is attached to."""
         self._rank = rank
         self._num_ranks = num_ranks
         self._loss = loss
         self._stage = stage
 
+    def attach(self, store: SyncStoreClient) -> None:
+        """The next step is of this store; one that waits for a batch of the store before, in another thread, raises
+        `PartnerGone`."""
+        before, self.store = self.store, store
+        if before is not None:
+            before.leave()
+
     def step(self, step: int) -> StepReport | None:
         """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. Collective."""
+        store = self.store
+        assert store is not None
         started = time.perf_counter()
         with self._phases.within(WAITING):
-            lease = self._store.lease_shared(self._stage, step - 1, self._rank, self._num_ranks, 0)  # rounds are from 0
+            lease = store.lease_shared(self._stage, step - 1, self._rank, self._num_ranks, 0)  # rounds are from 0
         if lease is None:
             return None
         leased = time.perf_counter()
@@ -71,7 +82,7 @@ class TrainerWorker:
             )
             report = self._trainer.update(rows, self._loss)
             if self._speaks_for_rows:
-                self._store.complete_shared(lease)
+                store.complete_shared(lease)
         self.num_rows += self.num_in_flight
         self.num_in_flight = 0
         trained = time.perf_counter()
@@ -89,12 +100,12 @@ class TrainerWorker:
 
 class ScorerWorker:
     """Writes what a model that is not trained says of responses, log-probabilities or one number each: a reference, a
-    teacher, a reward model."""
+    teacher, a reward model. Lifecycle: `run` returns when the store closes; with another store, from another thread, it
+    ends the one before."""
 
     def __init__(
         self,
         compute: Callable[[Rows], Any],
-        store: SyncStoreClient,
         stage: str,
         column: str,
         rank: int,
@@ -112,7 +123,9 @@ class ScorerWorker:
         """Rows of its share, and of the round that it has."""
         self._speaks_for_rows = speaks_for_rows
         self._compute = compute
-        self._store = store
+        self._store: SyncStoreClient | None = None
+        """Of the newest `run`."""
+        self._turn = threading.Lock()
         self._stage = stage
         self._column = column
         self._rank = rank
@@ -121,15 +134,25 @@ class ScorerWorker:
         self._num_rows = 0
         self._busy_s = 0.0
 
-    def run(self) -> None:
-        """Lease, compute, write, until the store closes. Collective."""
-        round = 0
-        while self.serve(round):
-            round += 1
+    def run(self, store: SyncStoreClient) -> None:
+        """Lease, compute, write, until the store closes. Raises `PartnerGone`. Collective."""
+        before, self._store = self._store, store
+        if before is not None:
+            before.leave()
+        with self._turn:
+            try:
+                round = 0
+                while self.serve(store, round):
+                    round += 1
+            except PartnerGone:
+                if self._store is store:  # nobody has taken its place
+                    raise
+            finally:
+                store.leave()
 
-    def serve(self, round: int) -> bool:
+    def serve(self, store: SyncStoreClient, round: int) -> bool:
         """One round; False when the store has closed."""
-        lease = self._store.lease_shared(self._stage, round, self._rank, self._num_ranks, self._max_units)
+        lease = store.lease_shared(self._stage, round, self._rank, self._num_ranks, self._max_units)
         if lease is None:
             return False
         started = time.perf_counter()
@@ -142,7 +165,7 @@ class ScorerWorker:
         if len(lease.rows) and self._speaks_for_rows:
             self._num_rows += len(lease.rows)
             with suppress(LeaseExpired):  # the rows are somebody else's by now
-                self._store.write(lease, lease.rows.row_ids, {self._column: values})
+                store.write(lease, lease.rows.row_ids, {self._column: values})
         return True
 
     def stats(self) -> dict[str, float]:

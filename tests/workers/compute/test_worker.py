@@ -136,8 +136,8 @@ def test_run_serves_the_store_until_it_closes():
         flow.compute(centred, reads=["reward"], writes=["advantage"]).train(loss=loss).check()
         config = RunConfig(algorithm=GrpoConfig(group_size=2), trainer=TrainerConfig(groups_per_step=2))
         store = Store(StoreSpec.of(flow, config, strict=True))
-        client, worker = StoreClient(store), ComputeWorker(flow.stage("centred"), flow.columns, StoreClient(store))
-        running = asyncio.create_task(worker.run())
+        client, worker = StoreClient(store), ComputeWorker(flow.stage("centred"), flow.columns)
+        running = asyncio.create_task(worker.run(client))
         await client.put_groups([{"prompt_ids": [1], "task": "{}"}] * 2)
         rolled = await client.lease("rollout", 2, "rollout-0")
         values = {"response_ids": [[1]] * 4, "response_text": ["x"] * 4, "finish_reason": ["stop"] * 4}
@@ -189,8 +189,8 @@ def test_a_filter_drops_what_it_does_not_keep_and_counts_it(keeps, trained, drop
         })  # fmt: skip
         lease = await client.lease("reward", 4, "judge")
         await client.write(lease, range(4), {"reward": ROWS["reward"]})
-        worker = ComputeWorker(flow.stage("keeps"), flow.columns, client)
-        running = asyncio.ensure_future(worker.run())
+        worker = ComputeWorker(flow.stage("keeps"), flow.columns)
+        running = asyncio.ensure_future(worker.run(client))
         while (await client.stats()).get("dropped/no_signal", 0) < dropped:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.01)

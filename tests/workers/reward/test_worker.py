@@ -62,17 +62,17 @@ async def roll(client, groups):
     )
 
 
-def worker_for(store, **config):
+def worker_for(**config):
     settings = RewardConfig(**{"timeout_s": 0.5, **config})
-    return RewardWorker(RewardPool.of(settings, RewardSpec.of(length_reward)), StoreClient(store), settings)
+    return RewardWorker(RewardPool.of(settings, RewardSpec.of(length_reward)), settings)
 
 
 def test_rewards_are_written_and_failed_samples_dropped_with_their_reason():
     async def run():
         store = make_store()
-        client, worker = StoreClient(store), worker_for(store, max_error_share=0.9)
+        client, worker = StoreClient(store), worker_for(max_error_share=0.9)
         await worker.start()
-        running = asyncio.create_task(worker.run())
+        running = asyncio.create_task(worker.run(client))
         await roll(client, [["a", "bb", "raise", "dddd"], ["a", "hang", "ccc", "d"]])
         lease = await client.lease_shared("train", 0, 0, 1)
         stats, store_stats, errors = worker.stats(), await client.stats(), (await client.describe())["last_drops"]
@@ -94,9 +94,9 @@ def test_rewards_are_written_and_failed_samples_dropped_with_their_reason():
 def test_a_run_whose_rewards_all_fail_ends_with_the_last_error():
     async def run():
         store = make_store(groups_per_step=8)
-        client, worker = StoreClient(store), worker_for(store)
+        client, worker = StoreClient(store), worker_for()
         await worker.start()
-        running = asyncio.create_task(worker.run())
+        running = asyncio.create_task(worker.run(client))
         await roll(client, [["raise"] * GROUP] * 8)
         try:
             await asyncio.wait_for(running, 10)
@@ -110,9 +110,9 @@ def test_a_run_whose_rewards_all_fail_ends_with_the_last_error():
 def test_a_group_whose_rewards_all_fail_gives_its_place_to_another():
     async def run():
         store = make_store(groups_per_step=2)
-        client, worker = StoreClient(store), worker_for(store, max_error_share=1.0)
+        client, worker = StoreClient(store), worker_for(max_error_share=1.0)
         await worker.start()
-        running = asyncio.create_task(worker.run())
+        running = asyncio.create_task(worker.run(client))
         await roll(client, [["raise"] * GROUP, ["a"] * GROUP])
         await asyncio.wait_for(roll(client, [["bb"] * GROUP]), 5)  # waits for the credit of the dropped group
         lease = await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 5)
@@ -127,9 +127,8 @@ def test_a_group_whose_rewards_all_fail_gives_its_place_to_another():
 def test_evaluation_scores_go_past_the_store_and_the_counts():
     async def run():
         settings = RewardConfig()
-        worker = RewardWorker(RewardPool.of(settings, RewardSpec.of(length_reward)), None, settings)
+        worker = RewardWorker(RewardPool.of(settings, RewardSpec.of(length_reward)), settings)
         await worker.start()
-        await worker.run()  # without a store there is nothing to wait for
         scores = await worker.score([{"answer": 1}, '{"answer": 2}', "{}"], ["abc", "raise", "a"])
         await worker.close()
         return scores, worker.stats()

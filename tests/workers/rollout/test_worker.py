@@ -36,9 +36,9 @@ def make_store(**changes: Any) -> Store:
     return Store(StoreSpec(**options))
 
 
-def make_worker(engine: Any, client: StoreClient, **changes: Any) -> RolloutWorker:
+def make_worker(engine: Any, **changes: Any) -> RolloutWorker:
     options = {"num_samples": GROUP_SIZE, "max_concurrent_samples": 12, **changes}
-    return RolloutWorker(engine, client, Sampling(max_tokens=5), "Rollout-0", 17, **options)
+    return RolloutWorker(engine, Sampling(max_tokens=5), "Rollout-0", 17, **options)
 
 
 def prompts(count: int) -> list[dict[str, Any]]:
@@ -47,7 +47,7 @@ def prompts(count: int) -> list[dict[str, Any]]:
 
 async def run_until_written(worker: RolloutWorker, client: StoreClient, num_groups: int = 4) -> Any:
     """The batch that the worker's samples form; the worker ends because the store is closed."""
-    running = asyncio.create_task(worker.run())
+    running = asyncio.create_task(worker.run(client))
     await client.put_groups(prompts(num_groups))
     batch = await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10)
     await client.close("the test is over")
@@ -75,7 +75,7 @@ class CountingEngine(ScriptedEngine):
 def test_what_the_engine_sampled_is_what_the_store_gets() -> None:
     async def scenario() -> None:
         client = StoreClient(make_store())
-        rows = await run_until_written(make_worker(ScriptedEngine(version=0), client), client)
+        rows = await run_until_written(make_worker(ScriptedEngine(version=0)), client)
         assert len(rows) == 4 * GROUP_SIZE
         for group_id, positions in rows.groups():
             prompt = rows.arrays("prompt_ids")[positions[0]].tolist()
@@ -97,7 +97,7 @@ def test_the_greedy_stage_gets_one_text_for_all_samples_of_a_group() -> None:
         train = StageSpec("train", "batch", ("prompt_ids", "greedy_text"), ())
         columns = tuple(STANDARD_COLUMNS[name] for name in (*PROMPT_COLUMNS, "greedy_text"))
         client = StoreClient(make_store(stages=(greedy, train), columns=columns))
-        rows = await run_until_written(make_worker(ScriptedEngine(version=0), client, greedy=True), client)
+        rows = await run_until_written(make_worker(ScriptedEngine(version=0), greedy=True), client)
         for _, positions in rows.groups():
             prompt = rows.arrays("prompt_ids")[positions[0]].tolist()
             (expected,) = await ScriptedEngine().generate(prompt, 1, Sampling(max_tokens=5).greedy())
@@ -111,7 +111,7 @@ def test_as_many_groups_run_at_a_time_as_fit(max_concurrent_samples: int, most: 
     async def scenario() -> None:
         client = StoreClient(make_store())
         engine = CountingEngine(TimeModel(tokens_per_s=200))
-        await run_until_written(make_worker(engine, client, max_concurrent_samples=max_concurrent_samples), client)
+        await run_until_written(make_worker(engine, max_concurrent_samples=max_concurrent_samples), client)
         assert engine.most == most
 
     asyncio.run(scenario())
@@ -120,7 +120,7 @@ def test_as_many_groups_run_at_a_time_as_fit(max_concurrent_samples: int, most: 
 def test_counters_tell_samples_tokens_and_busy_time() -> None:
     async def scenario() -> None:
         client = StoreClient(make_store())
-        worker = make_worker(ScriptedEngine(TimeModel(tokens_per_s=100)), client)
+        worker = make_worker(ScriptedEngine(TimeModel(tokens_per_s=100)))
         assert worker.stats()["busy_s"] == 0
         await run_until_written(worker, client)
         stats = worker.stats()
@@ -134,7 +134,7 @@ def test_empty_responses_are_dropped_and_counted() -> None:
     async def scenario() -> dict[str, float]:
         client = StoreClient(make_store())
         engine = ScriptedEngine(length=lambda prompt, index: 0 if prompt[0] == 10 else 5)
-        running = asyncio.create_task(make_worker(engine, client).run())
+        running = asyncio.create_task(make_worker(engine).run(client))
         await client.put_groups(prompts(5))
         assert await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10) is not None
         stats = await client.stats()
@@ -154,7 +154,7 @@ def test_a_prompt_that_the_engine_refuses_is_dropped_with_the_reason() -> None:
 
     async def scenario() -> None:
         client = StoreClient(make_store())
-        running = asyncio.create_task(make_worker(Refusing(), client).run())
+        running = asyncio.create_task(make_worker(Refusing()).run(client))
         await client.put_groups(prompts(5))
         assert await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10) is not None
         assert (await client.stats())["dropped/invalid_prompt"] == GROUP_SIZE
@@ -172,7 +172,7 @@ def test_a_dead_engine_ends_the_loop_with_its_error() -> None:
         await engine.close()
         await client.put_groups(prompts(4))
         with pytest.raises(WorkerDied, match="closed"):
-            await asyncio.wait_for(make_worker(engine, client).run(), 10)
+            await asyncio.wait_for(make_worker(engine).run(client), 10)
 
     asyncio.run(scenario())
 
@@ -180,10 +180,10 @@ def test_a_dead_engine_ends_the_loop_with_its_error() -> None:
 def test_a_group_that_takes_too_long_names_the_key() -> None:
     async def scenario() -> None:
         client = StoreClient(make_store())
-        worker = make_worker(ScriptedEngine(TimeModel(latency_s=60)), client, generate_timeout_s=0.05)
+        worker = make_worker(ScriptedEngine(TimeModel(latency_s=60)), generate_timeout_s=0.05)
         await client.put_groups(prompts(4))
         with pytest.raises(DeadlineExceeded, match=r"Rollout-0: group \d .* rollout\.generate_timeout_s"):
-            await asyncio.wait_for(worker.run(), 10)
+            await asyncio.wait_for(worker.run(client), 10)
 
     asyncio.run(scenario())
 
@@ -191,7 +191,7 @@ def test_a_group_that_takes_too_long_names_the_key() -> None:
 def test_leases_of_long_groups_are_renewed() -> None:
     async def scenario() -> None:
         client = StoreClient(make_store(lease_timeout_s=0.5))
-        worker = make_worker(ScriptedEngine(TimeModel(latency_s=0.8)), client)
+        worker = make_worker(ScriptedEngine(TimeModel(latency_s=0.8)))
         await run_until_written(worker, client)
         assert worker.stats()["late_groups"] == 0
 
@@ -202,8 +202,8 @@ def test_a_result_that_comes_after_its_lease_is_discarded_and_counted() -> None:
     async def scenario() -> None:
         store = make_store()
         client = StoreClient(store)
-        worker = make_worker(ScriptedEngine(TimeModel(latency_s=0.3)), client)
-        running = asyncio.create_task(worker.run())
+        worker = make_worker(ScriptedEngine(TimeModel(latency_s=0.3)))
+        running = asyncio.create_task(worker.run(client))
         await client.put_groups(prompts(4))
         await asyncio.sleep(0.1)
         for lease in list(store.ledger.residents.leases.held):  # as if its heart had missed its beats
@@ -219,7 +219,7 @@ def test_a_result_that_comes_after_its_lease_is_discarded_and_counted() -> None:
 def test_the_loop_ends_when_the_store_closes_with_nothing_to_do() -> None:
     async def scenario() -> None:
         client = StoreClient(make_store())
-        running = asyncio.create_task(make_worker(ScriptedEngine(), client).run())
+        running = asyncio.create_task(make_worker(ScriptedEngine()).run(client))
         await asyncio.sleep(0.01)
         await client.close("the test is over")
         await asyncio.wait_for(running, 5)

@@ -10,6 +10,7 @@ from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import NotStarted
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client.client import StoreClient
+from penstock.store.client.sync import SyncStoreClient
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.assembly import assemble_scorer, assemble_trainer
 from penstock.workers.trainer.scalar import ScalarTrainer
@@ -41,11 +42,10 @@ def test_assembled_parts_take_a_batch_through_the_store(model_path: str) -> None
         store = make_store()
         client = StoreClient(store)
         await fill(client)
-        scorer = assemble_scorer(scorer_spec(model_path), None, store)
-        trainer = assemble_trainer(trainer_spec(model_path, loss=flow().stage("train").function), None, store)
-        assert scorer.worker is not None
-        assert trainer.worker is not None
-        serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run))
+        scorer = assemble_scorer(scorer_spec(model_path), None)
+        trainer = assemble_trainer(trainer_spec(model_path, loss=flow().stage("train").function), None)
+        trainer.worker.attach(SyncStoreClient(store))
+        serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.worker.step, 1)
         await client.close("done")
         await serving
@@ -64,23 +64,22 @@ def test_a_reward_model_is_assembled_where_the_stage_asks_for_scores(model_path:
     try:
         assert isinstance(parts.trainer, ScalarTrainer)
         assert not parts.trainer.trainable
-        assert parts.worker is None
     finally:
         parts.trainer.close()
 
 
 def test_a_call_before_the_one_that_it_needs_is_named(model_path: str) -> None:
-    trainer, scorer = Trainer(trainer_spec(model_path), None), Scorer(scorer_spec(model_path), None)
+    trainer, scorer = Trainer(trainer_spec(model_path)), Scorer(scorer_spec(model_path))
     with pytest.raises(NotStarted, match="Trainer-policy-0: this call needs `start` first"):
         trainer.publish("", 1)
     with pytest.raises(NotStarted, match="Trainer-policy-0: this call needs `connect` first"):
         trainer.send(1)
     with pytest.raises(NotStarted, match="Scorer-reference-0: this call needs `start` first"):
-        scorer.run()
+        scorer.run(None)
 
 
 def test_a_trainer_without_a_store_takes_no_step_of_it(model_path: str) -> None:
-    trainer = Trainer(trainer_spec(model_path), None)
+    trainer = Trainer(trainer_spec(model_path))
     trainer.start(None)
     try:
         with pytest.raises(NotStarted, match="needs a store"):

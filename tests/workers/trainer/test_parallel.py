@@ -138,17 +138,18 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
     make_trainer: Make, make_rows: Callable[..., Rows]
 ) -> None:
     store, rows, trainer = OneBatch(make_rows(4)), make_rows(4), make_trainer()
-    reports = [
-        TrainerWorker(trainer, store, 3, 5, sft_loss, speaks_for_rows=speaks).step(1) for speaks in (True, False)
-    ]
+    trainers = [TrainerWorker(trainer, 3, 5, sft_loss, speaks_for_rows=speaks) for speaks in (True, False)]
+    for worker in trainers:
+        worker.attach(store)
+    reports = [worker.step(1) for worker in trainers]
     assert store.asked == [(3, 5)] * 2
     assert store.completed == 1
     assert [len(report.rows.response_tokens_N) for report in reports if report] == [4, 0]
     workers = [
-        ScorerWorker(trainer.logprobs, store, "reference", "reference_logprobs", 0, 1, speaks_for_rows=speaks)
+        ScorerWorker(trainer.logprobs, "reference", "reference_logprobs", 0, 1, speaks_for_rows=speaks)
         for speaks in (True, False)
     ]
-    for worker in workers:
-        worker.serve(0)
+    for scorer in workers:
+        scorer.serve(store, 0)
     assert store.written == len(rows)
-    assert [worker.stats()["rows"] for worker in workers] == [4.0, 0.0]
+    assert [scorer.stats()["rows"] for scorer in workers] == [4.0, 0.0]

@@ -10,6 +10,7 @@ import pytest
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import ppo_clip_loss
+from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client.client import StoreClient
@@ -70,9 +71,10 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
         store = make_store()
         client = StoreClient(store)
         await fill(client)
-        helper = ScorerWorker(reference.logprobs, SyncStoreClient(store), "reference", "reference_logprobs", 0, 1)
-        trainer = TrainerWorker(policy, SyncStoreClient(store), 0, 1, flow().stage("train").function)
-        serving = asyncio.create_task(asyncio.to_thread(helper.run))
+        helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs", 0, 1)
+        trainer = TrainerWorker(policy, 0, 1, flow().stage("train").function)
+        trainer.attach(SyncStoreClient(store))
+        serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.step, 1)
         waiting = asyncio.create_task(asyncio.to_thread(trainer.step, 2))
         await asyncio.sleep(0.05)
@@ -93,6 +95,36 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
     assert report.wait_s >= 0 < report.train_s
     assert [len(values) for values in batch.arrays("reference_logprobs")] == [1, 2, 3, 4]
     assert pickle.loads(pickle.dumps(report)).metrics == report.metrics
+
+
+def test_a_trainer_and_a_scorer_go_on_with_another_store(make_trainer: Make) -> None:
+    """What waits at the one before ends at once: a step by `PartnerGone`, a scorer's `run` by returning."""
+
+    async def run() -> tuple[StepReport | None, dict[str, float]]:
+        first, second = make_store(), make_store()
+        await StoreClient(first).spec()
+        client = StoreClient(second)
+        await fill(client)
+        helper = ScorerWorker(make_trainer(trainable=False).logprobs, "reference", "reference_logprobs", 0, 1)
+        trainer = TrainerWorker(make_trainer(lr=1e-2), 0, 1, flow().stage("train").function)
+        trainer.attach(SyncStoreClient(first))
+        serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(first)))
+        waiting = asyncio.create_task(asyncio.to_thread(trainer.step, 1))
+        await asyncio.sleep(0.1)
+        await asyncio.to_thread(trainer.attach, SyncStoreClient(second))
+        serving_next = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(second)))
+        with pytest.raises(PartnerGone):
+            await waiting
+        await serving
+        report = await asyncio.to_thread(trainer.step, 1)
+        await client.close("done")
+        await serving_next
+        return report, helper.stats()
+
+    report, stats = asyncio.run(asyncio.wait_for(run(), 60))
+    assert report is not None
+    assert report.rows.reward_N.tolist() == [0.0, 1.0, 1.0, 2.0]
+    assert stats["rows"] == 4
 
 
 def test_staleness_is_counted_from_the_version_before_the_update() -> None:

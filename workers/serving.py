@@ -1,0 +1,43 @@
+"""What an actor does for a store, until it closes. A `run` with another store takes the place of the one before.
+
+Used by the actors of prompts, rollout, reward and compute.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from penstock.store.client.client import StoreClient
+
+
+class Serving:
+    """Lifecycle: `run` any number of times. One serves at a time, by a client of its own.
+
+    serving = Serving(worker.run)
+    await serving.run(store)        # until the store closes
+    await serving.run(other_store)  # meanwhile: the first call returns once its tasks have ended, then this one serves
+    """
+
+    def __init__(self, serve: Callable[[StoreClient], Awaitable[None]]) -> None:
+        self._serve = serve
+        self._running: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()
+
+    async def run(self, store: Any) -> None:
+        """Raises what serving raises."""
+        if self._running is not None:
+            self._running.cancel()
+        self._running = mine = asyncio.create_task(self._run(store))
+        try:
+            await mine
+        except asyncio.CancelledError:
+            if mine is self._running:  # it was this call that was cancelled
+                raise
+
+    async def _run(self, store: Any) -> None:
+        async with self._turn:
+            client = StoreClient(store)
+            try:
+                await self._serve(client)
+            finally:
+                await client.leave()
