@@ -17,12 +17,13 @@ def replacing(target: Path, *, synced: bool = False) -> Iterator[Path]:
     part = part_of(target)
     try:
         yield part
+        if synced:
+            _sync(part)
+        part.replace(target)
     except BaseException:
-        part.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the file system may be away
+            part.unlink()
         raise
-    if synced:
-        _sync(part)
-    part.replace(target)
 
 
 def part_of(target: Path) -> Path:

@@ -1,7 +1,7 @@
 """Files of one JSON object a line, whole whenever their writer stops. Used by `run_directory.py`.
 
-A line is appended by one call. A kill can cut the last one short: readers leave such an end out, and the next writer
-removes it.
+A line is appended by one call (`appended_file.py`). A kill can cut the last one short: readers leave such an end out,
+and the next writer removes it.
 """
 
 import json
@@ -13,12 +13,6 @@ from typing import Any
 
 _TAIL = 1 << 16
 """Bytes read at a time when looking for the end of the last whole line."""
-
-
-def append_line(descriptor: int, values: Mapping[str, Any]) -> None:
-    rest = memoryview(line_of(values).encode())
-    while rest:  # a full disk raises; a signal may make one call write less than all
-        rest = rest[os.write(descriptor, rest) :]
 
 
 def line_of(values: Mapping[str, Any]) -> str:

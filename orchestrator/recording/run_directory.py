@@ -8,12 +8,15 @@
     run.lock        who works in it
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
-(`json_lines.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
+(`appended_file.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
 and whole lines but perhaps the last one. One process at a time works in it (`run.lock`, see `run_lock.py`).
+
+Once the run has begun, what cannot be written does not end it (`losses.py`): lines wait until they can be, samples and
+timeline are lost.
 """
 
 import contextlib
-import os
+import errno
 import re
 import shutil
 import time
@@ -24,10 +27,12 @@ from typing import Any
 
 import yaml
 
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, RunInUse
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name, to_yaml
-from penstock.orchestrator.recording.json_lines import append_line, line_of, open_for_lines, read_lines
+from penstock.orchestrator.recording.appended_file import AppendedFile
+from penstock.orchestrator.recording.json_lines import line_of, open_for_lines, read_lines
+from penstock.orchestrator.recording.losses import Losses
 from penstock.orchestrator.recording.run_lock import RunLock
 from penstock.orchestrator.recording.timeline import Timeline
 from penstock.workers.whole_files import replacing, write_whole
@@ -56,8 +61,11 @@ class RunDirectory:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.timeline = Timeline()
-        self._files: dict[str, int] = {}
+        self.losses = Losses(lambda kind, error: self.event("recording_failed", what=kind, error=str(error)))
+        self._files: dict[str, AppendedFile] = {}
         self._locks: list[RunLock] = []
+        self._is_anothers = False
+        """Another process has taken it while its file system was away."""
 
     @classmethod
     def create(cls, config: RunConfig, *, now: Callable[[], float] = time.time) -> "RunDirectory":
@@ -80,9 +88,13 @@ class RunDirectory:
                 f"name={config.name}: {path} already holds a run. Add resume=auto to go on with it from its "
                 "newest checkpoint, choose another name=..., or leave it out."
             )
-        if directory.config_file.is_file():
-            directory._clear()
-        directory.write_text("config.yaml", to_yaml(config))
+        try:
+            if directory.config_file.is_file():
+                directory._clear()
+            directory.write_text("config.yaml", to_yaml(config))
+        except OSError as error:
+            directory.discard()
+            raise _cannot_make(path, error) from None
         return directory
 
     @classmethod
@@ -103,9 +115,14 @@ class RunDirectory:
 
     @property
     def has_begun(self) -> bool:
-        """Something of the run is there that one would not make again for nothing."""
-        results = (self.model, self.checkpoints, self.samples, *self.path.glob("*/config.yaml"))
-        return bool(self.read_metrics()) or (self.config_file.is_file() and any(path.exists() for path in results))
+        """Something of the run is there that one would not make again for nothing, or may be: it cannot be seen."""
+        if self._is_anothers or self.losses.waiting["metrics"]:
+            return True
+        try:
+            results = (self.model, self.checkpoints, self.samples, *self.path.glob("*/config.yaml"))
+            return bool(self.read_metrics()) or (self.config_file.is_file() and any(path.exists() for path in results))
+        except OSError:
+            return True
 
     # Its life.
 
@@ -118,36 +135,50 @@ class RunDirectory:
 
     def rewind(self, config: RunConfig, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again. config.yaml
-        becomes this run's. `metrics`: of that step, for a run that was killed before it had written its line."""
-        kept = [line for line in self.read_metrics() if int(line.get("step", 0)) <= step]
-        if metrics and all(line.get("step") != step for line in kept):
-            kept.append(dict(metrics))
-        if "metrics.jsonl" in self._files:  # of before
-            os.close(self._files.pop("metrics.jsonl"))
-        self.write_text("metrics.jsonl", "".join(map(line_of, kept)))
-        self.write_text("config.yaml", to_yaml(config))
+        becomes this run's. `metrics`: of that step, for a run that was killed before it had written its line. Raises
+        `ConfigError`."""
+        try:
+            if "metrics.jsonl" in self._files:  # of before
+                self._files.pop("metrics.jsonl").close()
+            kept = [line for line in self.read_metrics() if int(line.get("step", 0)) <= step]
+            if metrics and all(line.get("step") != step for line in kept):
+                kept.append(dict(metrics))
+            self.write_text("metrics.jsonl", "".join(map(line_of, kept)))
+            self.write_text("config.yaml", to_yaml(config))
+        except OSError as error:
+            raise ConfigError(
+                f"name={config.name}: cannot go on in {self.path} ({error.strerror}). Make room there, or see whether "
+                "its file system answers."
+            ) from None
 
     def discard(self) -> None:
         """Close, and remove what was made: the name is free again. Files that something else wrote stay."""
         self._close_files()
-        self._clear()
+        with contextlib.suppress(OSError):
+            self._clear()
         for lock in self._locks:
             lock.release(remove=True)
         with contextlib.suppress(OSError):  # something else is in there
             self.path.rmdir()
 
     def close(self) -> None:
-        """Write the timeline, let go of files and locks. May be called twice."""
-        if self._files:
-            self.write_timeline()
-        self._close_files()
-        for lock in self._locks:
-            lock.release()
+        """Write the timeline, and what lines still wait; let go of files and locks. May be called twice."""
+        with contextlib.ExitStack() as let_go:  # of all, whatever one of them raises
+            for lock in self._locks:
+                let_go.callback(lock.release)
+            let_go.callback(self._close_files)
+            if self._files and not self._is_anothers:
+                self.write_timeline()
 
     def _close_files(self) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
-        self._files.clear()
+        with contextlib.ExitStack() as let_go:
+            let_go.callback(self._files.clear)
+            for name in ("events.jsonl", "metrics.jsonl"):  # from the last one on: the other's trouble is an event
+                let_go.callback(self._close_file, name)
+
+    def _close_file(self, name: str) -> None:
+        if name in self._files:
+            self._files[name].close()
 
     def _clear(self) -> None:
         for path in (self.path / name for name in MADE_AT_START):
@@ -216,30 +247,44 @@ class RunDirectory:
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         self._append("events.jsonl", {"time": stamp, "kind": kind, **fields})
 
-    def write_samples(self, step: int, table: Any) -> Path:
+    def write_samples(self, step: int, table: Any) -> None:
         """Write a `pyarrow.Table` (or anything with `.table()`, such as `Rows`) as samples/step_N.parquet."""
         from pyarrow import parquet
 
         table = table.table() if hasattr(table, "table") else table
         target = self.samples / f"step_{step}.parquet"
-        target.parent.mkdir(exist_ok=True)
-        with replacing(target) as part:
-            parquet.write_table(table, part, compression="zstd")
-        return target
+        with self.losses.tolerating("samples"):
+            target.parent.mkdir(exist_ok=True)
+            with replacing(target) as part:
+                parquet.write_table(table, part, compression="zstd")
 
     def write_text(self, name: str, text: str) -> Path:
-        """Write a whole file in one step: readers see the old one or the new one."""
+        """Write a whole file in one step: readers see the old one or the new one. Raises `OSError`."""
         target = self.path / name
         write_whole(target, text)
         return target
 
     def write_timeline(self) -> None:
-        self.write_text("timeline.json", self.timeline.to_json())
+        with self.losses.tolerating("timeline"):
+            self.write_text("timeline.json", self.timeline.to_json())
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
         if name not in self._files:
-            self._files[name] = open_for_lines(self.path / name)
-        append_line(self._files[name], values)
+            kind = name.removesuffix(".jsonl")
+            self._files[name] = AppendedFile(self.path / name, kind, self.losses, self._open_for_lines)
+        self._files[name].append(line_of(values).encode())
+
+    def _open_for_lines(self, file: Path) -> int:
+        """Raises `OSError`; `RunInUse`, the first time, if the directory is another process's by now."""
+        if self._is_anothers:
+            raise OSError(errno.EBUSY, f"{self.path} is in use by another process")
+        for lock in self._locks[:1]:  # its own: the first that was taken
+            try:
+                lock.check_held(f"name={self.path.name}")
+            except RunInUse:
+                self._is_anothers = True
+                raise
+        return open_for_lines(file)
 
     # Reading.
 

@@ -24,8 +24,10 @@ FILE = "run.lock"
 class RunLock:
     """Held from `take` to `release`, or to the end of the process."""
 
-    def __init__(self, path: Path, descriptor: int) -> None:
-        self._path, self._descriptor = path, descriptor
+    def __init__(self, path: Path, descriptor: int, holder: dict[str, str | int]) -> None:
+        """`holder`: what the file says of this process."""
+        self._path, self._descriptor, self._holder = path, descriptor, holder
+        self._is_lost = False
 
     @classmethod
     def take(cls, directory: Path, what: str) -> "RunLock":
@@ -36,29 +38,48 @@ class RunLock:
             directory.mkdir(parents=True, exist_ok=True)
             with suppress(FileNotFoundError):  # whoever held it has just removed the directory
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-                if _locked(descriptor, path, what) and _is_at(descriptor, path):
-                    os.ftruncate(descriptor, 0)
-                    os.pwrite(descriptor, json.dumps(_me()).encode() + b"\n", 0)
-                    return cls(path, descriptor)
+                try:
+                    if _locked(descriptor, path, what) and _is_at(descriptor, path):
+                        os.ftruncate(descriptor, 0)
+                        os.pwrite(descriptor, json.dumps(me := _me()).encode() + b"\n", 0)
+                        return cls(path, descriptor, me)
+                except BaseException:
+                    os.close(descriptor)
+                    raise
                 os.close(descriptor)
 
-    def release(self, *, remove: bool = False) -> None:
-        """May be called twice. `remove`: the file as well."""
-        if self._descriptor < 0:
+    def check_held(self, what: str) -> None:
+        """Raise `RunInUse` if another process has taken the place: a file system that was away may have let go of the
+        lock. Raises `OSError` if that cannot be told."""
+        try:
+            found = json.loads(self._path.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):  # removed by hand, or lost with the file system: nobody says otherwise
             return
-        if remove:
-            self._path.unlink(missing_ok=True)
-        else:
-            os.ftruncate(self._descriptor, 0)
-        os.close(self._descriptor)
-        self._descriptor = -1
+        if found != self._holder:
+            self._is_lost = True
+            raise RunInUse(
+                f"{what}: {self._path.parent} could not be reached for a while, and is now in use by "
+                f"{_holder(self._path)}. Nothing more is written there; that process goes on with the run."
+            )
+
+    def release(self, *, remove: bool = False) -> None:
+        """May be called twice. `remove`: the file as well. Whatever becomes of the file, the lock is gone."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor < 0:
+            return
+        with suppress(OSError):
+            if remove and not self._is_lost:
+                self._path.unlink()
+            elif not self._is_lost:
+                os.ftruncate(descriptor, 0)
+        with suppress(OSError):
+            os.close(descriptor)
 
 
 def _locked(descriptor: int, path: Path, what: str) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        os.close(descriptor)
         raise RunInUse(
             f"{what}: {path.parent} is in use by {_holder(path)}. Wait for its end or end it, or choose another place."
         ) from None
