@@ -28,7 +28,7 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import print_unfinished
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.report import write_report
-from penstock.orchestrator.reporting.sinks import Sink, make_sinks
+from penstock.orchestrator.reporting.sinks import Sink, close_sinks, make_sinks
 from penstock.orchestrator.reporting.status import note_connection
 from penstock.orchestrator.training import Training
 from penstock.workers.models.fresh import build_fresh_model
@@ -86,13 +86,23 @@ def run(
             raise
         kind = "interrupted" if interrupted else "failed"
         directory.event(kind, error=type(error).__name__, message=str(error))
-        print_unfinished(config, directory, console)
+        with contextlib.suppress(OSError):  # a screen that is a file, on the disk that is full
+            print_unfinished(config, directory, console)
         raise
     finally:
-        directory.close()
-        with contextlib.suppress(PenstockError):
-            write_report(directory.path)
+        _close(directory)
     return RunResult(directory.path, outcome, time.monotonic() - start)
+
+
+def _close(directory: RunDirectory) -> None:
+    """Write the report, and let go of the directory."""
+    advice = f"`penstock report {directory.path}` makes it."
+    with (
+        contextlib.closing(directory),
+        contextlib.suppress(PenstockError),
+        directory.losses.tolerating("report", advice),
+    ):
+        write_report(directory.path)
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -126,16 +136,14 @@ def _train(
     resumed: Checkpoint | None,
 ) -> Outcome:
     """With its display and its sinks, which are closed whatever happens in between."""
-    with contextlib.ExitStack() as closing:
-        progress = Progress(config, directory.path.name, console=console)
-        closing.callback(progress.close)
-        for sink in sinks:
-            closing.callback(sink.close)
-        own = make_sinks(config.tracking, directory)
-        for sink in own:
-            closing.callback(sink.close)
-        training = Training(config, flow, plan, directory, model_path, namespace, progress, resumed)
-        return training.run([*sinks, *own])
+    progress = Progress(config, directory.path.name, console=console, losses=directory.losses)
+    directory.losses.tell_to(progress.note)
+    all_sinks = [*sinks, *make_sinks(config.tracking, directory)]
+    try:
+        return Training(config, flow, plan, directory, model_path, namespace, progress, resumed).run(all_sinks)
+    finally:
+        close_sinks(all_sinks, directory.losses)
+        progress.close()
 
 
 def starting_model(config: RunConfig, directory: RunDirectory) -> str:

@@ -14,6 +14,7 @@ its result.
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +35,9 @@ from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.ray_calls import get_all
+from penstock.orchestrator.recording.losses import Losses
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.sinks import Sink, make_sinks
+from penstock.orchestrator.reporting.sinks import Sink, close_sinks, log_to, make_sinks
 from penstock.orchestrator.run import is_refusal, starting_model, with_other_models
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.data.rows import Rows
@@ -191,6 +193,8 @@ class Session:
     reference: Model | None
     """There if the dataflow has a log-probability stage."""
     sinks: list[Sink]
+    losses: Losses
+    """What could not be written."""
     started: float
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -200,9 +204,9 @@ class Session:
             "policy_version": self.policy.version,
             **metrics,
             "wall_s": time.monotonic() - self.started,
+            **self.losses.metrics(),
         }
-        for sink in self.sinks:
-            sink.log(step, line)
+        log_to(self.sinks, step, line, self.losses)
 
 
 @contextlib.contextmanager
@@ -219,6 +223,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
     directory = RunDirectory.create(config)
+    directory.losses.tell_to(lambda text: print(text, file=sys.stderr))
     try:
         with _started(config, flow, plan, directory) as run:
             yield run
@@ -254,12 +259,12 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
                 Reward(fleet, config),
                 Model(ranks, config) if ranks else None,
                 sinks,
+                directory.losses,
                 time.monotonic(),
             )
         finally:
             fleet.close()
-            for sink in sinks:
-                sink.close()
+            close_sinks(sinks, directory.losses)
 
 
 def _run(work: Coroutine[Any, Any, None]) -> None:

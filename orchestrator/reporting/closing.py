@@ -5,6 +5,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name
 from penstock.orchestrator.recording.run_directory import RunDirectory
@@ -14,9 +15,14 @@ from penstock.orchestrator.reporting.summary import cards
 def print_summary(directory: Path, config: RunConfig, console: Console | None = None) -> None:
     """Called once, after the progress display has closed."""
     console = console or Console(highlight=False)
-    run = RunDirectory.open(directory)
+    try:
+        run = RunDirectory.open(directory)
+        found = cards(run)
+    except (OSError, ConfigError) as error:  # a lost mount; the run has come to its end all the same
+        console.print(f"\nThe run has ended, and its directory cannot be read: {error}", markup=False, soft_wrap=True)
+        return
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
-    for card in cards(run):
+    for card in found:
         style = {True: "bold green", False: "bold red", None: "bold"}[card.good]
         table.add_row(card.label, f"[{style}]{card.value}[/]", f"[dim]{card.detail}[/]")
     console.print()

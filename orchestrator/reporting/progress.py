@@ -19,6 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.recording.losses import Losses
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NUM_NOTES = 6
@@ -37,7 +38,10 @@ class Progress:
     A run inside a run (a warm start) closes its own before the outer one goes on.
     """
 
-    def __init__(self, config: RunConfig, title: str, *, console: Console | None = None) -> None:
+    def __init__(
+        self, config: RunConfig, title: str, *, console: Console | None = None, losses: Losses | None = None
+    ) -> None:
+        """`losses`: counts lines that the output does not take."""
         self.title = title
         self.max_steps = config.trainer.max_steps
         self.max_staleness = config.max_staleness
@@ -47,6 +51,7 @@ class Progress:
         self.current_step = 0
         self._lock = threading.RLock()
         self._console = console or Console()
+        self._losses = losses or Losses(lambda *_: None)
         self._closed = False
         self._steps = Bars(
             BarColumn(None, style="grey37", complete_style="cyan", finished_style="green"),
@@ -91,9 +96,15 @@ class Progress:
         self._print(f"{elapsed(self._steps.tasks[0].elapsed)}  {text}")
 
     def _print(self, line: str) -> None:
-        """For a log file: rich's own display would write its last state only."""
-        if self._live is None:
-            self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+        """For a log file: rich's own display would write its last state only, and, once it could not write, all that it
+        has not written with each line."""
+        if self._console.quiet or (self._live is not None and not self._closed):
+            return
+        with self._losses.tolerating("output"):
+            try:
+                print(line, file=self._console.file, flush=True)
+            except BrokenPipeError:  # whoever reads it has had enough
+                self._console.on_broken_pipe()
 
     def close(self) -> None:
         """Leave the last state on the screen. May be called twice."""

@@ -1,13 +1,21 @@
 """Where a step's numbers go: the run directory always, TensorBoard and Ray's gauges by configuration.
 
-The controller calls `log` on each sink once a step. One of one's own is any object with these two methods.
+The controller calls `log_to` once a step. A sink of one's own is any object with these two methods. One that cannot
+write (`OSError`: its disk, its connection) costs its own numbers; whatever else it raises ends the run.
 """
 
+import io
+import os
 import re
-from collections.abc import Mapping
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Protocol
 
 from penstock.conf.cluster import TrackingConfig
+from penstock.orchestrator.recording.appended_file import AppendedFile
+from penstock.orchestrator.recording.losses import Losses
 from penstock.orchestrator.recording.run_directory import RunDirectory
 
 
@@ -30,19 +38,33 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files in `runs/<name>/tensorboard/`."""
+    """An event file in `runs/<name>/tensorboard/`, one record a step.
+
+    torch's `SummaryWriter` writes from a thread, which prints the first error and is no more.
+    """
 
     def __init__(self, directory: RunDirectory) -> None:
-        from torch.utils.tensorboard.writer import SummaryWriter  # late: imports TensorFlow's stand-in, about a second
+        from tensorboard.compat.proto.event_pb2 import Event  # late: half a second
+        from tensorboard.compat.proto.summary_pb2 import Summary
 
-        self._writer = SummaryWriter(str(directory.tensorboard))
+        self._event, self._summary = Event, Summary
+        name = f"events.out.tfevents.{int(time.time()):010}.{socket.gethostname()}.{os.getpid()}"
+        self._file = AppendedFile(directory.tensorboard / name, "tensorboard", directory.losses, _open_below_run)
+        self._append(file_version="brain.Event:2")
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for name, value in numbers(metrics).items():
-            self._writer.add_scalar(name, value, step)
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in numbers(metrics).items()]
+        self._append(step=step, summary=self._summary(value=values))
+
+    def _append(self, **fields: Any) -> None:
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        record = io.BytesIO()
+        RecordWriter(record).write(self._event(wall_time=time.time(), **fields).SerializeToString())
+        self._file.append(record.getvalue())
 
     def close(self) -> None:
-        self._writer.close()
+        self._file.close()
 
 
 class RayGauges:
@@ -64,6 +86,25 @@ class RayGauges:
 
     def close(self) -> None:
         self._gauges.clear()
+
+
+def log_to(sinks: Iterable[Sink], step: int, metrics: Mapping[str, Any], losses: Losses) -> None:
+    """One step to each of them."""
+    for sink in sinks:
+        with losses.tolerating(type(sink).__name__):
+            sink.log(step, metrics)
+
+
+def close_sinks(sinks: Iterable[Sink], losses: Losses) -> None:
+    for sink in sinks:
+        with losses.tolerating(type(sink).__name__):
+            sink.close()
+
+
+def _open_below_run(file: Path) -> int:
+    """A new file, or one that was let go of. Raises `OSError`; where the run's directory is away, none is made."""
+    file.parent.mkdir(exist_ok=True)
+    return os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
 
 
 def numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

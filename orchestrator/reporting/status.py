@@ -32,11 +32,13 @@ STATES = ("waiting", "free", "leased", "done")
 
 def note_connection(directory: RunDirectory, namespace: str) -> None:
     """Write where the run that this process drives can be found. Ray must be up."""
+    advice = "`penstock status` will not find the run."
     import ray
 
     address = ray.get_runtime_context().gcs_address
     content = {"address": address, "namespace": namespace, "pid": os.getpid(), "auth_mode": os.environ.get(AUTH_MODE)}
-    directory.write_text(directory.cluster_file.name, json.dumps(content) + "\n")
+    with directory.losses.tolerating("cluster.json", advice):
+        directory.write_text(directory.cluster_file.name, json.dumps(content) + "\n")
 
 
 def print_status(run: str, console: Console) -> None:
