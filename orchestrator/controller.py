@@ -37,7 +37,7 @@ from penstock.orchestrator.ray_calls import answer, answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics, update_metrics
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sinks import Sink
+from penstock.orchestrator.reporting.sinks import Sink, log_to
 from penstock.orchestrator.reporting.usage import Usage
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
@@ -164,9 +164,7 @@ class Controller:
             await finishing
         if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
             await self._saving.begin(self.outcome.num_steps, self.outcome.last_metrics, is_last=True)
-        if self.config.tracking.export_model:
-            await self._export()
-        await self._saving.finish(strict=True)
+        await self._end()
 
     async def _go_on(self) -> None:
         """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
@@ -235,7 +233,8 @@ class Controller:
         self, step: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None
     ) -> None:
         usage = await self._usage.since_last(QUICK_S)
-        store = await self.store.stats() | usage.dropped | usage.groups | self._recoveries.metrics(time.monotonic())
+        store = await self.store.stats() | usage.dropped | usage.groups
+        store |= self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()
         if self.config.checkpoint.every_steps:
             store["checkpoint/failed"] = float(self._saving.failed)
         now = time.time()
@@ -261,8 +260,7 @@ class Controller:
         self._emit(step, metrics)
 
     def _emit(self, step: int, metrics: Mapping[str, Any]) -> None:
-        for sink in self.sinks:
-            sink.log(step, metrics)
+        log_to(self.sinks, step, metrics, self.directory.losses)
         self.progress.step(step, metrics)
 
     async def _first_evaluation(self) -> None:
@@ -312,6 +310,22 @@ class Controller:
             self.store.last_batch(columns), name="Store", phase=f"samples of step {step}", timeout_s=QUICK_S
         )
         self.directory.write_samples(step, rows)
+
+    async def _end(self) -> None:
+        """The last checkpoint, then the exported model: it can be made of a checkpoint, and not the other way round.
+        Both are tried, whatever becomes of the first. Raises what they failed with."""
+        failures: list[BaseException] = []
+        try:
+            await self._saving.finish(strict=True)
+        except PenstockError as error:
+            failures.append(error)
+        try:
+            if self.config.tracking.export_model:
+                await self._export()
+        except PenstockError as error:
+            failures.append(error)
+        if failures:
+            raise cause_of(failures)
 
     async def _export(self) -> None:
         self.progress.phase("writing the model")

@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from penstock.conf.errors import CheckpointError, PenstockError
+from penstock.conf.errors import CheckpointError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint, trainer_directory
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
@@ -75,8 +75,18 @@ class CheckpointWriter:
         await self.finish()
         place = self._checkpoints.directory(step)
         patience_s = self._config.checkpoint.timeout_s if is_last or step == self._config.trainer.max_steps else 0.0
-        if not await self._trainers_begin(step, patience_s):
-            self._writing = asyncio.create_task(self._skip(place))
+        why_not = (
+            f"{place}: not begun, because an earlier checkpoint has missed its deadline "
+            f"(checkpoint.timeout_s={self._config.checkpoint.timeout_s:g}) and is still being written. See whether "
+            "checkpoint.directory answers."
+        )
+        try:
+            await asyncio.to_thread(self._clear, step)
+            begun = await self._trainers_begin(step, patience_s)
+        except (OSError, CheckpointError, ResourceError) as error:
+            begun, why_not = False, f"{place}: cannot be written: {error}"
+        if not begun:
+            self._writing = asyncio.create_task(self._not_begun(why_not))
             return time.monotonic() - started
         self._newest = step
         try:
@@ -104,7 +114,6 @@ class CheckpointWriter:
         """Whether they do: not while one of them still writes an earlier checkpoint."""
         trainers, deadline = self._fleet.role("trainer"), time.monotonic() + patience_s
         directory = trainer_directory(self._checkpoints.directory(step))
-        await asyncio.to_thread(self._clear, step)
         self._places = dict.fromkeys([name for name, _ in trainers], directory)
         with contextlib.suppress(OSError):  # one that cannot be made is told by the ranks
             self._places = await self._fleet.places(directory)
@@ -155,14 +164,8 @@ class CheckpointWriter:
             await asyncio.to_thread(self._clear, step)
         return self._failed(failure)
 
-    async def _skip(self, place: str) -> PenstockError:
-        return self._failed(
-            CheckpointError(
-                f"{place}: not begun, because an earlier checkpoint has missed its deadline "
-                f"(checkpoint.timeout_s={self._config.checkpoint.timeout_s:g}) and is still being written. See whether "
-                "checkpoint.directory answers."
-            )
-        )
+    async def _not_begun(self, why: str) -> PenstockError:
+        return self._failed(CheckpointError(why))
 
     def _failed(self, failure: PenstockError) -> PenstockError:
         """Counted and told."""

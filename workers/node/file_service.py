@@ -82,7 +82,13 @@ class FileService:
         """A new directory for what is to be collected by another node. Raises `ResourceError`."""
         with self._lock:
             self._make_directory()
-            return Path(tempfile.mkdtemp(prefix="out-", dir=self._directory))
+            try:
+                return Path(tempfile.mkdtemp(prefix="out-", dir=self._directory))
+            except OSError as error:
+                raise ResourceError(
+                    f"{platform.node()}: {self._directory} takes no directory ({error.strerror}). Make room there, or "
+                    "set cluster.files_dir to a place with some."
+                ) from None
 
     def discard(self, scratch: Path) -> None:
         """It has been collected, or will not be."""

@@ -9,22 +9,24 @@ several machines write into a directory that all of them see, or each into one o
 What an earlier export left there goes when all files have been written; the index comes last.
 """
 
+import contextlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from penstock.conf.errors import WeightError
+from penstock.workers.room import Room
 from penstock.workers.trainer.engines.engine import TrainEngine
 from penstock.workers.trainer.engines.lora import save_adapter
 from penstock.workers.trainer.exported_files import INDEX, SINGLE, remove_weights, shard_name
@@ -33,6 +35,7 @@ from penstock.workers.weights.piece import Piece, Span, spans_by_tensor
 from penstock.workers.weights.publication.layout import DTYPE_BYTES, Layout, compute_layout
 from penstock.workers.whole_files import part_of, write_whole
 
+ADVICE = "Make room, or make the model of a checkpoint elsewhere: penstock export CHECKPOINT DIRECTORY."
 ADAPTER_FOLDER = "adapter"
 WEIGHT_FILES = (
     "*.safetensors",
@@ -90,42 +93,60 @@ def export(engine: TrainEngine, directory: str, model_path: str, dtype: str) -> 
     tokenizer come from. Where LoRA was trained, its weights are merged, and the adapter alone lies in `adapter/`.
     Collective. Raises `WeightError` where a file cannot be written."""
     target, ranks = Path(directory), engine.ranks
-    target.mkdir(parents=True, exist_ok=True)
     spans = spans_by_tensor(engine.pieces(), ranks.gather_ranks)
     plan = deal({name: shape for name, shape, _ in spans}, ranks.num_ranks, dtype)
-    written = _write_own(engine, plan, [own for _, _, own in spans], target)
+    with _named(target, ranks.rank, plan):
+        target.mkdir(parents=True, exist_ok=True)
+        written = _write_own(engine, plan, [own for _, _, own in spans], target)
     ranks.barrier()
-    remove_weights(target)
+    with _named(target, ranks.rank, plan):
+        remove_weights(target)
     ranks.barrier()
-    for name in written:
-        part_of(target / name).replace(target / name)
+    with _named(target, ranks.rank, plan):
+        for name in written:
+            part_of(target / name).replace(target / name)
     ranks.barrier()
-    if ranks.rank == 0:
-        if len(plan.names) > 1:
-            write_whole(target / INDEX, index := plan.index())
-            written[INDEX] = len(index.encode())
-        _copy_tokenizer(model_path, target)
-        _write_config(engine, target, dtype)
-    save_adapter(engine.model.lm, target / ADAPTER_FOLDER, ranks.rank == 0)
+    with _named(target, ranks.rank, plan, "config, tokenizer, index or adapter"):
+        if ranks.rank == 0:
+            if len(plan.names) > 1:
+                write_whole(target / INDEX, index := plan.index())
+                written[INDEX] = len(index.encode())
+            _copy_tokenizer(model_path, target)
+            _write_config(engine, target, dtype)
+        save_adapter(engine.model.lm, target / ADAPTER_FOLDER, ranks.rank == 0)
     ranks.barrier()
     return written
+
+
+@contextlib.contextmanager
+def _named(target: Path, rank: int, plan: FilePlan, what: str | None = None) -> Iterator[None]:
+    """What cannot be written in the block, by default the rank's weights, as `WeightError`; nothing of it stays, since
+    it may be what has filled the disk."""
+    room = Room(plan.layout(rank).num_bytes)
+    room.look(target)
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        name = plan.names.get(rank)
+        if name is not None:
+            with contextlib.suppress(OSError):
+                part_of(target / name).unlink()
+        told = f"export to {target}: rank {rank} could not write {what or name or 'its part'}: {error}"
+        raise WeightError(told + room.too_little(ADVICE)) from None
 
 
 def _write_own(engine: TrainEngine, plan: FilePlan, spans: Sequence[Sequence[Span]], target: Path) -> dict[str, int]:
     """This rank's file, under the name that it has until all are there. Every rank takes part in every tensor."""
     ranks = engine.ranks
     name, layout = plan.names.get(ranks.rank), plan.layout(ranks.rank)
-    try:
-        with part_of(target / name).open("wb", buffering=0) if name else nullcontext() as file:
-            if file is not None:
-                _write_at(file.fileno(), memoryview(layout.header), 0)
-            for piece, own in zip(engine.pieces(), spans, strict=True):
-                whole = _brought_together(piece, own, plan.owners[piece.name], getattr(torch, plan.dtype), ranks)
-                if whole is not None and file is not None:
-                    data = whole.view(torch.uint8).numpy().data
-                    _write_at(file.fileno(), data, layout.place(piece.name).offset)
-    except OSError as error:
-        raise WeightError(f"export to {target}: rank {ranks.rank} could not write {name}: {error}") from None
+    with part_of(target / name).open("wb", buffering=0) if name else contextlib.nullcontext() as file:
+        if file is not None:
+            _write_at(file.fileno(), memoryview(layout.header), 0)
+        for piece, own in zip(engine.pieces(), spans, strict=True):
+            whole = _brought_together(piece, own, plan.owners[piece.name], getattr(torch, plan.dtype), ranks)
+            if whole is not None and file is not None:
+                data = whole.view(torch.uint8).numpy().data
+                _write_at(file.fileno(), data, layout.place(piece.name).offset)
     return {name: layout.num_bytes} if name else {}
 
 

@@ -15,7 +15,6 @@ what is kept) are `orchestrator/checkpointing/checkpoints.py`'s.
 
 import contextlib
 import os
-import shutil
 import tempfile
 import threading
 import time
@@ -34,6 +33,7 @@ from torch import Tensor
 
 from penstock.conf.errors import CheckpointError, DeadlineExceeded
 from penstock.workers.files import SavedFile, fault_of, is_url, remove, upload
+from penstock.workers.room import Room
 from penstock.workers.trainer.checkpointing.flat_shards import FlatSavePlanner, values_of
 from penstock.workers.trainer.checkpointing.shard_files import INDEX, ShardWriter, file_of
 from penstock.workers.trainer.ranks import Ranks
@@ -43,6 +43,7 @@ LOWEST = 19
 """Niceness of a thread that takes what others leave."""
 CARRIED = "carried.json"
 """The file of what is no tensor."""
+ADVICE = "Make room, lower checkpoint.keep_last, or set checkpoint.directory to a place with more."
 
 
 class Save:
@@ -162,7 +163,7 @@ class Saver:
         """The thread."""
         failure: CheckpointError | None = None
         written: list[SavedFile] = []
-        room = _Room(sum(piece.values.nbytes for piece in pieces))
+        room = Room(sum(piece.values.nbytes for piece in pieces))
         try:
             started = time.perf_counter()
             shards = self._copy(pieces)
@@ -175,7 +176,7 @@ class Saver:
         except (Exception, dcp.CheckpointException) as error:  # noqa: BLE001 - it is for `finish` to tell
             reason = str(error).strip().splitlines()[-1:] or [type(error).__name__]
             failure = CheckpointError(
-                f"{save.directory}: rank {self._ranks.rank} could not write: {reason[0]}{room.too_little()}"
+                f"{save.directory}: rank {self._ranks.rank} could not write: {reason[0]}{room.too_little(ADVICE)}"
             )
         finally:
             self._end(save, written, failure)
@@ -232,28 +233,6 @@ class Saver:
         if on_gpu:
             torch.cuda.synchronize()
         return [replace(piece, values=self._copies[piece.name, piece.first]) for piece in pieces]
-
-
-class _Room:
-    """What to say of room where that may be the trouble: other ranks and the store want some of it as well."""
-
-    def __init__(self, needed_bytes: int) -> None:
-        self._needed_bytes = needed_bytes
-        self._free_bytes: int | None = None
-
-    def look(self, directory: str) -> None:
-        """Where a directory is or is to be made."""
-        path = Path(directory)
-        existing = next(place for place in (path, *path.absolute().parents) if place.is_dir())
-        self._free_bytes = shutil.disk_usage(existing).free
-
-    def too_little(self) -> str:
-        if self._free_bytes is None or self._free_bytes > 2 * self._needed_bytes:
-            return ""
-        return (
-            f". Its part alone needs {self._needed_bytes:,} bytes, and {self._free_bytes:,} were free. Make room, "
-            "lower checkpoint.keep_last, or set checkpoint.directory to a place with more."
-        )
 
 
 @contextlib.contextmanager
