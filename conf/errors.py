@@ -76,6 +76,11 @@ class CheckpointError(PenstockError):
     """A checkpoint that cannot be written, is damaged, or is of another run than the one that wants it."""
 
 
+class KeptStateError(PenstockError):
+    """A kept copy of a trainer's state that is missing, damaged, or of another trainer, or that cannot be brought to
+    another node. The last checkpoint is what is left to go on from."""
+
+
 class NotPlainData(PenstockError, ValueError):
     """A value that cannot be kept as plain data, or a text that holds none."""
 

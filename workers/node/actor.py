@@ -94,6 +94,20 @@ class NodeAgent:
         """End an actor's process on this node and all that it has started. False if one of them will not end."""
         return await asyncio.to_thread(processes.kill, process)
 
+    async def kept_states(self, trainer: str) -> dict[int, list[int]]:
+        """Steps after which this node has whole copies of a trainer's ranks, by rank: its own ranks' and those that it
+        has fetched."""
+        return await asyncio.to_thread(self._agent.states.there, trainer)
+
+    async def fetch_states(self, trainer: str, copies: dict[int, int], source: Address) -> None:
+        """Bring a step of each of these ranks here, `{rank: step}`, from the node whose agent listens at `source`.
+        Raises `KeptStateError`; what was here before is whole all the same."""
+        await asyncio.to_thread(self._agent.states.fetch, trainer, copies, source)
+
+    async def keep_only_states(self, trainer: str, ranks: list[int], up_to: int) -> None:
+        """Remove copies of other ranks and of later steps than `up_to`: after a loss, before steps are made again."""
+        await asyncio.to_thread(self._agent.states.keep_only, trainer, ranks, up_to)
+
     @property
     def _relay(self) -> Relay:
         assert self._agent.relay is not None  # who has none is asked for nothing

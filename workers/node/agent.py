@@ -3,6 +3,7 @@
     <root>/weights/   publications: written by ranks, read by engines
     <root>/rows/      large batches of the store
     <root>/stacks/    what processes of the run are at, written when they do not answer any more
+    <root>/states/    kept states of trainers: written by ranks, and by a partner's agent
 
     other nodes' agents ─ TCP, the run's token ─▶ listener ─▶ the service that they ask for
 
@@ -23,13 +24,13 @@ from penstock.network.connection import Address
 from penstock.network.listener import Handler, Listener
 from penstock.store.data.far.server import RowsServer
 from penstock.store.data.roots import boot_id, claim_root, guard_root, remove_root, sweep_stale
+from penstock.workers.node import services
 from penstock.workers.node.file_service import FileService
-from penstock.workers.node.services import CHUNKS, FILES
-from penstock.workers.node.services import ROWS as ROWS_SERVICE
+from penstock.workers.node.states import StateService
 from penstock.workers.weights.chain.relay import Relay
 
-WEIGHTS, ROWS, STACKS = "weights", "rows", "stacks"
-"""Folders of the root."""
+WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"
+"""Folders of the root. That of states has one for each trainer, and is there once states are kept."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class NodeAgent:
         spill = Path(spill_dir or tempfile.gettempdir()) / f"{self.root.name}-rows"
         self._row_places = str(self.root / ROWS), str(spill)
         self.rows = RowsServer(self._row_places, takes_orders=True)
-        self.relay = Relay(self.root / WEIGHTS, node, token, CHUNKS) if self._owns_root else None
+        self.states = StateService(self.root / STATES, token)
+        self.relay = Relay(self.root / WEIGHTS, node, token, services.CHUNKS) if self._owns_root else None
         try:
             self.listener = Listener(host, token, self._services(), ports)
         except OSError as error:
@@ -111,13 +113,15 @@ class NodeAgent:
         """Counters, since the start."""
         counters = self.relay.stats() if self.relay is not None else {}
         rows = {"node/rows/sent_bytes": self.rows.sent_bytes, "node/rows/failed_spills": self.rows.failed_spills}
+        states = {"node/states/received_bytes": self.states.received_bytes}
         relayed = {f"node/weights/{name}": value for name, value in counters.items()}
-        return {"node/refused_connections": self.listener.refused, **rows, **relayed}
+        return {"node/refused_connections": self.listener.refused, **rows, **states, **relayed}
 
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
         self.listener.close()
         self.files.close()
+        self.states.close()
         self._close_root()
 
     def _make_root(self) -> bool:
@@ -142,7 +146,7 @@ class NodeAgent:
             remove_root(self.root)
 
     def _services(self) -> Mapping[int, Handler]:
-        services = {FILES: self.files.serve}
+        handlers = {services.FILES: self.files.serve, services.STATES: self.states.serve}
         if self.relay is None:
-            return services
-        return services | {CHUNKS: self.relay.serve, ROWS_SERVICE: self.rows.serve}
+            return handlers
+        return handlers | {services.CHUNKS: self.relay.serve, services.ROWS: self.rows.serve}

@@ -6,5 +6,7 @@ CHUNKS = 1
 """Of publications: `workers/weights/chain/`."""
 FILES = 3
 """Models and code: `file_service.py`."""
+STATES = 4
+"""Kept states of trainers: `states.py`."""
 
-__all__ = ["CHUNKS", "FILES", "ROWS"]
+__all__ = ["CHUNKS", "FILES", "ROWS", "STATES"]

@@ -119,6 +119,17 @@ class Trainer(_Rank):
         with self._phases.within(RESUMING):
             self._parts.state.load(directory, files)
 
+    def kept_steps(self) -> list[int]:
+        """Steps after which this node has a whole copy of this rank's state, in order. Also before `start`."""
+        from penstock.workers.trainer.kept.slots import steps_there
+
+        return steps_there(self._spec.keeps_state, self._spec.rank) if self._spec.keeps_state is not None else []
+
+    def restore(self, step: int) -> None:
+        """Go on from the kept copies of a step, after `start`, where each rank's node has its own. Copies of later
+        steps count no more. Collective. Raises `KeptStateError`, on all ranks alike, having changed nothing."""
+        self._needed(self._parts.kept, "faults.keep_state=true").restore(step)
+
     def plan_chunks(self, node: str, num_receivers: int) -> "ChunkPlan":
         """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them. The same
         plan on every rank. Collective. Raises `WeightError`."""
@@ -178,6 +189,8 @@ class Trainer(_Rank):
         if self._connected is not None:
             self._connected.close()
         if self._started is not None:
+            if self._started.kept is not None:
+                self._started.kept.close()
             self._started.trainer.close()
         self._close_meeting()
 

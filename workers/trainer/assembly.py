@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.workers.progress import Phases
+from penstock.workers.trainer.kept.kept_state import KeptState
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
@@ -26,6 +27,8 @@ class TrainerParts:
     trainer: PolicyTrainer
     state: TrainingState
     """Of the trainer and of its critic, if it has one."""
+    kept: KeptState | None
+    """The same in the node's memory after each update; None where that is off."""
     worker: TrainerWorker
 
 
@@ -46,16 +49,18 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | No
     preparation = Preparation(spec.in_trainer, spec.columns, ranks.gather, critic, is_saved=spec.is_saved)
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
+    kept = KeptState(state, trainer, spec.keeps_state) if spec.keeps_state is not None else None
     worker = TrainerWorker(
         trainer,
         ranks.data_rank,
         ranks.num_data_ranks,
         spec.loss,
         preparation=preparation,
+        keep=kept.keep if kept is not None else None,
         speaks_for_rows=ranks.speaks_for_rows,
         phases=phases,
     )
-    return TrainerParts(trainer, state, worker)
+    return TrainerParts(trainer, state, kept, worker)
 
 
 def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None = None) -> ScorerParts:

@@ -61,4 +61,6 @@ class StepReport:
     """For the store to have a batch."""
     train_s: float
     seconds: dict[str, float]
-    """Parts of `train_s`: plan, forward, backward, optimizer."""
+    """Parts of `train_s`: plan, forward, backward, optimizer; keep, the copy of this rank's state."""
+    not_kept: str | None = None
+    """Why this rank keeps no copies of its state from this step on: once. None: it does, or this has been told."""

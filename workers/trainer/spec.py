@@ -43,6 +43,9 @@ class TrainerSpec(RankSpec):
     is_saved: bool = False
     """Checkpoints of it are taken."""
     checkpoint_timeout_s: float = 1800.0
+    keeps_state: str | None = None
+    """Directory in shared memory below which every rank keeps a copy of its state after each update, the same on all
+    nodes (`kept/`). None: no copies."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
     """Of each phase of a weight sync."""
 

@@ -207,6 +207,12 @@ class PolicyTrainer:
                 return writing.publish_between(self.ranks, self._published(), directory, version, self._plan)
             return writing.publish(self.ranks, self._published(), directory, version, self._layout)
 
+    @property
+    def publication_bytes(self) -> int:
+        """Of one version. Collective where it is asked for before the first."""
+        with self._phase("layout of publications"):
+            return self._layout.num_bytes
+
     def plan_chunks(self, node: str, num_receivers: int) -> ChunkPlan:
         """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them.
         Collective; the same plan on every rank."""

@@ -1,12 +1,14 @@
-"""The trainers of one rank, a policy and perhaps its critic, as one checkpoint. Used by `actor.py` and `export`.
+"""The trainers of one rank, a policy and perhaps its critic, as one state: of checkpoints, and of the copies that ranks
+keep in memory (`kept/`). Used by `actor.py` and `export`.
 
 policy/weights/…  policy/exp_avg/…  policy/exp_avg_sq/…  policy/counters      critic/…      rng/<rank>
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from penstock.workers.files import SavedFile
 from penstock.workers.trainer.checkpointing.carried import states_to_text
@@ -15,6 +17,16 @@ from penstock.workers.trainer.checkpointing.saver import Saver
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a state is read into. `counters`: updates and optimizer steps by trainer; `random`: the generator's state.
+    Both are among the pieces."""
+
+    pieces: list[Piece]
+    counters: dict[str, Tensor]
+    random: Piece
 
 
 class TrainingState:
@@ -37,8 +49,7 @@ class TrainingState:
     def begin(self, directory: str) -> bool:
         """Save the state of now; training may go on. False: an earlier one is still being written. Collective. Raises
         `DataflowError` for what a function carries and no checkpoint can keep."""
-        carried = self._preparation.carried() if self._preparation is not None else states_to_text({}, {})
-        return self._saver.begin(self._pieces(), directory, carried)
+        return self._saver.begin(self._pieces(), directory, self.carried())
 
     @property
     def copied_s(self) -> float:
@@ -60,25 +71,52 @@ class TrainingState:
         first, each by one rank. Collective. Raises `CheckpointError`, having changed nothing."""
         check_files(directory, files[self._ranks.rank :: self._ranks.num_ranks])
         self._ranks.barrier()
-        counters = {name: torch.zeros(2, dtype=torch.int64) for name in self._trainers}
-        pieces = [piece for name, trainer in self._trainers.items() for piece in _named(name, trainer)]
-        pieces += [Piece(f"{name}/counters", (2,), 0, values) for name, values in counters.items()]
-        random = self._random()
-        found = load([*pieces, random], directory, self._ranks, optional=(random.name,))
+        targets = self.targets()
+        random = targets.random.name
+        found = load(targets.pieces, directory, self._ranks, optional=(random,))
+        self.take(targets, read_carried(directory) if self._preparation is not None else "", has_random=random in found)
+
+    def carried(self) -> str:
+        """What functions carry from step to step. Raises `DataflowError` for what is no plain data."""
+        return self._preparation.carried() if self._preparation is not None else states_to_text({}, {})
+
+    def pieces_of_rank(self) -> list[Piece]:
+        """All that this rank would go on from, also what other ranks have alike; in the order of `targets`. They share
+        memory with the trainers."""
+        return [*self._of_engines(), *_of_counters(self._counters()), self._random()]
+
+    def targets(self) -> Targets:
+        """To be written into, then `take`."""
+        counters, random = {name: torch.zeros(2, dtype=torch.int64) for name in self._trainers}, self._random()
+        return Targets([*self._of_engines(), *_of_counters(counters), random], counters, random)
+
+    def take(self, targets: Targets, carried: str, *, has_random: bool = True) -> None:
+        """Go on from what the targets are now, and from what was carried. Collective."""
         for name, trainer in self._trainers.items():
-            trainer.num_updates, num_optimizer_steps = counters[name].tolist()
+            trainer.num_updates, num_optimizer_steps = targets.counters[name].tolist()
             trainer.engine.loaded(num_optimizer_steps)
         if self._preparation is not None:
-            self._preparation.resume(read_carried(directory))
-        if random.name in found:
-            torch.set_rng_state(random.values)
+            self._preparation.resume(carried)
+        if has_random:
+            torch.set_rng_state(targets.random.values)
 
     def _pieces(self) -> Iterator[Piece]:
-        for name, trainer in self._trainers.items():
-            yield from _named(name, trainer)
-            counters = torch.tensor([trainer.num_updates, trainer.engine.num_optimizer_steps()])
-            yield Piece(f"{name}/counters", (2,), 0, counters if self._ranks.rank == 0 else counters[:0])
+        """For a checkpoint: each element from one rank."""
+        yield from self._of_engines()
+        for piece in _of_counters(self._counters()):
+            yield piece if self._ranks.rank == 0 else replace(piece, values=piece.values[:0])
         yield self._random()
+
+    def _of_engines(self) -> Iterator[Piece]:
+        for name, trainer in self._trainers.items():
+            for piece in trainer.engine.state():
+                yield replace(piece, name=f"{name}/{piece.name}")
+
+    def _counters(self) -> dict[str, Tensor]:
+        return {
+            name: torch.tensor([trainer.num_updates, trainer.engine.num_optimizer_steps()])
+            for name, trainer in self._trainers.items()
+        }
 
     def _random(self) -> Piece:
         """torch's own generator, for losses that draw numbers."""
@@ -86,5 +124,5 @@ class TrainingState:
         return Piece(f"rng/{self._ranks.rank}", tuple(state.shape), 0, state)
 
 
-def _named(name: str, trainer: PolicyTrainer) -> Iterator[Piece]:
-    return (replace(piece, name=f"{name}/{piece.name}") for piece in trainer.engine.state())
+def _of_counters(counters: Mapping[str, Tensor]) -> Iterator[Piece]:
+    return (Piece(f"{name}/counters", (2,), 0, values) for name, values in counters.items())

@@ -1,6 +1,6 @@
 """What a rank does with the store: a trainer one step a call, a scorer whatever rows are ready until it closes.
 
-    TrainerWorker.step(k):  lease_shared("train", k - 1) ─▶ trainer.update ─▶ complete_shared ─▶ StepReport
+    TrainerWorker.step(k):  lease_shared("train", k - 1) ─▶ trainer.update ─▶ keep(k) ─▶ complete_shared ─▶ StepReport
     ScorerWorker.run():     lease_shared(stage, 0, 1, 2, …) ─▶ trainer.logprobs ─▶ write
 
 The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
@@ -37,17 +37,20 @@ class TrainerWorker:
         loss: Loss,
         stage: str = "train",
         preparation: Preparation | None = None,
+        keep: Callable[[int], str | None] | None = None,
         speaks_for_rows: bool = True,
         phases: Phases | None = None,
     ) -> None:
         """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
-        update; None for none. `speaks_for_rows`: False for a rank whose rows another one completes and reports.
-        `phases`: where it notes what it does."""
+        update; None for none. `keep`: copies the state after a step, and says why if it does so no more
+        (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one completes and
+        reports. `phases`: where it notes what it does."""
         self._phases = phases or Phases()
         self.num_rows = self.num_in_flight = 0
         """Of its share: trained so far, and of the batch that it has."""
         self._speaks_for_rows = speaks_for_rows
         self._preparation = preparation
+        self._keep = keep
         self._trainer = trainer
         self.store: SyncStoreClient | None = None
         """That it is attached to."""
@@ -64,7 +67,12 @@ class TrainerWorker:
             before.leave()
 
     def step(self, step: int) -> StepReport | None:
-        """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. Collective."""
+        """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. Collective.
+
+        The copy comes before the rows are completed: a round ends when all ranks have completed theirs, so once it has
+        ended every rank that keeps copies has that of this step. And as long as it has not ended, every rank still has
+        the copy of the step before, which that of the next step is the first to write over.
+        """
         store = self.store
         assert store is not None
         started = time.perf_counter()
@@ -81,6 +89,9 @@ class TrainerWorker:
                 else (lease.rows, {})
             )
             report = self._trainer.update(rows, self._loss)
+            updated = time.perf_counter()
+            not_kept = self._keep(step) if self._keep is not None else None
+            seconds = report.seconds | {"keep": time.perf_counter() - updated}
             if self._speaks_for_rows:
                 store.complete_shared(lease)
         self.num_rows += self.num_in_flight
@@ -94,7 +105,8 @@ class TrainerWorker:
             trained_rows,
             leased - started,
             trained - leased,
-            report.seconds,
+            seconds,
+            not_kept,
         )
 
 

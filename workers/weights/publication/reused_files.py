@@ -11,15 +11,15 @@ publication is never taken: whatever happens to the writer, that one stays loada
 """
 
 import contextlib
-import errno
 import fcntl
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.conf.errors import WeightError
+from penstock.workers.reserving import Shortage, Spans, reserve
 from penstock.workers.weights.publication.reading import MANIFEST_NAME, WEIGHTS_NAME
 
 LOCK_NAME = ".lock"
@@ -46,10 +46,6 @@ def exclusive(root: str | Path) -> Iterator[None]:
         yield
 
 
-Spans = Sequence[tuple[int, int]]
-"""First and last-plus-one bytes, in order, that do not overlap."""
-
-
 def prepare_slot(root: str | Path, version: int, num_bytes: int, spans: Spans | None = None) -> Path:
     """The file that all ranks write this version into, of `num_bytes`, every page of it there, or where `spans` are
     given, every page of these. The first rank to come makes it; the others find it.
@@ -66,11 +62,11 @@ def prepare_slot(root: str | Path, version: int, num_bytes: int, spans: Spans | 
             _vacate(path)
         if not file.exists():
             _take_idle(root, path)
-        try:
-            _reserve(file, num_bytes, _pages(spans or [(0, num_bytes)], num_bytes))
-        except WeightError:
+        # A reused file has its pages already: it was written by the same ranks, or as a whole.
+        short = reserve(file, num_bytes, _pages(spans or [(0, num_bytes)], num_bytes))
+        if short is not None:
             shutil.rmtree(path, ignore_errors=True)
-            raise
+            raise _no_space(file, short)
     return file
 
 
@@ -139,36 +135,9 @@ def _pages(spans: Spans, num_bytes: int) -> list[tuple[int, int]]:
     return merged
 
 
-def _reserve(file: Path, num_bytes: int, spans: Spans) -> None:
-    """Size and pages: afterwards no write through a mapping can find the file system full, which would kill.
-
-    A reused file of that size has the pages already: it was written by the same ranks, or as a whole.
-    """
-    needed = sum(end - start for start, end in spans)
-    descriptor = os.open(file, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        status = os.fstat(descriptor)
-        present = status.st_blocks * 512
-        if status.st_size != num_bytes:
-            os.ftruncate(descriptor, num_bytes)
-        elif present >= needed:
-            return
-        if shutil.disk_usage(file.parent).free + present < needed:
-            raise _no_space(file, needed)
-        for start, end in spans:
-            os.posix_fallocate(descriptor, start, end - start)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
-            raise
-        raise _no_space(file, needed) from None
-    finally:
-        os.close(descriptor)
-
-
-def _no_space(file: Path, num_bytes: int) -> WeightError:
-    usage = shutil.disk_usage(file.parent)
+def _no_space(file: Path, short: Shortage) -> WeightError:
     return WeightError(
-        f"no room for a publication in {file.parent}: {num_bytes:,} bytes are needed, {usage.free:,} of "
-        f"{usage.total:,} are free. Two publications must fit side by side, and a third while an engine still loads "
-        "the one before: enlarge shared memory (docker: --shm-size; else: mount -o remount,size=… /dev/shm)."
+        f"no room for a publication in {file.parent}: {short.needed_bytes:,} bytes are needed, {short.free_bytes:,} of "
+        f"{short.total_bytes:,} are free. Two publications must fit side by side, and a third while an engine still "
+        "loads the one before: enlarge shared memory (docker: --shm-size; else: mount -o remount,size=… /dev/shm)."
     )

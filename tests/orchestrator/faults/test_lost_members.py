@@ -1,0 +1,106 @@
+"""Real runs whose actors are killed: they go on, and end with the weights of a run in which nothing died, to the bit."""
+
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from safetensors.torch import load_file
+
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.run import run
+from tests.run_files import metrics_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def words(small_run: list[str], cluster: Any) -> list[str]:
+    return [
+        *small_run, "rollout.num_threads=1", "trainer.num_threads=1", "rollout.engine=hf", f"trainer.max_steps={STEPS}",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("undisturbed")
+    return run(load_config([*words, f"output_dir={output}", "name=run"]), quiet=True).directory
+
+
+class Killer(threading.Thread):
+    """Ends the process of an actor by SIGKILL once the run has taken a step."""
+
+    def __init__(self, directory: Path, name: str, after_step: int) -> None:
+        super().__init__(daemon=True)
+        self._directory, self._name, self._after_step = directory, name, after_step
+        self.killed = False
+
+    def run(self) -> None:
+        deadline = time.monotonic() + 120
+        metrics = self._directory / "metrics.jsonl"
+        while time.monotonic() < deadline and not self.killed:
+            time.sleep(0.01)
+            if metrics.exists() and metrics.read_bytes().count(b"\n") >= self._after_step:
+                namespace = json.loads((self._directory / "cluster.json").read_text())["namespace"]
+                actor = ray.get_actor(self._name, namespace=namespace)
+                if self._name == "Store":
+                    ray.kill(actor)
+                else:
+                    pid = ray.get(actor.process.remote(str(self._directory)), timeout=60).pid
+                    os.kill(pid, signal.SIGKILL)
+                self.killed = True
+
+
+@pytest.fixture
+def disturbed(words: list[str], tmp_path: Path) -> Callable[..., Path]:
+    def go(name: str, *more: str, after_step: int = 2) -> Path:
+        killer = Killer(tmp_path / "run", name, after_step)
+        killer.start()
+        result = run(load_config([*words, f"output_dir={tmp_path}", "name=run", *more]), quiet=True)
+        killer.join(10)
+        assert killer.killed
+        return result.directory
+
+    return go
+
+
+def kinds_of(directory: Path) -> list[str]:
+    return [event["kind"] for event in RunDirectory.open(directory).read_events()]
+
+
+def assert_same_model(one: Path, other: Path) -> None:
+    expected, found = (load_file(directory / "model" / "model.safetensors") for directory in (one, other))
+    assert expected.keys() == found.keys()
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+@pytest.mark.parametrize("name", ["Rollout-0", "Reward-0", "Compute-group_advantage"])
+def test_what_is_replaced_changes_no_bit(name: str, disturbed: Callable[..., Path], undisturbed: Path) -> None:
+    directory = disturbed(name)
+    assert [line["step"] for line in metrics_of(directory)] == list(range(1, STEPS + 1))
+    assert_same_model(directory, undisturbed)
+    kinds = kinds_of(directory)
+    assert kinds.count("fault") == kinds.count("recovered") == 1
+    assert "returned" not in kinds
+    last = metrics_of(directory)[-1]
+    assert last[f"faults/{name.partition('-')[0].lower()}"] == 1
+    assert last["faults/lost_s"] > 0
+
+
+@pytest.mark.parametrize("name", ["Trainer-policy-0", "Store"])
+def test_what_cannot_be_replaced_alone_costs_the_steps_since_the_checkpoint(
+    name: str, disturbed: Callable[..., Path], undisturbed: Path
+) -> None:
+    directory = disturbed(name, "checkpoint.every_steps=1")
+    assert [line["step"] for line in metrics_of(directory)] == list(range(1, STEPS + 1))
+    assert_same_model(directory, undisturbed)
+    assert kinds_of(directory).count("returned") == 1

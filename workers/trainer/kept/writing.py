@@ -1,0 +1,115 @@
+"""Copies a rank's state into shared memory after each update.
+
+    keep(12):  begin a slot ─▶ bytes, summed while they are in the cache, by torch's number of threads ─▶ seal
+
+One copy of the bytes at the speed of memory: slots are mapped once, and their pages written again and again. A run is
+never ended by it. Where there is no room, on any rank, none of them keeps copies, and that is told once. Called by
+`kept_state.py`.
+"""
+
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from penstock.workers.trainer.kept.contents import parts_of, runs_of
+from penstock.workers.trainer.kept.header import BLOCK_BYTES, Block, Header
+from penstock.workers.trainer.kept.room import reserve_slots
+from penstock.workers.trainer.kept.slots import Slots
+from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.weights.piece import Piece
+from penstock.workers.weights.publication.copying import copy_and_sum
+from penstock.workers.weights.publication.mapping import POPULATE_WRITE, KeptMappings, populate
+
+
+class Keeper:
+    """One rank's. Lifecycle: `keep` after each update, by all ranks; `close`.
+
+    keeper = Keeper("/dev/shm/penstock-run/states/policy", ranks)
+    trainer.update(rows, loss)
+    problem = keeper.keep(12, pieces)
+    """
+
+    def __init__(self, root: str | Path, ranks: Ranks) -> None:
+        """`root`: of all ranks of the trainer."""
+        self.slots = Slots(root, ranks.rank)
+        self._ranks = ranks
+        self._mappings = KeptMappings()
+        self._threads = ThreadPoolExecutor(torch.get_num_threads())
+        self._lineage: str | None = None
+        """None before the first copy."""
+        self.is_off = False
+        """No copies are kept any more."""
+
+    def keep(self, step: int, pieces: Sequence[Piece], carried: str = "", leave_bytes: int = 0) -> str | None:
+        """Copy the state after `step`; it is there when this returns. None: it is; else why there are no
+        copies from now on. Not to be called then. Collective the first time: where one rank cannot, none does.
+
+        `carried`: what is no tensor. `leave_bytes`: what must stay free in shared memory beside the copies.
+        """
+        num_bytes = sum(piece.values.nbytes for piece in pieces)
+        try:
+            problem = self._begin(num_bytes, leave_bytes) if self._lineage is None else None
+            if problem is None:
+                self._copy(step, pieces, num_bytes, carried, leave_bytes)
+        except OSError as error:
+            problem = (
+                f"{self.slots.directory}: the state of rank {self._ranks.rank} could not be kept there ({error}). If a "
+                "rank dies, its trainer goes on from the last checkpoint. faults.keep_state=false does without copies."
+            )
+        if problem is not None:
+            self.give_up()
+        return problem
+
+    def give_up(self) -> None:
+        """Keep no more copies, and give the memory back."""
+        self.is_off = True
+        self.close()
+        self.slots.remove()
+
+    def close(self) -> None:
+        """The copies stay."""
+        self._threads.shutdown()
+        self._mappings.close()
+
+    def _begin(self, num_bytes: int, leave_bytes: int) -> str | None:
+        """Room, and a lineage that all ranks share. Collective."""
+        try:
+            problem = reserve_slots(self.slots, num_bytes, leave_bytes)
+        except OSError as error:
+            problem = f"{self.slots.directory} cannot be made: {error}. faults.keep_state=false does without copies."
+        problems, lineages = zip(*self._ranks.gather_ranks((problem, uuid.uuid4().hex)), strict=True)
+        self._lineage = lineages[0]
+        return next((found for found in problems if found is not None), None)
+
+    def _copy(self, step: int, pieces: Sequence[Piece], num_bytes: int, carried: str, leave_bytes: int) -> None:
+        slot = self.slots.begin(step)
+        memory, is_fresh = self._mappings.writable(self.slots.data(slot), self.slots.root)
+        starts, blocks = _blocks_of(pieces)
+        view = memoryview(memory)
+
+        def write(start: int, values: Tensor) -> Block:
+            if is_fresh:
+                populate(memory, start, start + len(values), POPULATE_WRITE)
+            return Block(len(values), copy_and_sum(values, view[start : start + len(values)], "uint8"))
+
+        written = tuple(self._threads.map(write, starts, blocks))
+        assert self._lineage is not None
+        header = Header(
+            step, self._ranks.rank, self._ranks.num_ranks, self._lineage, num_bytes, leave_bytes, parts_of(pieces),
+            written, carried,
+        )  # fmt: skip
+        self.slots.seal(slot, header)
+
+
+def _blocks_of(pieces: Sequence[Piece]) -> tuple[list[int], list[Tensor]]:
+    """Where each block begins in the file, and its bytes."""
+    blocks = [block for run in runs_of(pieces) for block in run.split(BLOCK_BYTES)]
+    starts, end = [], 0
+    for block in blocks:
+        starts.append(end)
+        end += len(block)
+    return starts, blocks
