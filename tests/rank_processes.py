@@ -10,8 +10,14 @@ from penstock.workers.trainer.meeting import Meeting
 ROOT = Path(__file__).parents[1]
 
 
-def run_ranks(command: Sequence[str], num_ranks: int, *words: object, timeout_s: float = 300) -> None:
-    """`command RANK NUM_RANKS ADDRESS *words`, once a rank. Asserts that all of them end well."""
+def run_ranks(
+    command: Sequence[str],
+    num_ranks: int,
+    *words: object,
+    timeout_s: float = 300,
+    statuses: Sequence[int] | None = None,
+) -> None:
+    """`command RANK NUM_RANKS ADDRESS *words`, once a rank. Asserts that all of them end well, or with `statuses`."""
     with closing(Meeting("127.0.0.1")) as meeting:
         processes = [
             subprocess.Popen(
@@ -23,4 +29,5 @@ def run_ranks(command: Sequence[str], num_ranks: int, *words: object, timeout_s:
             for rank in range(num_ranks)
         ]
         errors = [process.communicate(timeout=timeout_s)[1] for process in processes]
-    assert [process.returncode for process in processes] == [0] * num_ranks, "\n".join(errors)
+    expected = [0] * num_ranks if statuses is None else list(statuses)
+    assert [process.returncode for process in processes] == expected, "\n".join(errors)

@@ -1,0 +1,257 @@
+"""A rank that goes on from a kept copy makes the very update that the dead one would have made. Here one rank, in one
+process; of two, one of which is killed: `several_ranks/test_ranks_killed.py`."""
+
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.losses import ppo_clip_loss, value_loss
+from penstock.conf.errors import KeptStateError
+from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.workers.trainer.kept import kept_state, writing
+from penstock.workers.trainer.kept.contents import runs_of
+from penstock.workers.trainer.kept.kept_state import KeptState
+from penstock.workers.trainer.kept.slots import SLOTS, steps_there
+from penstock.workers.trainer.preparation import Preparation
+from penstock.workers.trainer.scalar import ScalarTrainer
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
+from penstock.workers.weights.piece import Piece
+from tests.workers.trainer.conftest import ENGINES, random_rows
+
+Make = Callable[..., PolicyTrainer]
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    **{engine: (engine, {}) for engine in ENGINES},
+    **{f"{engine} in bfloat16": (engine, {"dtype": "bfloat16"}) for engine in ENGINES},
+    "fsdp with adapters": ("fsdp", {"lora": LoraConfig(rank=4, alpha=8)}),
+    "fsdp with adapters in bfloat16": ("fsdp", {"lora": LoraConfig(rank=4, alpha=8), "dtype": "bfloat16"}),
+}
+
+
+@pytest.fixture
+def case(request: pytest.FixtureRequest) -> str:
+    return getattr(request, "param", "fsdp")
+
+
+@pytest.fixture
+def engine(case: str) -> str:
+    return CASES[case][0]
+
+
+@dataclass
+class Rank:
+    """One rank with a critic, and with what its functions carry."""
+
+    policy: PolicyTrainer
+    critic: ScalarTrainer
+    state: TrainingState
+    kept: KeptState
+    preparation: Preparation
+
+    def update(self, seed: int) -> None:
+        rows, _ = self.preparation.apply(random_rows(6, seed=seed), seed)
+        returns = [np.full(length, 0.1 * seed, np.float32) for length in rows.lengths("response_ids")]
+        rows = rows.with_column("returns", returns).with_column("old_values", self.critic.values(rows))
+        self.critic.update(rows, value_loss)
+        self.policy.update(rows, loss_with_noise)
+
+    def everything(self) -> dict[str, torch.Tensor]:
+        pieces = {piece.name: piece.values.clone() for piece in self.state.pieces_of_rank()}
+        return pieces | {"carried": torch.tensor(list(self.state.carried().encode()))}
+
+
+def loss_with_noise(
+    logprobs: torch.Tensor, mask: torch.Tensor, totals: Any, weighted: torch.Tensor, behavior_logprobs: torch.Tensor
+) -> Any:
+    """Draws from torch's generator, as a loss may."""
+    advantage = weighted * torch.rand(len(weighted))
+    return ppo_clip_loss(logprobs, mask, totals, advantage, behavior_logprobs, logprobs.detach())
+
+
+def grown(advantage: torch.Tensor, state: list[int]) -> tuple[torch.Tensor, list[int]]:
+    return advantage * len(state), [*state, len(state)]
+
+
+@pytest.fixture
+def make_rank(
+    case: str, model_path: str, engine_options: dict[str, Any], tmp_path: Path
+) -> Iterator[Callable[..., Rank]]:
+    made: list[Rank] = []
+
+    def make(root: Path = tmp_path, **options: Any) -> Rank:
+        config = TrainerConfig(
+            **engine_options | CASES[case][1] | options, max_steps=10,
+            optimizer=OptimizerConfig(lr=1e-2, schedule="cosine", warmup_steps=2),
+        )  # fmt: skip
+        policy = PolicyTrainer(config, model_path)
+        critic = ScalarTrainer(config, model_path, metrics_prefix="critic")
+        flow = Dataflow()
+        flow.compute(grown, reads=["advantage"], writes=[Column("weighted", "float32")], per="batch", state=[1])
+        columns = {"advantage": STANDARD_COLUMNS["advantage"], **flow.columns}
+        preparation = Preparation(flow.in_trainer, columns, policy.ranks.gather)
+        state = TrainingState({"policy": policy, "critic": critic}, preparation=preparation)
+        made.append(Rank(policy, critic, state, KeptState(state, policy, str(root)), preparation))
+        return made[-1]
+
+    yield make
+    for rank in reversed(made):
+        rank.kept.close()
+        rank.critic.close()
+        rank.policy.close()
+
+
+@pytest.mark.parametrize("case", CASES, indirect=True)
+def test_a_new_rank_goes_on_from_the_copy_bit_for_bit(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
+    dead = make_rank()
+    for step in (1, 2):
+        dead.update(step)
+        assert dead.kept.keep(step) is None
+    at_two = dead.everything()
+    dead.update(3)
+    expected = dead.everything()
+    anew = make_rank()
+    assert steps_there(tmp_path, 0) == [1, 2]
+    anew.kept.restore(2)
+    assert_same(anew.everything(), at_two)
+    assert (anew.policy.num_updates, anew.critic.num_updates) == (2, 2)
+    anew.update(3)
+    assert_same(anew.everything(), expected)
+    assert anew.kept.keep(3) is None
+    assert steps_there(tmp_path, 0) == [2, 3]
+
+
+def assert_same(ours: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert ours.keys() == expected.keys()
+    for name, values in expected.items():
+        assert torch.equal(ours[name], values), name
+
+
+def test_an_earlier_step_is_as_good_and_those_after_it_count_no_more(
+    make_rank: Callable[..., Rank], tmp_path: Path
+) -> None:
+    rank = make_rank()
+    states = {}
+    for step in (1, 2):
+        rank.update(step)
+        rank.kept.keep(step)
+        states[step] = rank.everything()
+    anew = make_rank()
+    anew.kept.restore(1)
+    assert_same(anew.everything(), states[1])
+    assert steps_there(tmp_path, 0) == [1]
+
+
+def test_pages_are_written_again_and_not_made_anew(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank()
+    rank.update(1)
+    seen = []
+    for step in range(1, 5):
+        rank.kept.keep(step)
+        files = [rank.kept._keeper.slots.data(slot) for slot in SLOTS]
+        seen.append([(file.stat().st_ino, file.stat().st_blocks) for file in files])
+    assert seen == seen[:1] * 4
+
+
+def test_a_step_without_a_copy_is_refused_by_name(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank()
+    rank.update(1)
+    rank.kept.keep(1)
+    before = rank.everything()
+    with pytest.raises(KeptStateError, match=r"rank-0 has no whole copy of step 2, only of steps \[1\]\. Go on from"):
+        rank.kept.restore(2)
+    assert_same(rank.everything(), before)
+
+
+@pytest.mark.parametrize("where", [0, 0.5, -1])
+def test_a_damaged_copy_is_refused_and_changes_nothing(make_rank: Callable[..., Rank], where: float) -> None:
+    rank = make_rank()
+    rank.update(1)
+    rank.kept.keep(1)
+    file = rank.kept._keeper.slots.data(0)
+    data = bytearray(file.read_bytes())
+    data[int(where * len(data))] ^= 1
+    file.write_bytes(data)
+    anew = make_rank()
+    before = anew.everything()
+    with pytest.raises(KeptStateError, match=r"copy of step 1 is damaged: 1 of its [0-9]+ blocks"):
+        anew.kept.restore(1)
+    assert_same(anew.everything(), before)
+
+
+def test_another_trainers_copy_is_refused_by_the_tensor(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank()
+    rank.update(1)
+    rank.kept.keep(1)
+    other = make_rank(lora=LoraConfig(rank=4, alpha=8))
+    with pytest.raises(KeptStateError, match=r"of another trainer: 'policy/weights/.*lora.*, and nothing in the copy"):
+        other.kept.restore(1)
+
+
+def test_a_copy_of_more_ranks_is_refused(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank()
+    rank.update(1)
+    rank.kept.keep(1)
+    slots = rank.kept._keeper.slots
+    slots.seal(0, msgspec.structs.replace(slots.copies()[1][1], num_ranks=2))
+    with pytest.raises(KeptStateError, match="of a trainer of 2 ranks, and this one has 1"):
+        rank.kept.restore(1)
+
+
+def test_without_room_it_is_told_once_and_the_rank_goes_on(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kept_state, "PUBLICATIONS", 2**50)
+    rank = make_rank()
+    num_bytes = sum(piece.values.nbytes for piece in rank.state.pieces_of_rank())
+    problem = rank.kept.keep(1)
+    assert problem is not None
+    assert f"rank 0: two copies of {num_bytes:,} bytes are needed" in problem
+    assert "faults.keep_state=false" in problem
+    assert rank.kept.keep(2) is None
+    assert not (tmp_path / "rank-0").exists()
+    rank.update(1)
+
+
+def test_a_copy_that_fails_later_ends_the_copies_and_nothing_else(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rank = make_rank()
+    assert rank.kept.keep(1) is None
+
+    def fail(*_: object) -> str:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(writing, "copy_and_sum", fail)
+    problem = rank.kept.keep(2)
+    assert problem is not None
+    assert "the state of rank 0 could not be kept there ([Errno 5] Input/output error)" in problem
+    assert rank.kept.keep(3) is None
+    assert steps_there(tmp_path, 0) == []
+
+
+def test_what_cannot_be_carried_ends_the_copies_by_the_stages_name(make_rank: Callable[..., Rank]) -> None:
+    rank = make_rank()
+    rank.preparation._workers["grown"].state = [object()]
+    problem = rank.kept.keep(1)
+    assert problem is not None
+    assert "stage 'grown'" in problem
+    assert rank.kept.keep(2) is None
+
+
+def test_pieces_that_lie_together_are_copied_as_one() -> None:
+    matrix, other = torch.arange(12.0).reshape(3, 4), torch.arange(5)
+    rows = [Piece("w", (3, 8), 8 * number + 4, row) for number, row in enumerate(matrix)]
+    pieces = [*rows, Piece("b", (5,), 0, other), Piece("none", (0,), 0, other[:0]), Piece("w", (3, 8), 0, matrix[1])]
+    runs = list(runs_of(pieces))
+    assert [len(run) for run in runs] == [48, 40, 16]
+    expected = b"".join(piece.values.numpy().tobytes() for piece in pieces)
+    assert b"".join(run.numpy().tobytes() for run in runs) == expected

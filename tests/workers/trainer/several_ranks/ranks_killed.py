@@ -1,0 +1,129 @@
+"""One rank of `test_ranks_killed.py`, in a process of its own:
+`python -m tests.workers.trainer.several_ranks.ranks_killed RANK NUM_RANKS ADDRESS LIFE MODEL DIRECTORY`.
+
+In its first life each trainer makes three updates and keeps a copy after each; of the last trainer, rank 1 is killed
+within its third copy. In the second, new ones go on from the second copies.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from penstock.algorithms.losses import ppo_clip_loss
+from penstock.conf.errors import KeptStateError
+from penstock.conf.trainer import LoraConfig, OptimizerConfig, TrainerConfig
+from penstock.workers.trainer.engines import deepspeed_runtime
+from penstock.workers.trainer.kept import writing
+from penstock.workers.trainer.kept.kept_state import KeptState
+from penstock.workers.trainer.kept.slots import steps_there
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.training_state import TrainingState
+from tests.workers.trainer.conftest import ENGINES, FRESH, random_rows
+
+BFLOAT16 = {"dtype": "bfloat16"}
+SCENARIOS: dict[str, dict[str, Any]] = {
+    **ENGINES,
+    **{f"{engine}_bfloat16": options | BFLOAT16 for engine, options in ENGINES.items()},
+    "lora": {"lora": LoraConfig(rank=4, alpha=8)},
+    "tensor": {"tensor_parallel_size": 2},
+    "sequence": {"sequence_parallel_size": 2},
+    "copies": {"shard_size": 1},
+    "killed": {},
+}
+KILLED = "killed"
+KILLED_AT = 7
+"""Blocks that are written of the copy within which rank 1 is killed."""
+
+
+def run(rank: int, num_ranks: int, address: str, life: str, model: str, directory: Path) -> None:
+    torch.set_num_threads(1)
+    deepspeed_runtime.PERSISTENT_ELEMENTS = FRESH.hidden_size
+    results: dict[str, Any] = {}
+    made = []
+    for scenario, options in SCENARIOS.items():
+        config = TrainerConfig(num_ranks=num_ranks, optimizer=OptimizerConfig(lr=1e-2, warmup_steps=2), **options)
+        trainer = PolicyTrainer(config, model, rank=rank, num_ranks=num_ranks, address=address)
+        made.append(trainer)
+        state = TrainingState({"policy": trainer})
+        kept = KeptState(state, trainer, str(directory / "states" / scenario))
+        own = list(range(12)) if trainer.ranks.num_data_ranks == 1 else list(range(rank, 12, num_ranks))
+
+        def update(step: int, trainer: PolicyTrainer = trainer, own: list[int] = own) -> None:
+            trainer.update(random_rows(12, seed=step).select(own), ppo_clip_loss)
+
+        if life == "first":
+            results[scenario] = first_life(state, kept, update, dies=scenario == KILLED and rank == 1)
+        else:
+            steps = steps_there(directory / "states" / scenario, rank)
+            results[scenario] = {"steps": steps} | second_life(state, kept, update)
+        torch.save(results, directory / f"{life}.{rank}.pt")
+    if life == "second":
+        results["mixed"] = goes_on_from_a_mixture(kept)
+        torch.save(results, directory / f"{life}.{rank}.pt")
+        for trainer in reversed(made):
+            trainer.close()
+    os._exit(0)  # the first life's rank 0 has nobody to leave
+
+
+def first_life(
+    state: TrainingState, kept: KeptState, update: Callable[[int], None], *, dies: bool
+) -> dict[str, dict[str, Tensor]]:
+    states = {}
+    for step in (1, 2, 3):
+        update(step)
+        if step == 3 and dies:
+            die_within_the_next_copy()
+        assert kept.keep(step) is None
+        states[f"at {step}"] = everything(state)
+    return states
+
+
+def second_life(state: TrainingState, kept: KeptState, update: Callable[[int], None]) -> dict[str, dict[str, Tensor]]:
+    kept.restore(2)
+    restored = everything(state)
+    update(3)
+    updated = everything(state)
+    assert kept.keep(3) is None
+    return {"at 2": restored, "at 3": updated}
+
+
+def goes_on_from_a_mixture(kept: KeptState) -> str:
+    """Rank 1 has a copy of the same step that was made by other ranks than rank 0's."""
+    slots = kept._keeper.slots
+    if slots.rank == 1:
+        slot, header = slots.copies()[3]
+        slots.seal(slot, writing.Header(**{name: getattr(header, name) for name in header.__struct_fields__} | {
+            "lineage": "of another life"}))  # fmt: skip
+    try:
+        kept.restore(3)
+    except KeptStateError as error:
+        return str(error)
+    return ""
+
+
+def die_within_the_next_copy() -> None:
+    copy, written = writing.copy_and_sum, []
+
+    def copy_and_die(values: Tensor, target: memoryview, dtype: str) -> str:
+        written.append(len(values))
+        if len(written) > KILLED_AT:
+            target[: len(target) // 2] = values[: len(values) // 2].numpy()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return copy(values, target, dtype)
+
+    writing.copy_and_sum = copy_and_die
+
+
+def everything(state: TrainingState) -> dict[str, Tensor]:
+    """Of this rank. Pieces of one tensor by their first elements."""
+    return {f"{piece.name}/{piece.first}": piece.values.clone() for piece in state.pieces_of_rank()}
+
+
+if __name__ == "__main__":
+    run(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4], sys.argv[5], Path(sys.argv[6]))
