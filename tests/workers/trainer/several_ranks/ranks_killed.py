@@ -68,7 +68,6 @@ def run(rank: int, num_ranks: int, address: str, life: str, model: str, director
         torch.save(results, directory / f"{life}.{rank}.pt")
         for trainer in reversed(made):
             trainer.close()
-    os._exit(0)  # the first life's rank 0 has nobody to leave
 
 
 def first_life(

@@ -1,12 +1,16 @@
 """Two ranks, one of which is killed while it copies its state: both go on from the step before, bit for bit."""
 
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from penstock.workers.models.fresh import build_fresh_model
 from tests.rank_processes import run_ranks
+from tests.workers.trainer.conftest import FRESH
 from tests.workers.trainer.several_ranks import ranks_killed as ranks
 
 pytestmark = pytest.mark.slow
@@ -16,14 +20,17 @@ RANKS = (0, 1)
 
 
 @pytest.fixture(scope="module")
-def lives(model_path: str, tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Path:
-    directory = tmp_path_factory.mktemp("killed")
+def lives(tmp_path_factory: pytest.TempPathFactory, warm_python: list[str]) -> Path:
+    """What both pairs of processes left."""
+    directory, model = tmp_path_factory.mktemp("killed"), tmp_path_factory.mktemp("model")
+    build_fresh_model(model, replace(FRESH, num_heads=8, num_kv_heads=4), seed=3)
     command = [*warm_python, "-m", ranks.__name__]
-    run_ranks(command, 2, "first", model_path, directory, statuses=[0, KILLED_STATUS])
-    run_ranks(command, 2, "second", model_path, directory)
+    run_ranks(command, 2, "first", model, directory, statuses=[0, KILLED_STATUS])
+    run_ranks(command, 2, "second", model, directory)
     return directory
 
 
+@cache
 def result(directory: Path, life: str, rank: int) -> dict[str, Any]:
     return torch.load(directory / f"{life}.{rank}.pt")
 
