@@ -1,4 +1,4 @@
-"""Real runs whose actors are killed: they go on, and end with the weights of a run in which nothing died, to the bit."""
+"""Real runs whose actors are killed: they end with the weights of a run in which nothing died, bit for bit."""
 
 import json
 import os
