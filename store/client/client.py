@@ -90,6 +90,11 @@ class StoreClient:
             raise
         return await self._puts_out.put(batch, facts, spec.inline_bytes, slot)
 
+    async def become_source(self) -> int:
+        """Groups come from this client alone from now on: whoever put them before is refused, and what waits of its
+        groups is withdrawn. How many groups were put so far: the number of the next one."""
+        return int(await self._link.call("become_source", self._name))
+
     async def lease(
         self, stage: str, max_units: int, owner: str, *, max_held: int = 0, num_peers: int = 1
     ) -> Lease | None:

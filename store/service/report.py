@@ -2,9 +2,26 @@
 
 from typing import Any
 
+from penstock.store.data.segments import Segments
 from penstock.store.ledger.ledger import Ledger
+from penstock.store.service.server import Server
 
 Described = dict[str, Any]
+
+
+def of_segments(segments: Segments) -> dict[str, float]:
+    """Of large batches."""
+    return {
+        "store/shared_bytes": segments.book.bytes,
+        "store/spilled_bytes": segments.book.spilled_bytes,
+        "store/large_by_value": segments.kept,
+        "store/sent_bytes": segments.rows.sent_bytes,
+    }
+
+
+def of_server(server: Server) -> dict[str, float]:
+    """Of connections that ended at once."""
+    return {"store/refused_connections": server.refused, "store/malformed_messages": server.malformed}
 
 
 def stats(ledger: Ledger) -> dict[str, float]:

@@ -29,7 +29,7 @@ from penstock.store.service import snapshot
 from penstock.store.service.calls import Call, Granted, LeaseRequest, Result, Write
 from penstock.store.service.clients import Clients
 from penstock.store.service.messages import calls_of
-from penstock.store.service.report import describe, stats
+from penstock.store.service.report import describe, of_segments, of_server, stats
 from penstock.store.service.saving import Saving
 from penstock.store.service.server import Door, Endpoint, Server
 from penstock.store.service.waiting.consumers import Consumers
@@ -122,6 +122,7 @@ class Store:
         for consumers in self._consumers.values():
             consumers.left(client)
             consumers.withdraw(client)
+        self._puts.left(client)
         if self.segments is not None:
             self.segments.left(client)
         self._pump.wake_all_stages()  # those that are left share without it
@@ -150,6 +151,12 @@ class Store:
     async def withdraw_put(self, client: str, ticket: int) -> None:
         """The groups of that ticket that are not admitted yet never will be. Those that are stay."""
         self._puts.withdraw(client, ticket)
+
+    async def become_source(self, client: str) -> int:
+        """Groups come from this client alone from now on: what others have put and is not admitted yet never will be.
+        How many groups were put so far, which is final."""
+        self._puts.become_source(client)
+        return self.ledger.residents.next_group
 
     async def lease(self, ask: LeaseRequest) -> list[Granted] | None:
         """Waits for at least one free unit. None when the store is closed, or the request was withdrawn."""
@@ -296,13 +303,9 @@ class Store:
         numbers["store/waiting_consumers"] = sum(map(len, self._waiting))
         numbers["store/blocks"] = self._blocks.num_blocks
         if self.segments is not None:
-            numbers["store/shared_bytes"] = self.segments.book.bytes
-            numbers["store/spilled_bytes"] = self.segments.book.spilled_bytes
-            numbers["store/large_by_value"] = self.segments.kept
-            numbers["store/sent_bytes"] = self.segments.rows.sent_bytes
+            numbers |= of_segments(self.segments)
         if self._server is not None:
-            numbers["store/refused_connections"] = self._server.refused
-            numbers["store/malformed_messages"] = self._server.malformed
+            numbers |= of_server(self._server)
         return numbers
 
     async def describe(self) -> dict[str, Any]:

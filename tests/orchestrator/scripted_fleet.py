@@ -95,12 +95,12 @@ class Member:
 
 
 class Prompts(Member):
-    def __init__(self, num_groups: int, start: PromptStart) -> None:
-        self._start, self._num_groups = start, num_groups
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
 
     async def run(self, store: Any) -> None:
         client = StoreClient(store)
-        number = self._start.first_group
+        number = await client.become_source()
         with contextlib.suppress(StoreClosed):
             while True:
                 numbers = range(number, number + self._num_groups)
@@ -185,11 +185,10 @@ class ScriptedFleet(OneMachine):
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
         self._pause = pause
-        start = resumed.prompts if resumed is not None else PromptStart()
         size, num_ranks = flow.samples_per_prompt, config.trainer.num_ranks
         self._makers: dict[str, tuple[str, Callable[[], Member]]] = {}
         """Role, and what makes one, by name."""
-        self._is("prompts", "Prompts", lambda _: Prompts(config.trainer.groups_per_step, start))
+        self._is("prompts", "Prompts", lambda _: Prompts(config.trainer.groups_per_step))
         for index in range(config.rollout.num_workers):
             self._is("rollout", f"Rollout-{index}", lambda name: Rollout(name, config, size, random, pause))
         for rank in range(num_ranks):

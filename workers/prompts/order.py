@@ -60,6 +60,18 @@ class PromptOrder:
         self.cursor = cursor or PromptCursor()
         self._rows = epoch_order(num_rows, seed, self.cursor.epoch, shuffle)
 
+    def go_to(self, cursor: PromptCursor) -> None:
+        """The next row is the one after this cursor."""
+        if cursor.epoch != self.cursor.epoch:
+            self._rows = epoch_order(self.num_rows, self.seed, cursor.epoch, self.shuffle)
+        self.cursor = cursor
+
+    def skip(self, count: int) -> None:
+        """As if so many rows had been drawn."""
+        if count:
+            epochs, last = divmod(self.cursor.position + count - 1, self.num_rows)
+            self.go_to(PromptCursor(self.cursor.epoch + epochs, last + 1))
+
     def next(self) -> int:
         if self.cursor.position >= self.num_rows:
             self.cursor = PromptCursor(self.cursor.epoch + 1, 0)

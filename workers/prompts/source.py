@@ -2,9 +2,11 @@
 
     dataset ─ row ─▶ PromptEncoder ─ prompt_ids, task ─▶ store (whose credits say when)
 
-`run` is started by the controller and ends when the store closes. `cursor_after` is for checkpoints.
+`run` is started by the controller and ends when the store closes. It goes on exactly after the groups that the store
+has, whoever put them. `cursor_after` is for checkpoints.
 """
 
+import asyncio
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +20,8 @@ from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
 
 REMEMBERED_CURSORS = 65_536
+PASSED_AT_ONCE = 256
+"""Groups that another source has put, drawn and dropped without a look at anything else."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +32,17 @@ class PromptStart:
     """Before group `first_group`."""
     first_group: int = 0
     """The first that the store has not had."""
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What was drawn up to some moment."""
+
+    num_groups: int
+    """Of the run."""
+    cursor: PromptCursor
+    skipped: int = 0
+    """Rows that were left out."""
 
 
 class PromptSource:
@@ -59,9 +74,8 @@ class PromptSource:
         """Rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
         self._order = PromptOrder(len(dataset), data.seed, cursor, shuffle=data.shuffle and not once)
         self._once = once
-        self._cursors: deque[tuple[int, PromptCursor]] = deque(
-            [(first_group, self._order.cursor)], maxlen=REMEMBERED_CURSORS
-        )
+        self._start = Drawn(first_group, self._order.cursor)
+        self._drawn: deque[Drawn] = deque([self._start], maxlen=REMEMBERED_CURSORS)
 
     @property
     def cursor(self) -> PromptCursor:
@@ -71,20 +85,38 @@ class PromptSource:
     @property
     def num_drawn(self) -> int:
         """Groups of the run so far."""
-        return self._cursors[-1][0]
+        return self._drawn[-1].num_groups
 
     def cursor_after(self, num_groups: int) -> PromptCursor:
         """The cursor after the first `num_groups` groups of the run. `DataError`: not drawn yet, or long ago."""
-        first, last = self._cursors[0][0], self._cursors[-1][0]
+        first, last = self._drawn[0].num_groups, self._drawn[-1].num_groups
         if not first <= num_groups <= last:
             raise DataError(
                 f"the prompt cursor after {num_groups} groups is unknown: those after {first} to {last} groups are."
             )
-        return self._cursors[num_groups - first][1]
+        return self._drawn[num_groups - first].cursor
 
     def start_after(self, num_groups: int) -> PromptStart:
-        """Where a run goes on whose store has had the first `num_groups` groups."""
+        """Where a run goes on whose store has had the first `num_groups` groups. Those that are not drawn yet were put
+        by another source."""
+        if num_groups > self._drawn[-1].num_groups:
+            self.go_to(num_groups)
         return PromptStart(self.cursor_after(num_groups), num_groups)
+
+    def go_to(self, num_groups: int) -> None:
+        """Go on as if the first `num_groups` groups of the run, and no more, had been drawn. Raises `DataError` if the
+        source begins later."""
+        if num_groups < self._start.num_groups:
+            raise DataError(
+                f"the store has {num_groups} groups, and the prompts begin after {self._start.num_groups}: they are of "
+                "different checkpoints."
+            )
+        if num_groups < self._drawn[0].num_groups:  # so long ago that it was forgotten
+            self._go_back(self._start)
+        while self._drawn[-1].num_groups > num_groups:
+            self._drawn.pop()
+        self._go_back(self._drawn[-1])
+        self._pass(num_groups - self._drawn[-1].num_groups)
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
         """The source columns of the next `count` groups: `prompt_ids` (list of int), `task` (JSON string), and
@@ -95,7 +127,13 @@ class PromptSource:
         return [group for group in groups if group is not None]
 
     async def run(self, store: StoreClient, batch: int = 8) -> None:
-        """Keep the store supplied until it closes. It takes groups as credits allow: mostly this waits."""
+        """Keep the store supplied until it closes. It takes groups as credits allow: mostly this waits. From now on
+        the groups come from here alone, beginning with the first that the store has not had."""
+        had = await store.become_source()
+        while had - self._drawn[-1].num_groups > PASSED_AT_ONCE:  # others may ask meanwhile
+            self._pass(PASSED_AT_ONCE)
+            await asyncio.sleep(0)
+        self.go_to(had)
         try:
             while True:
                 await store.put_groups(self.next_groups(batch))
@@ -121,13 +159,30 @@ class PromptSource:
                     raise
                 self.skipped += 1
                 continue
-            self._cursors.append((self._cursors[-1][0] + 1, self._order.cursor))
+            self._drawn.append(Drawn(self._drawn[-1].num_groups + 1, self._order.cursor, self.skipped))
             return group
         raise DataError(
             f"data.too_long=skip left out every one of the {len(self.dataset)} rows: all are longer than "
             f"data.max_prompt_tokens={self.encoder.limits.max_prompt_tokens} or than the room of "
             f"{self.encoder.limits.room}."
         )
+
+    def _go_back(self, drawn: "Drawn") -> None:
+        self._order.go_to(drawn.cursor)
+        self.skipped = drawn.skipped
+        if drawn is not self._drawn[-1]:
+            self._drawn.clear()
+            self._drawn.append(drawn)
+
+    def _pass(self, count: int) -> None:
+        """Draw and drop so many groups."""
+        if self.skips:  # which of the rows are too long is found out by their tokens alone
+            self.next_groups(count)
+        elif count:
+            self._order.skip(count)
+            passed = Drawn(self._drawn[-1].num_groups + count, self._order.cursor, self.skipped)
+            self._drawn.clear()
+            self._drawn.append(passed)
 
     def _group(self, task: Task) -> dict[str, Any]:
         if self.rows_are == "preferences":

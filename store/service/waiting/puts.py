@@ -1,6 +1,7 @@
 """Groups that come in, as credits allow. Used by `store.py`."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
@@ -11,6 +12,16 @@ from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.ledger import Ledger, check_group_bytes
 from penstock.store.service.calls import WITHDRAWN
 from penstock.store.service.waiting.wait_queue import WaitQueue
+
+
+@dataclass
+class _UnderWay:
+    """A client's put that waits."""
+
+    withdrawn: set[int] = field(default_factory=set)
+    """Tickets of it."""
+    has_left: bool = False
+    """Its client."""
 
 
 class Puts:
@@ -30,8 +41,10 @@ class Puts:
         self._blocks, self._intake = blocks, intake
         self._clock, self._schedule, self._carry_out = clock, schedule, carry_out
         self._queue = WaitQueue(schedule)
-        self._withdrawn: dict[str, set[int]] = {}
-        """Client whose put waits -> tickets of it that are withdrawn."""
+        self._under_way: dict[str, _UnderWay] = {}
+        """By client."""
+        self._source: str | None = None
+        """The only client that may put; None: any."""
         self._closed = ""
 
     def __len__(self) -> int:
@@ -45,9 +58,14 @@ class Puts:
         num_groups = len(facts.row_bytes)
         block = self._intake.block(parcel, num_groups)
         admitted: list[int] = []
-        withdrawn = self._withdrawn[client] = set[int]()
+        mine = self._under_way[client] = _UnderWay()
+
+        def check() -> None:
+            if reason := self._refusal(client, mine):
+                raise StoreError(f"{num_groups - len(admitted)} groups were not admitted: {reason}.")
 
         def admit() -> list[int] | None:
+            check()
             if block.is_gone:
                 raise StoreError(
                     f"{num_groups - len(admitted)} groups waited to be admitted and are gone with the node that they "
@@ -55,7 +73,7 @@ class Puts:
                 )
             while len(admitted) < num_groups:
                 number = len(admitted)
-                if tickets and tickets[number] in withdrawn:
+                if tickets and tickets[number] in mine.withdrawn:
                     admitted.append(WITHDRAWN)
                     continue
                 group, effects = self._ledger.admit(
@@ -75,12 +93,14 @@ class Puts:
         try:
             self._check_source(names)
             check_group_bytes(self._spec, facts.row_bytes)
-            done = await self._queue.wait(admit)
+            check()
+            done = await self._queue.wait(admit, client)
         finally:
-            if self._withdrawn.get(client) is withdrawn:
-                del self._withdrawn[client]
+            if self._under_way.get(client) is mine:
+                del self._under_way[client]
             self._blocks.unpin(block)
         if done is None:
+            check()
             raise StoreClosed(
                 f"the store is closed ({self._closed}); {num_groups - len(admitted)} groups were not admitted."
             )
@@ -88,14 +108,26 @@ class Puts:
 
     def withdraw(self, client: str, ticket: int) -> None:
         """The groups of that ticket that are not admitted yet never will be. Those that are stay."""
-        if client in self._withdrawn:
-            self._withdrawn[client].add(ticket)
+        if client in self._under_way:
+            self._under_way[client].withdrawn.add(ticket)
             self._schedule()
+
+    def become_source(self, client: str) -> None:
+        """No other client's groups are admitted from now on, nor what waits of theirs."""
+        self._source = client
+        for other in self._under_way.keys() - {client}:
+            self._queue.withdraw(other)
+
+    def left(self, client: str) -> None:
+        """Nobody waits for its put any more."""
+        if client in self._under_way:
+            self._under_way[client].has_left = True
+            self._queue.withdraw(client)
 
     @property
     def under_way(self) -> list[str]:
         """Clients whose put waits."""
-        return list(self._withdrawn)
+        return list(self._under_way)
 
     def wake(self) -> None:
         """Whoever is next tries."""
@@ -105,6 +137,12 @@ class Puts:
         """Puts that wait, and those that come, raise `StoreClosed`."""
         self._closed = reason
         self._queue.close()
+
+    def _refusal(self, client: str, under_way: _UnderWay) -> str:
+        """Why no more of its groups are admitted, if that is so."""
+        if self._source not in (None, client):
+            return "another client is the source of groups now"
+        return "the client has left" if under_way.has_left else ""
 
     def _check_source(self, names: list[str]) -> None:
         if self._closed:

@@ -7,7 +7,7 @@ import pytest
 
 from penstock.store.client.client import StoreClient
 from penstock.store.data.layout import Inline
-from penstock.store.errors import TooLarge
+from penstock.store.errors import StoreError, TooLarge
 from penstock.store.service.store import Store
 from tests.store.players import group, run, train, values_of
 
@@ -135,3 +135,68 @@ def test_a_rank_that_comes_later_gets_its_round_although_another_waits_for_the_n
         ahead.cancel()
 
     run(body)
+
+
+def test_the_source_is_the_last_that_became_it() -> None:
+    """What the one before has under way is withdrawn but for what is admitted; later it is refused."""
+
+    async def body(store: Store, client: StoreClient) -> None:
+        assert await client.become_source() == 0
+        waiting = asyncio.ensure_future(client.put_groups([group(number) for number in range(6)]))
+        await asyncio.sleep(0.01)
+        following = StoreClient(store)
+        assert await following.become_source() == 4  # credits are for four
+        late = asyncio.ensure_future(following.put_groups([group(4), group(5)]))
+        with pytest.raises(StoreError, match="2 groups were not admitted: another client is the source"):
+            await waiting
+        with pytest.raises(StoreError, match="1 groups were not admitted: another client is the source"):
+            await client.put_groups([group(9)])
+        await finish_everything(client)
+        await train(client, 0)
+        await client.published(1)
+        assert await late == [4, 5]
+        assert await client.become_source() == 6
+
+    run(body)
+
+
+def test_a_put_that_is_about_to_be_admitted_is_not_once_another_is_the_source() -> None:
+    """Its credits come in the same turn of the loop, before."""
+
+    async def body(store: Store, client: StoreClient) -> None:
+        waiting = asyncio.ensure_future(client.put_groups([group(number) for number in range(6)]))
+        await asyncio.sleep(0.01)
+        await finish_everything(client)
+        await train(client, 0)
+        store.ledger.published(1)
+        store._puts.wake()
+        assert await store.become_source("another") == 4
+        with pytest.raises(StoreError, match="another client is the source"):
+            await waiting
+        assert store.ledger.residents.next_group == 4
+
+    run(body)
+
+
+def test_what_a_client_that_leaves_has_under_way_is_not_admitted() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        producer = StoreClient(store)
+        waiting = asyncio.ensure_future(producer.put_groups([group(number) for number in range(6)]))
+        await asyncio.sleep(0.01)
+        await producer.leave()
+        with pytest.raises(StoreError, match="2 groups were not admitted: the client has left"):
+            await waiting
+        await finish_everything(client)
+        await train(client, 0)
+        await client.published(1)
+        assert await client.put_groups([group()]) == [4]
+
+    run(body)
+
+
+async def finish_everything(client: StoreClient) -> None:
+    """All stages of all that is admitted, up to training."""
+    for stage in ("rollout", "reward", "reference", "group_advantage"):
+        lease = await client.lease(stage, 100, "worker")
+        assert lease is not None
+        await client.write(lease, lease.rows.row_ids, values_of(stage, lease))

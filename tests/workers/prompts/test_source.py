@@ -297,6 +297,9 @@ async def _put_by(source, count):
     taken = []
 
     class Sink:
+        async def become_source(self):
+            return source.stats()["groups"]
+
         async def put_groups(self, groups):
             taken.extend(groups)
             raise StoreClosed("enough")
