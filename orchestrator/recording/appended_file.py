@@ -81,11 +81,10 @@ class AppendedFile:
         self._descriptor = self._open_file(self._path)
         size = os.lseek(self._descriptor, 0, os.SEEK_END)
         end = size if self._end is None else min(size, self._end)
-        if record.startswith(os.pread(self._descriptor, size - end, end)):
+        if size > end and record.startswith(os.pread(self._descriptor, size - end, end)):
             os.ftruncate(self._descriptor, end)
-        else:  # somebody else's
-            end = size
-        self._end = end
+            size = end
+        self._end = size  # what is there and not of this record is somebody else's
 
     def _cut_off(self) -> None:
         """What is half written, for those who read meanwhile; `_open` makes sure of it."""

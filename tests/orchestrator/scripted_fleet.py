@@ -23,7 +23,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sinks import JsonLines
+from penstock.orchestrator.reporting.sinks import JsonLines, Sink
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
@@ -267,9 +267,14 @@ def scripted_config(tmp_path: Path, *words: str) -> RunConfig:
     return load_config(words)
 
 
-def controller_over(fleet: ScriptedFleet, config: RunConfig, directory: RunDirectory) -> Controller:
+def controller_over(
+    fleet: ScriptedFleet, config: RunConfig, directory: RunDirectory, sinks: Sequence[Sink] = ()
+) -> Controller:
+    """`sinks`: hear of each step before metrics.jsonl does."""
     progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
-    return Controller(fleet, config, fleet.flow, directory, progress, [JsonLines(directory)])  # type: ignore[arg-type]
+    directory.losses.tell_to(progress.note)
+    sinks = [*sinks, JsonLines(directory)]
+    return Controller(fleet, config, fleet.flow, directory, progress, sinks)  # type: ignore[arg-type]
 
 
 def flow_of(config: RunConfig) -> Dataflow:

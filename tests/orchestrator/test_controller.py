@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
-from penstock.conf.errors import DataError, PartnerGone, PenstockError, WorkerDied
+from penstock.conf.errors import CheckpointError, DataError, PartnerGone, PenstockError, WeightError, WorkerDied
 from penstock.orchestrator import controller as controlling
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.configuration.compose import load_config
@@ -117,7 +117,7 @@ class Play:
         fleet = SimpleNamespace(
             role=role_of,
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
-            places=files.places, collect=files.collect, config=self.config,
+            places=files.places, collect=files.collect, discard=files.discard, config=self.config,
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove,
             relay_nodes=on_one_node(),
         )  # fmt: skip
@@ -201,3 +201,44 @@ def test_the_cause_is_told_though_its_consequence_was_there_first(
         play.run(monkeypatch)
     assert type(raised.value) is type(cause)
     assert str(raised.value).splitlines() == [str(cause), "What failed with it:", f"  PartnerGone: {lost}"]
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_model_that_cannot_be_exported_is_told_after_the_last_checkpoint_was_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saves: bool
+) -> None:
+    """It can be made of the checkpoint, and not the other way round."""
+    words = ["checkpoint.every_steps=50", "trainer.max_steps=2"]
+    export = raising(WeightError("export: 3,000 bytes are needed"), 1)
+    saving = {} if saves else {"finish_saving": raising(CheckpointError("no room for it"), 3)}
+    play = Play(tmp_path, *words, trainer={"export": export, **saving})
+    with pytest.raises(WeightError if saves else CheckpointError) as raised:
+        play.run(monkeypatch)
+    others = [] if saves else ["What failed with it:", "  WeightError: export: 3,000 bytes are needed"]
+    assert str(raised.value).splitlines()[1:] == others
+    methods = [method for method, _ in play.said]
+    assert methods.index("finish_saving") < methods.index("export")
+    assert Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps() == ([2] if saves else [])
+    assert [line["step"] for line in play.directory.read_metrics()] == [1, 2]
+
+
+def test_a_place_of_checkpoints_that_does_not_answer_costs_those(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["checkpoint.every_steps=1", "trainer.max_steps=3", "tracking.export_model=false"]
+    play = Play(tmp_path, *words)
+    place = play.directory.checkpoints
+
+    def step(number: int) -> StepReport:
+        if number == 1:
+            place.symlink_to(place)
+        if number == 3:
+            place.unlink()
+        return report(number)
+
+    play.methods = {"trainer": {"step": step}}
+    assert play.run(monkeypatch).num_steps == 3
+    failed = [event["message"] for event in play.directory.read_events() if event["kind"] == "checkpoint_failed"]
+    assert [message.partition(":")[0] for message in failed] == [f"{place}/global_step_{step}" for step in (1, 2)]
+    assert all("cannot be written" in message for message in failed)
+    assert Checkpoints(str(place), play.config.checkpoint).steps() == [3]

@@ -1,11 +1,14 @@
 """The display says what goes on, in a terminal and in a file."""
 
 import io
+from pathlib import Path
 
 from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.losses import Losses
 from penstock.orchestrator.reporting.progress import Progress, elapsed, plain_line, sparkline
+from tests.small_files import files_up_to
 
 
 def shown(*, terminal: bool, words: tuple[str, ...] = ()) -> str:
@@ -58,3 +61,31 @@ def test_a_sparkline_spans_its_values_and_averages_long_ones() -> None:
 
 def test_times_read_as_a_clock() -> None:
     assert [elapsed(value) for value in (None, 7, 125, 3723)] == ["0:00", "0:07", "2:05", "1:02:03"]
+
+
+def test_an_output_that_cannot_be_written_is_counted_and_written_again_later(tmp_path: Path) -> None:
+    """Standard output may be a file on the disk that is full."""
+    losses = Losses(lambda kind, error: None)
+    with (tmp_path / "log").open("w") as file:
+        progress = Progress(load_config([]), "a run", console=Console(file=file), losses=losses)
+        losses.tell_to(progress.note)
+        progress.step(1, {})
+        for step in range(2, 1002):
+            with files_up_to(100):
+                progress.step(step, {})
+        progress.step(1002, {})
+        progress.close()
+    lines = (tmp_path / "log").read_text().splitlines()
+    steps = [int(line.split()[1].partition("/")[0]) for line in lines if line.startswith("step")]
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (1, 1002)
+    assert losses.lost["output"] > 900
+    assert lines[-1].endswith("output: can be written again")
+
+
+def test_a_note_after_the_live_display_has_closed_is_seen() -> None:
+    stream = io.StringIO()
+    progress = Progress(load_config([]), "a run", console=Console(file=stream, force_terminal=True))
+    progress.close()
+    progress.note("report: cannot be written")
+    assert stream.getvalue().endswith("report: cannot be written\n")

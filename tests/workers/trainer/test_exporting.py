@@ -1,7 +1,9 @@
 """A HF model of what was trained, by one rank. By several: `several_ranks/`."""
 
+import ast
 import json
 import math
+import shutil
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,6 +26,8 @@ from penstock.workers.trainer.exporting import deal
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.weights.piece import Piece
 from tests.model_files import load_model
+from tests.small_files import files_up_to
+from tests.tmpfs import run_in_tmpfs
 from tests.workers.trainer.conftest import ENGINES
 
 Make = Callable[..., PolicyTrainer]
@@ -92,6 +96,50 @@ def test_a_file_that_cannot_be_written_is_named(make_trainer: Make, tmp_path: Pa
     (tmp_path / ".model.safetensors.part").mkdir()
     with pytest.raises(WeightError, match=r"export to .*: rank 0 could not write model\.safetensors: .*directory"):
         make_trainer().export(str(tmp_path))
+
+
+@pytest.mark.parametrize("blocked", [None, "config.json"])
+def test_an_export_that_cannot_be_written_leaves_nothing_of_its_weights(
+    make_trainer: Make, tmp_path: Path, blocked: str | None
+) -> None:
+    trainer, what = make_trainer(), "config, tokenizer, index or adapter" if blocked else "model.safetensors"
+    if blocked:
+        (tmp_path / blocked).mkdir()
+    with files_up_to(-1 if blocked else 20_000), pytest.raises(WeightError, match=f"rank 0 could not write {what}: "):
+        trainer.export(str(tmp_path))
+    assert not list(tmp_path.glob(".*"))
+    shutil.rmtree(tmp_path / "config.json", ignore_errors=True)
+    trainer.export(str(tmp_path))
+    load_model(tmp_path)
+
+
+SMALL_TMPFS = """
+import shutil, sys
+from pathlib import Path
+from penstock.conf.errors import WeightError
+from penstock.conf.trainer import TrainerConfig
+from penstock.workers.trainer.trainer import PolicyTrainer
+
+place = Path(sys.argv[1])
+trainer = PolicyTrainer(TrainerConfig(), MODEL)
+(place / "ballast").write_bytes(bytes(shutil.disk_usage(place).free - 40_960))
+try:
+    trainer.export(str(place / "model"))
+except WeightError as error:
+    print(error)
+print(list((place / "model").iterdir()))
+(place / "ballast").unlink()
+print(trainer.export(str(place / "model")))
+"""
+
+
+def test_an_export_to_a_full_disk_says_what_it_needs_and_what_was_free(model_path: str, tmp_path: Path) -> None:
+    script = SMALL_TMPFS.replace("MODEL", repr(model_path))
+    error, left, written = run_in_tmpfs(script, tmp_path, "above, without the room").splitlines()[-3:]
+    needed = ast.literal_eval(written)["model.safetensors"]
+    assert error.startswith(f"export to {tmp_path}/model: rank 0 could not write model.safetensors: [Errno 28] ")
+    assert f"Its part alone needs {needed:,} bytes, and 40,960 were free. Make room, or make the model of a " in error
+    assert left == "[]"
 
 
 @given(st.lists(st.lists(st.integers(0, 9), max_size=3), min_size=1, max_size=20), st.integers(1, 6))
