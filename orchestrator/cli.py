@@ -5,6 +5,7 @@ data. Heavy imports wait until a command needs them, so that a misspelt key is a
 """
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -102,7 +103,8 @@ def _run(arguments: argparse.Namespace) -> int:
     # `ray job stop` and schedulers send SIGTERM: the way out is that of Ctrl-C.
     signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
     result = run(config)
-    print_summary(result.directory, config)
+    with contextlib.suppress(OSError):  # of an output that is a file on a full disk
+        print_summary(result.directory, config)
     return 0
 
 

@@ -9,6 +9,7 @@ import contextlib
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -67,6 +68,7 @@ def run(
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
     directory, resumed = open_run(config)
+    directory.losses.tell_to(partial(console.print, markup=False, highlight=False, soft_wrap=True))
     try:
         with connect(_with_warm_start(plan, config), config, directory.run_id) as namespace:
             check_placement(plan, config)  # now, and not after the runs that come first

@@ -34,9 +34,9 @@ class Losses:
     def tell_to(self, tell: Callable[[str], None]) -> None:
         """Who tells the person; what came before is told now."""
         self._tell = tell
-        for text in self._untold:
-            tell(text)
-        self._untold.clear()
+        untold, self._untold = self._untold, []
+        for text in untold:
+            self.tell(text)
 
     @contextlib.contextmanager
     def tolerating(self, kind: str, advice: str = TRIED_AGAIN) -> Iterator[None]:
@@ -63,7 +63,8 @@ class Losses:
     def tell(self, text: str) -> None:
         if self._tell is None:
             self._untold.append(text)
-        else:
+            return
+        with contextlib.suppress(OSError):  # a screen that is a file on the same disk
             self._tell(text)
 
     def metrics(self) -> dict[str, float]:

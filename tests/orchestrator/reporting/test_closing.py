@@ -8,7 +8,7 @@ from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.closing import print_unfinished
+from penstock.orchestrator.reporting.closing import print_summary, print_unfinished
 
 
 @pytest.mark.parametrize(
@@ -26,3 +26,9 @@ def test_a_run_that_failed_says_where_it_lies_and_how_it_goes_on(tmp_path: Path,
     assert lines[0].endswith("/run")
     assert lines[1].endswith("/run/report.html")
     assert way_on in lines[2]
+
+
+def test_a_run_that_has_ended_and_cannot_be_read_says_so(tmp_path: Path) -> None:
+    text = io.StringIO()
+    print_summary(tmp_path / "away", load_config([]), Console(file=text, width=200))
+    assert "The run has ended, and its directory cannot be read: " in text.getvalue()

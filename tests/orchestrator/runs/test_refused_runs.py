@@ -1,6 +1,7 @@
 """A run that is refused, or interrupted before it has begun, leaves nothing; one that has begun leaves what it did."""
 
 import contextlib
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -64,3 +65,17 @@ def test_a_run_that_has_begun_or_died_tells_how_it_ended(
     directory = RunDirectory.open(tmp_path / "refused")
     assert [event["kind"] for event in directory.read_events()] == ["start", kind]
     assert f'class="state {kind}"' in directory.report.read_text()
+
+
+def test_a_report_that_cannot_be_written_is_told_and_changes_nothing(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "refused" / "report.html" / "in the way").mkdir(parents=True)
+    monkeypatch.setattr(running, "connect", connecting(WorkerDied("Rollout-0 has died")))
+    with pytest.raises(WorkerDied, match="Rollout-0 has died"):
+        running.run(load_config(words))
+    directory = RunDirectory.open(tmp_path / "refused")
+    events = [(event["kind"], event.get("what")) for event in directory.read_events()]
+    assert events == [("start", None), ("failed", None), ("recording_failed", "report")]
+    told = rf"report: cannot be written: \[Errno 21\] Is a directory: .* `penstock report {directory.path}` makes it."
+    assert re.search(told, capsys.readouterr().out)
