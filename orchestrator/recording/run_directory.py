@@ -265,7 +265,7 @@ class RunDirectory:
         return target
 
     def write_timeline(self) -> None:
-        with self.losses.tolerating("timeline"):
+        with self.losses.tolerating("timeline", "It is lost."):
             self.write_text("timeline.json", self.timeline.to_json())
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
