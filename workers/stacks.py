@@ -1,17 +1,18 @@
 """What all threads of a worker's process are at, in words: for the log of one that does not answer any more.
 
-    worker        register(directory, name)      a signal has the kernel call `faulthandler`, which needs no Python lock
-    node's agent  dump(process, directory, name) by py-spy, which needs the process for nothing; else by that signal
+    worker        register(directory)             a signal has `faulthandler` write them, which needs no Python lock
+    node's agent  dump(process, directory, name)  by py-spy, which needs no help of the process; else by that signal
 
 Called by every `actor.py`, and by `workers/node/actor.py`.
 """
 
+import contextlib
 import faulthandler
 import os
 import shutil
 import signal
 import subprocess
-import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import TextIO
@@ -23,7 +24,7 @@ from penstock.workers.processes import ProcessId
 SIGNAL = signal.SIGUSR2
 MAX_BYTES = 200_000
 """Of one dump: what is beyond is mostly the same frames again."""
-SPY_S = 20.0
+SPY_S = 10.0
 WRITE_S = 5.0
 """For the process to write its stacks. The kernel lets it do so whatever it computes, unless it is stopped."""
 QUIET_S = 0.3
@@ -33,11 +34,11 @@ _files: dict[Path, TextIO] = {}
 """Of this process: `faulthandler` wants its file open."""
 
 
-def register(directory: str | Path, name: str) -> ProcessId:
+def register(directory: str | Path) -> ProcessId:
     """From now on the signal has this process write its stacks below `directory`, if it sees that; who this process is.
     A second time changes nothing."""
     process = ProcessId.own()
-    path = _path(directory, name, process.pid)
+    path = _path(directory, process)
     if path not in _files and path.parent.is_dir():
         _files[path] = path.open("w")
         faulthandler.register(SIGNAL, _files[path], all_threads=True, chain=False)
@@ -51,32 +52,31 @@ def dump(process: ProcessId, directory: str | Path, name: str, py_spy: str | Non
         return f"{name}, process {process.pid}: it is gone, or of another machine."
     spied = _spied(process.pid, py_spy or _installed())
     try:
-        text = spied if spied is not None else _written(process, _path(directory, name, process.pid))
+        text = spied if spied is not None else _written(process, _path(directory, process))
     except (ProcessLookupError, FileNotFoundError):
         text = "it has ended meanwhile."
     return _shortened(f"{name}, process {process.pid} ({_status(process.pid)}):\n{text}")
 
 
-def _path(directory: str | Path, name: str, pid: int) -> Path:
-    return Path(directory) / f"{name}.{pid}.txt"
+def _path(directory: str | Path, process: ProcessId) -> Path:
+    return Path(directory) / f"{process.pid}.txt"
 
 
 def _installed() -> str | None:
     """Beside this Python, or on the PATH."""
-    beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    return shutil.which("py-spy", path=beside)
+    scripts = sysconfig.get_path("scripts")
+    return shutil.which("py-spy", path=os.pathsep.join([scripts, os.environ.get("PATH", os.defpath)]))
 
 
 def _spied(pid: int, py_spy: str | None) -> str | None:
-    """Of the process and of those that it has started. None where py-spy is not, or may not look."""
-    if py_spy is None:
-        return None
-    command = [py_spy, "dump", "--pid", str(pid), "--subprocesses"]
-    try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_S, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.decode(errors="replace")
+    """Of the process and of those that it has started. None where py-spy is not, or may not look. It cannot pause one
+    that is stopped, and need not."""
+    for options in ([], ["--nonblocking"]) if py_spy is not None else ():
+        command = [str(py_spy), "dump", "--pid", str(pid), "--subprocesses", *options]
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SPY_S, check=True)
+            return done.stdout.decode(errors="replace")
+    return None
 
 
 def _written(process: ProcessId, path: Path) -> str:

@@ -27,7 +27,7 @@ def endless_c_call():
     sum(itertools.repeat(0))  # holds Python's lock
 
 if sys.argv[1]:
-    register(sys.argv[1], "Rollout-1")
+    register(sys.argv[1])
 threading.Thread(target=waiting_in_a_thread, daemon=True).start()
 endless_c_call()
 """
@@ -45,6 +45,19 @@ def worker(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     with started(str(tmp_path)) as process:
         yield process
         process.kill()
+
+
+def stop(process: subprocess.Popen[str]) -> None:
+    process.send_signal(signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+
+
+def test_py_spy_reads_the_stacks_of_a_stopped_process(worker: subprocess.Popen[str], tmp_path: Path) -> None:
+    stop(worker)
+    text = stacks.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1")
+    assert text.startswith(f"Rollout-1, process {worker.pid} (stopped):\n")
+    assert "endless_c_call" in text
 
 
 @pytest.mark.parametrize("py_spy", [None, NOWHERE], ids=["py-spy", "signal"])
@@ -65,20 +78,18 @@ def test_a_second_dump_has_the_new_stacks_alone(worker: subprocess.Popen[str], t
 
 def test_a_process_that_did_not_register_is_not_sent_the_signal_which_would_end_it(tmp_path: Path) -> None:
     with started("") as process:
-        (tmp_path / f"Rollout-1.{process.pid}.txt").write_text("")  # of one before it, with the same number
+        (tmp_path / f"{process.pid}.txt").write_text("")  # of one before it, with the same number
         text = stacks.dump(ProcessId.of(process.pid), tmp_path, "Rollout-1", NOWHERE)
         assert "it has not registered" in text
         assert process.poll() is None
         process.kill()
 
 
-def test_a_stopped_process_is_told_as_such_within_a_bounded_time(
+def test_a_stopped_process_that_py_spy_cannot_look_at_is_told_as_such_within_a_bounded_time(
     worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "WRITE_S", 0.5)
-    worker.send_signal(signal.SIGSTOP)
-    while psutil.Process(worker.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
+    stop(worker)
     begin = time.monotonic()
     text = stacks.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", NOWHERE)
     assert time.monotonic() - begin < 5
@@ -100,5 +111,5 @@ def test_a_dump_is_cut_to_its_size(tmp_path: Path) -> None:
 
 
 def test_where_the_directory_is_not_nothing_is_made(tmp_path: Path) -> None:
-    assert stacks.register(tmp_path / "not" / "there", "me") == ProcessId.own()
+    assert stacks.register(tmp_path / "not" / "there") == ProcessId.own()
     assert not (tmp_path / "not").exists()

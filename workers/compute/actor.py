@@ -16,7 +16,7 @@ class Compute:
     the dataflow, by name."""
 
     def __init__(self, name: str, stage: Stage, columns: dict[str, Column]) -> None:
-        self._name, self._phases = name, Phases()
+        self._phases = Phases()
         self._worker = ComputeWorker(stage, columns, name=name, phases=self._phases)
         self._serving = Serving(self._worker.run)
 
@@ -29,7 +29,7 @@ class Compute:
 
     async def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""
-        return register(stacks, self._name)
+        return register(stacks)
 
     async def progress(self) -> Progress:
         """Rows computed, and those that it holds. At any time."""

@@ -44,7 +44,7 @@ class Prompts:
 
     async def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""
-        return register(stacks, "Prompts")
+        return register(stacks)
 
     async def progress(self) -> Progress:
         """Groups drawn. At any time."""

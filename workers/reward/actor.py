@@ -35,7 +35,7 @@ class Reward:
     another store ends the one before."""
 
     def __init__(self, plan: RewardPlan) -> None:
-        config, self._name, self._phases = plan.config, plan.name, Phases()
+        config, self._phases = plan.config, Phases()
         spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
         self._worker = RewardWorker(
             RewardPool.of(config, spec),
@@ -60,7 +60,7 @@ class Reward:
 
     async def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""
-        return register(stacks, self._name)
+        return register(stacks)
 
     async def progress(self) -> Progress:
         """Samples scored, and those that are being scored. At any time."""

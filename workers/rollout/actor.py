@@ -127,7 +127,7 @@ class Rollout:
 
     async def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""
-        return register(stacks, self._spec.name)
+        return register(stacks)
 
     async def progress(self) -> Progress:
         """Tokens sampled, and samples in flight. At any time."""

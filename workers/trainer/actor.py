@@ -41,11 +41,10 @@ class _Rank:
     """What both shells know of the other ranks, where all of them meet, and say of themselves."""
 
     _meeting: "Meeting | None" = None
-    _name: str
 
     def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""
-        return register(stacks, self._name)
+        return register(stacks)
 
     def address(self) -> str:
         """`host:port` where this rank, the first, lets the others meet from now on."""
@@ -71,7 +70,7 @@ class Trainer(_Rank):
     def __init__(self, spec: TrainerSpec) -> None:
         from penstock.workers.trainer import assembly
 
-        self._name, self._phases = spec.name, Phases()
+        self._phases = Phases()
         self._assembly = assembly
         self._spec = spec
         self._started: TrainerParts | None = None
@@ -213,7 +212,7 @@ class Scorer(_Rank):
     def __init__(self, spec: ScorerSpec) -> None:
         from penstock.workers.trainer import assembly
 
-        self._name, self._phases = spec.name, Phases()
+        self._phases = Phases()
         self._assembly = assembly
         self._spec = spec
         self._started: ScorerParts | None = None

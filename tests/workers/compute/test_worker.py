@@ -1,6 +1,7 @@
 """Compute stages: functions get whole units as tensors, and what they return is checked before it is written."""
 
 import asyncio
+import threading
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
 from penstock.workers.compute.worker import ComputeWorker
+from penstock.workers.progress import COMPUTING, Phases
 
 ROWS = {
     "reward": [1.0, 0.0, 3.0, 5.0],
@@ -153,6 +155,50 @@ def test_run_serves_the_store_until_it_closes():
     advantages, stats = asyncio.run(run())
     assert advantages == [0.5, -0.5, -1.0, 1.0]
     assert stats["units"] == 2
+
+
+def test_the_event_loop_answers_while_the_function_runs_in_a_thread_of_its_own():
+    threads, begun, go_on = set(), threading.Event(), threading.Event()
+
+    def slow(reward):
+        threads.add(threading.get_ident())
+        begun.set()
+        assert go_on.wait(10)
+        return reward
+
+    async def run():
+        flow = Dataflow().rollout(samples_per_prompt=2).reward()
+        flow.compute(slow, reads=["reward"], writes=["advantage"]).train(loss=lambda logprobs, advantage: None)
+        client = StoreClient(Store(StoreSpec.of(flow.check(), RunConfig(trainer=TrainerConfig(groups_per_step=2)))))
+        await client.put_groups([{"prompt_ids": [1], "task": "{}"}] * 2)
+        lease = await client.lease("rollout", 2, "engine")
+        tokens = [np.ones(1, np.int32)] * 4
+        await client.write(lease, range(4), {
+            "response_ids": tokens, "response_text": ["x"] * 4, "finish_reason": ["stop"] * 4,
+            "behavior_logprobs": [np.zeros(1, np.float32)] * 4, "token_versions": [np.zeros(1, np.int32)] * 4,
+        })  # fmt: skip
+        phases = Phases()
+        worker = ComputeWorker(flow.stage("slow"), flow.columns, client, phases=phases, max_units=1)
+        running = asyncio.ensure_future(worker.run())
+        seen = []
+        for group in range(2):
+            lease = await client.lease("reward", 2, "judge")
+            begun.clear()
+            go_on.clear()
+            await client.write(lease, lease.rows.row_ids, {"reward": [1.0, 2.0]})
+            while not begun.is_set():
+                await asyncio.sleep(0.001)
+            seen.append((phases.progress().phase, worker.num_rows, worker.num_in_flight))
+            go_on.set()
+            while worker.num_rows < 2 * (group + 1):
+                await asyncio.sleep(0.001)
+        await client.close("done")
+        await running
+        return seen
+
+    assert asyncio.run(asyncio.wait_for(run(), 20)) == [(COMPUTING, 0, 2), (COMPUTING, 2, 2)]
+    assert len(threads) == 1
+    assert threads != {threading.get_ident()}
 
 
 def test_a_function_that_takes_group_ids_gets_them():

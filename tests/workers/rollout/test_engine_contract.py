@@ -9,7 +9,7 @@ import torch
 
 from penstock.conf.errors import DataError, WeightError
 from penstock.workers.models.fresh import EOS_ID
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout.sampling import sampling_logprobs
 
 PROMPT = [20, 14, 21, 32, 50]
@@ -148,6 +148,33 @@ def test_a_response_ends_where_the_models_context_does(served) -> None:
 def test_a_prompt_without_room_for_a_response_names_the_key(served, num_prompt_tokens: int) -> None:
     with pytest.raises(DataError, match=r"rollout\.max_model_len"):
         generate(served, prompt=[20] * num_prompt_tokens)
+
+
+def test_tokens_count_while_their_sample_is_in_flight(served) -> None:
+    async def watched() -> list[Sampled]:
+        before = served.engine.sampled()
+        sampling = Sampling(max_tokens=300, seed=6, ignore_eos=True)
+        group = asyncio.create_task(served.engine.generate(PROMPT, 4, sampling))
+        seen = [before]
+        while not group.done():
+            await asyncio.sleep(0.005)
+            seen.append(served.engine.sampled())
+        await group
+        return [*seen, served.engine.sampled()]
+
+    before, *during, after = served.call(watched())
+    assert (before.num_in_flight, after.num_in_flight) == (0, 0)
+    assert after.num_tokens - before.num_tokens == 4 * 300
+    midway = {seen.num_tokens for seen in during if before.num_tokens < seen.num_tokens < after.num_tokens}
+    assert len(midway) > 3
+    assert {seen.num_in_flight for seen in during} <= {0, 4}
+
+
+def test_tokens_of_samples_that_wait_for_others_of_their_group_count(served) -> None:
+    before = served.engine.sampled().num_tokens
+    completions = generate(served, 8, max_tokens=200)
+    assert len({len(completion.token_ids) for completion in completions}) > 1
+    assert served.engine.sampled().num_tokens - before == sum(len(c.token_ids) for c in completions)
 
 
 def test_after_a_load_samples_come_from_the_new_weights(served) -> None:

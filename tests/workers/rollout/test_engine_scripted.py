@@ -5,8 +5,9 @@ import asyncio
 import pytest
 
 from penstock.conf.errors import WorkerDied
-from penstock.workers.protocols import Completion, Publication, Sampling
+from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
+from tests.virtual_time import run_virtually
 
 PROMPT = [1, 2, 3]
 
@@ -49,6 +50,22 @@ def test_a_group_takes_as_long_as_its_longest_sample() -> None:
         return asyncio.get_running_loop().time() - started
 
     assert asyncio.run(timed()) >= 0.02 + 6 / 100
+
+
+def test_tokens_count_while_their_sample_is_in_flight() -> None:
+    engine = ScriptedEngine(TimeModel(latency_s=1.0, tokens_per_s=10), length=lambda _, index: 10 * (index + 1))
+
+    async def watched() -> list[Sampled]:
+        group = asyncio.create_task(engine.generate(PROMPT, 2, Sampling(max_tokens=20)))
+        seen = []
+        for _ in range(5):
+            await asyncio.sleep(0.75)
+            seen.append(engine.sampled())
+        await group
+        return seen
+
+    in_flight = [Sampled(0, 2), Sampled(2 * 5, 2), Sampled(10 + 12, 2)]  # 1 s of latency, then 10 tokens a second each
+    assert run_virtually(watched()) == [*in_flight, Sampled(30, 0), Sampled(30, 0)]
 
 
 def test_tokens_sampled_after_a_load_carry_the_new_version() -> None:

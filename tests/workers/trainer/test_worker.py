@@ -1,6 +1,7 @@
 import asyncio
 import json
 import pickle
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -18,6 +19,8 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
+from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
+from penstock.workers.protocols import UpdateReport
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
@@ -125,6 +128,44 @@ def test_a_trainer_and_a_scorer_go_on_with_another_store(make_trainer: Make) -> 
     assert report is not None
     assert report.rows.reward_N.tolist() == [0.0, 1.0, 1.0, 2.0]
     assert stats["rows"] == 4
+
+
+def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> None:
+    """Both wait for a batch, then compute on it until they are let go."""
+    computing, go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    class Slow:
+        def update(self, rows: Rows, loss: Any) -> UpdateReport:
+            self.logprobs(rows)
+            return UpdateReport()
+
+        def logprobs(self, rows: Rows) -> list[np.ndarray]:
+            computing.release()
+            assert go_on.acquire(timeout=20)
+            return [np.zeros(length, np.float32) for length in rows.lengths("response_ids")]
+
+    async def run() -> list[tuple[Any, int]]:
+        store, phases, of_scorer = make_store(), Phases(), Phases()
+        client, seen = StoreClient(store), []
+        await store.spec()  # from here on it lives in this loop
+        scorer = ScorerWorker(Slow().logprobs, "reference", "reference_logprobs", 0, 1, phases=of_scorer)
+        trainer = TrainerWorker(Slow(), 0, 1, ppo_clip_loss, phases=phases)  # type: ignore[arg-type]
+        trainer.attach(SyncStoreClient(store))
+        serving = asyncio.create_task(asyncio.to_thread(scorer.run, SyncStoreClient(store)))
+        stepping = asyncio.create_task(asyncio.to_thread(trainer.step, 1))
+        while phases.progress().phase != WAITING:
+            await asyncio.sleep(0.001)
+        await fill(client)
+        for phases_of, worker in ((of_scorer, scorer), (phases, trainer)):
+            await asyncio.to_thread(computing.acquire)
+            seen.append((phases_of.progress().phase, worker.num_in_flight))
+            go_on.release()
+        await stepping
+        await client.close("done")
+        await serving
+        return [*seen, (trainer.num_rows, trainer.num_in_flight), (scorer.num_computed, scorer.num_in_flight)]
+
+    assert asyncio.run(asyncio.wait_for(run(), 60)) == [(COMPUTING, 4), (UPDATING, 4), (4, 0), (4, 0)]
 
 
 def test_staleness_is_counted_from_the_version_before_the_update() -> None:
