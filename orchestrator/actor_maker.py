@@ -45,11 +45,13 @@ class ActorMaker:
         reservation: Reservation,
         files: NodeFiles,
         cores: Mapping[str, int],
+        states_root: str,
     ) -> None:
-        """`cores`: of each node, by Ray's id."""
+        """`cores`: of each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their state."""
         self._plan, self._config, self._flow = plan, config, flow
         self._model_path, self._resumed, self._namespace = model_path, resumed, namespace
         self._reservation, self._files, self._cores = reservation, files, cores
+        self._states_root = states_root
 
     def bring_files(self) -> None:
         """What actors read from the driver's disk, to the nodes that they are on. Raises `ResourceError`,
@@ -128,6 +130,7 @@ class ActorMaker:
             is_saved=bool(config.checkpoint.every_steps),
             checkpoint_timeout_s=config.checkpoint.timeout_s,
             phase_timeout_s=config.weights.phase_timeout_s,
+            keeps_state=self._states_root if config.faults.keep_state else None,
             **self._of_rank(actor, stage),
         )
 

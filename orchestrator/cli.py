@@ -17,6 +17,7 @@ from penstock.conf.errors import ConfigError, PenstockError
 
 INTERRUPTED = 130
 OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value"
+RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from the newest checkpoint"
 EPILOG = """\
 examples:
   penstock run recipe=arithmetic                      a tiny model learns sums, on two CPU cores
@@ -65,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         command.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES_HELP)
         command.set_defaults(command=function)
+        if name == "run":
+            command.add_argument("--retries", type=int, default=0, metavar="N", help=RETRIES_HELP)
     report = commands.add_parser("report", help="rebuild report.html and the plots of a run")
     report.add_argument("run", help="the run's directory, e.g. runs/arithmetic-20260101-120000")
     report.set_defaults(command=_report)
@@ -95,6 +98,10 @@ def _load(overrides: Sequence[str]) -> Any:
 
 def _run(arguments: argparse.Namespace) -> int:
     config = _load(arguments.overrides)
+    if arguments.retries > 0:
+        from penstock.orchestrator.retries import run_with_retries
+
+        return run_with_retries(arguments.overrides, arguments.retries)
     from penstock.orchestrator.reporting.closing import (
         print_summary,
     )  # late: the configuration is in order, so it may take seconds

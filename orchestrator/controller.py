@@ -31,6 +31,8 @@ from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.supervisor import CatchUp, Supervisor, nothing_to_catch_up
+from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
+from penstock.orchestrator.faults.watch import Watch
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.ray_calls import answer, answers, translate
@@ -97,6 +99,10 @@ class Controller:
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
         self._supervisor = Supervisor(fleet, self.store, self._recoveries, directory, progress)
         self._catch_up = catching_up(config, self._weights)
+        met = self._weights.connect if "rollout" in self._catch_up or not fleet.role("rollout") else None
+        self._ranks = TrainerRecovery(
+            fleet, self.store, self._supervisor, self._before, met, config.trainer.collective_timeout_s
+        )
         self._stop = False
         self._step_started = 0.0
 
@@ -107,12 +113,13 @@ class Controller:
                 watching = [
                     tasks.create_task(held_back(self._watch(name, handle))) for name, handle in self.fleet.role("agent")
                 ]
+                watching.append(tasks.create_task(Watch(self.fleet, self.config, self.directory).run()))
                 self._start_serving(tasks, "prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))
                 self._supervisor.close()
                 await self.store.close("the run is complete")
-                for agent in watching:  # which outlive the store
-                    agent.cancel()
+                for watch in watching:  # of agents too, which outlive the store
+                    watch.cancel()
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
         return self.outcome
@@ -174,9 +181,18 @@ class Controller:
         await self.store.published(self._before)
 
     async def _train(self, step: int) -> list[StepReport]:
-        """One update by all ranks; they lease its batch themselves, as soon as it is complete."""
-        self.progress.phase(f"step {step}")
-        await self._turns.training(step)
+        """One update by all ranks; they lease its batch themselves, as soon as it is complete. Ranks that are lost are
+        replaced, and take the step again unless it was trained."""
+        while True:
+            self.progress.phase(f"step {step}")
+            await self._turns.training(step)
+            try:
+                return await self._update(step)
+            except PenstockError as failure:
+                if await self._ranks.recover(failure) == step:
+                    return [StepReport.lost(step)]
+
+    async def _update(self, step: int) -> list[StepReport]:
         self._supervisor.step = step
         calls = [(name, handle.step.remote(step)) for name, handle in self.fleet.role("trainer")]
         start = time.time()
@@ -190,6 +206,9 @@ class Controller:
         train_s = max(report.train_s for report in reports)
         self.directory.timeline.span("trainer", "wait for batch", start, end - train_s, step=step)
         self.directory.timeline.span("trainer", "update", end - train_s, end, step=step)
+        for problem in dict.fromkeys(report.not_kept for report in reports if report.not_kept):
+            self.directory.event("state_not_kept", step=step, reason=problem)
+            self.progress.note(problem)
         return reports
 
     async def _save_if_due(self, step: int, reports: list[StepReport]) -> dict[str, float]:
@@ -206,9 +225,15 @@ class Controller:
             return str(error)
 
     async def _publish(self, version: int) -> tuple[Delivery, float]:
-        """Publish this version: once it returns the trainers may go on to the next step."""
+        """Publish this version: once it returns the trainers may go on to the next step. Ranks that are lost are
+        replaced, and publish it again."""
         start = time.time()
-        delivery = await self._weights.publish(version)
+        while True:
+            try:
+                delivery = await self._weights.publish(version)
+                break
+            except PenstockError as failure:
+                await self._ranks.recover(failure)
         self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
         return delivery, time.time() - start
 
@@ -342,7 +367,7 @@ def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
     """What actors of each role that take the place of others do before they serve. Roles that are not in it cannot be
     replaced alone: engines that share their devices with trainers, or are sent weights by them, have met these at the
     start."""
-    catching: dict[str, CatchUp] = {"reward": nothing_to_catch_up, "compute": nothing_to_catch_up}
+    catching: dict[str, CatchUp] = dict.fromkeys(("prompts", "reward", "compute"), nothing_to_catch_up)
     if weights.takes_newcomers and config.placement != "colocated":
         catching["rollout"] = weights.catch_up
     return catching

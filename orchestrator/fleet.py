@@ -31,12 +31,14 @@ from penstock.orchestrator.ray_calls import answers, get_all
 from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
-from penstock.workers.node.agent import WEIGHTS
+from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 
 Members = list[tuple[str, Any]]
 """Names and handles of actors."""
 GANGS = ("trainer", "scorer")
 """Roles whose ranks meet: they start together, and one of them is worth nothing without the others."""
+POLICY = "policy"
+"""The trainer whose states are kept, as agents call it."""
 LOOK_S = 0.1
 """Between two looks for a role that is empty."""
 
@@ -86,7 +88,7 @@ class Fleet:
         cores = self._cores_of(nodes)
         self._maker = ActorMaker(
             self.plan, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
-            self._files, cores,
+            self._files, cores, f"{self.agents.root}/{STATES}/{POLICY}",
         )  # fmt: skip
         if len(nodes) > 1:
             self._maker.bring_files()
@@ -115,15 +117,9 @@ class Fleet:
             calls += self._starts(members, address)
         get_all(calls, phase="start", timeout_s=timeout_s)
         if self.with_store:
-            attaching = [(name, handle.attach.remote(self.store)) for name, handle in self.role("trainer")]
-            get_all(attaching, phase="start", timeout_s=timeout_s)
+            get_all(self._attaches(self.role("trainer")), phase="start", timeout_s=timeout_s)
         if self.resumed is not None:
-            assert self._maker is not None
-            loads = [
-                (name, handle.resume.remote(self._maker.local(name, self.resumed.trainer), self.resumed.files))
-                for name, handle in self.role("trainer")
-            ]
-            phase = f"resume {self.resumed.directory}"
+            loads, phase = self._resumes(self.role("trainer")), f"resume {self.resumed.directory}"
             get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
     def teams(self, *roles: str) -> list[list[str]]:
@@ -153,10 +149,18 @@ class Fleet:
             if len(names) > 1:
                 (address,) = await answers([_address(members)], phase="start", timeout_s=timeout_s)
             await answers(self._starts(members, address), phase="start", timeout_s=timeout_s)
+            if self._plan_of(names[0]).role == "trainer":
+                await answers(self._attaches(members), phase="start", timeout_s=timeout_s)
         except BaseException:
             self.remove(names)
             raise
         return members
+
+    async def resume(self, trainers: Members) -> None:
+        """Have new ranks of the trainer go on from what the run itself went on from, if from anything."""
+        if self.resumed is not None:
+            phase = f"resume {self.resumed.directory}"
+            await answers(self._resumes(trainers), phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
     def add(self, members: Members) -> None:
         """They have taken the place of those before them."""
@@ -182,6 +186,30 @@ class Fleet:
     async def discard(self, directory: str, places: Mapping[str, str]) -> None:
         """Leave what ranks have written there, and the driver's machine does not see, to nobody."""
         await self._files.discard(directory, {self._node_of(name): place for name, place in places.items()})
+
+    async def has_states(self, step: int, timeout_s: float) -> bool:
+        """Whether each rank of the trainer has the copy of its state after a step on its node."""
+        nodes = [self._node_of(actor.name) for actor in self.plan if actor.role == "trainer"]
+        agents = {node: self.agents.members[node] for node in nodes}
+        calls = [(name, handle.kept_states.remote(POLICY)) for name, handle in agents.values()]
+        found = await answers(calls, phase="look for kept states", timeout_s=timeout_s)
+        there = dict(zip(agents, found, strict=True))
+        return all(step in there[node].get(rank, []) for rank, node in enumerate(nodes))
+
+    @property
+    def stacks_root(self) -> str:
+        """Where processes write their stacks on every node."""
+        return f"{self.agents.root}/{STACKS}"
+
+    def agent_of(self, name: str) -> tuple[str, Any]:
+        """Of the node that the actor of a name is on."""
+        return self.agents.members[self._node_of(name)]
+
+    def kill(self, name: str, handle: Any) -> None:
+        """End this incarnation of a member. It is removed by who hears of its death."""
+        if name in self.actors and (present := self.actors[name]) is handle:
+            with contextlib.suppress(RayError):
+                ray.kill(present)
 
     @property
     def relay_nodes(self) -> RelayNodes:
@@ -248,6 +276,15 @@ class Fleet:
         """Their calls of `start`. `address`: where several meet."""
         told = (address,) if self._plan_of(members[0][0]).role in GANGS else ()
         return [(name, handle.start.remote(*told)) for name, handle in members]
+
+    def _attaches(self, trainers: Members) -> Members:
+        return [(name, handle.attach.remote(self.store)) for name, handle in trainers]
+
+    def _resumes(self, trainers: Members) -> Members:
+        assert self._maker is not None
+        assert self.resumed is not None
+        place, files = self.resumed.trainer, self.resumed.files
+        return [(name, handle.resume.remote(self._maker.local(name, place), files)) for name, handle in trainers]
 
     def _node_of(self, name: str) -> str:
         return self.reservation.assignment.node_of[name].id

@@ -24,6 +24,7 @@ from penstock.orchestrator.cluster import check_placement, connect
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.controller import Outcome
+from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import print_unfinished
@@ -87,7 +88,8 @@ def run(
             directory.discard()
             raise
         kind = "interrupted" if interrupted else "failed"
-        directory.event(kind, error=type(error).__name__, message=str(error))
+        may_recover = isinstance(error, PenstockError) and is_recoverable(error)
+        directory.event(kind, error=type(error).__name__, message=str(error), may_recover=may_recover)
         with contextlib.suppress(OSError):  # a screen that is a file, on the disk that is full
             print_unfinished(config, directory, console)
         raise

@@ -1,6 +1,6 @@
 """The way of weights between nodes: which relays there are, and what they are told of each version.
 
-    once           every rank: plan_chunks ─▶ plan ─▶ every relay
+    ranks are new  every rank: plan_chunks ─▶ plan ─▶ every relay
     each version   begin on every relay ─▶ ranks publish ─▶ wait on those of nodes with engines ─▶ engines load
 
 A node's relay is in its agent (`workers/weights/chain/relay.py`). Where all ranks and engines see the same shared
@@ -33,26 +33,26 @@ class RelayNodes:
 
 
 class WeightRelays:
-    """Lifecycle: `plan` once; then `begin`, `wait` and `reclaim` for each version. Where all ranks and engines see the
+    """Lifecycle: `plan`; then `begin`, `wait` and `reclaim` for each version. Where all ranks and engines see the
     same shared memory, all but the last do nothing."""
 
     def __init__(self, nodes: RelayNodes, trainers: Members, engines: Members, timeout_s: float) -> None:
         """`timeout_s`: of each phase."""
-        self._nodes, self._trainers, self._timeout_s = nodes, trainers, timeout_s
+        self._nodes, self._timeout_s = nodes, timeout_s
         self._sources = [nodes.node_of[name] for name, _ in trainers]
         self._receivers = sorted({nodes.node_of[name] for name, _ in engines})
         self._used = list(dict.fromkeys([*self._sources, *self._receivers]))
         self._crosses_nodes = len(self._used) > 1
         self._number = 0
 
-    async def plan(self) -> None:
-        """Raises `WeightError`, `DeadlineExceeded`."""
+    async def plan(self, trainers: Members) -> None:
+        """Whenever these are new. Raises `WeightError`, `DeadlineExceeded`."""
         if not self._crosses_nodes:
             return
         num_receivers = len(self._receivers)
         calls = [
             (name, handle.plan_chunks.remote(node, num_receivers))
-            for (name, handle), node in zip(self._trainers, self._sources, strict=True)
+            for (name, handle), node in zip(trainers, self._sources, strict=True)
         ]
         plan: ChunkPlan = (await answers(calls, phase="plan publications", timeout_s=self._timeout_s))[0]
         await self._tell(self._used, "plan_chunks", plan, phase="plan publications")

@@ -40,12 +40,14 @@ class WeightSync:
         """What engines load, or have loaded, last."""
 
     async def connect(self) -> None:
-        """Let trainers and engines meet, where they need to. Raises `DeadlineExceeded`, `WeightError`."""
+        """Let trainers and engines meet, where they need to: once they are started, and when the trainer's ranks are
+        new. Raises `DeadlineExceeded`, `WeightError`."""
         if not self._has_engines:
             return
         if not self._streams:
-            self._relays = WeightRelays(self._fleet.relay_nodes, self._trainers, self._engines, self._timeout_s)
-            await self._relays.plan()
+            if self._relays is None:
+                self._relays = WeightRelays(self._fleet.relay_nodes, self._trainers, self._engines, self._timeout_s)
+            await self._relays.plan(self._trainers)
             return
         name, first = self._trainers[0]
         (address,) = await answers([(name, first.free_address.remote())], phase="connect", timeout_s=self._timeout_s)

@@ -60,15 +60,50 @@ class Supervisor:
             if catch_up is None:
                 self.beyond_help(role, title_of(team), failure)
                 raise failure
-            if kind_of(failure) is Kind.CONSEQUENCE:
-                await self._check_store(failure)
-            replacing = asyncio.ensure_future(self._replace(role, team, failure, catch_up))
+            await self.check_store(failure)
+            replacing = asyncio.ensure_future(self.replace(role, team, failure, catch_up))
             self._replacing.add(replacing)
             try:
                 await replacing
             finally:
                 self._replacing.discard(replacing)
                 replacing.cancel()
+
+    async def check_store(self, failure: Exception) -> None:
+        """Where a partner is gone, and that is the store itself, nobody can be helped alone: raises the failure."""
+        if kind_of(failure) is not Kind.CONSEQUENCE:
+            return
+        try:
+            await answer(self._store.stats(), name="Store", phase="look for the store", timeout_s=ANSWER_S)
+        except PenstockError:
+            self.beyond_help("store", "Store", failure)
+            raise failure from None
+
+    async def replace(self, role: str, team: Sequence[str], failure: Exception, catch_up: CatchUp) -> None:
+        """Start others in the place of a team that has failed. Raises the failure if that is not to be tried, or tried
+        again."""
+        began, title = self._clock(), title_of(team)
+        self._fleet.remove(team)
+        self._directory.event("fault", **_facts(role, title, self.step, failure))
+        self._progress.note(f"{title} is lost, another takes its place: {first_line(failure)}")
+        decision = self._recoveries.lost(title, role, began, self.step)
+        while isinstance(decision, Restart):
+            await asyncio.sleep(decision.after_s)
+            self._recoveries.starting(title, self._clock())
+            try:
+                await self._start(team, catch_up, title)
+                break
+            except PenstockError as again:
+                if not is_recoverable(again):
+                    raise
+                self._fleet.remove(team)
+                self._directory.event("fault", **_facts(role, title, self.step, again))
+                decision = self._recoveries.failed(title, self._clock(), self.step)
+        else:
+            raise failure
+        seconds = self._recoveries.caught_up(title, self._clock())
+        self._directory.event("recovered", role=role, member=title, step=self.step, seconds=round(seconds, 3))
+        self._progress.note(f"{title} serves again after {seconds:.1f} s")
 
     def beyond_help(self, role: str, title: str, failure: Exception) -> None:
         """It is lost, and nobody can take its place alone: note it, for the failure to be raised."""
@@ -108,39 +143,6 @@ class Supervisor:
             raise translate(error, name) from None
         if not self._closing:
             raise PartnerGone(f"{name} stopped serving before the run was over.")
-
-    async def _check_store(self, failure: Exception) -> None:
-        """A partner is gone. Where that is the store itself, nobody can be helped alone: raises the failure."""
-        try:
-            await answer(self._store.stats(), name="Store", phase="look for the store", timeout_s=ANSWER_S)
-        except PenstockError:
-            self.beyond_help("store", "Store", failure)
-            raise failure from None
-
-    async def _replace(self, role: str, team: Sequence[str], failure: Exception, catch_up: CatchUp) -> None:
-        """Raises the failure if it is not to be tried, or tried again."""
-        began, title = self._clock(), title_of(team)
-        self._fleet.remove(team)
-        self._directory.event("fault", **_facts(role, title, self.step, failure))
-        self._progress.note(f"{title} is lost, another takes its place: {first_line(failure)}")
-        decision = self._recoveries.lost(title, role, began, self.step)
-        while isinstance(decision, Restart):
-            await asyncio.sleep(decision.after_s)
-            self._recoveries.starting(title, self._clock())
-            try:
-                await self._start(team, catch_up, title)
-                break
-            except PenstockError as again:
-                if not is_recoverable(again):
-                    raise
-                self._fleet.remove(team)
-                self._directory.event("fault", **_facts(role, title, self.step, again))
-                decision = self._recoveries.failed(title, self._clock(), self.step)
-        else:
-            raise failure
-        seconds = self._recoveries.caught_up(title, self._clock())
-        self._directory.event("recovered", role=role, member=title, step=self.step, seconds=round(seconds, 3))
-        self._progress.note(f"{title} serves again after {seconds:.1f} s")
 
     async def _start(self, team: Sequence[str], catch_up: CatchUp, title: str) -> None:
         with contextlib.suppress(StoreError):  # also what a machine holds that cannot say that it is gone

@@ -5,7 +5,7 @@
     timeline.json   Chrome trace              model/          final weights as a HF model
     report.html     plots/                    tensorboard/
     cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
-    run.lock        who works in it
+    run.lock        who works in it           stacks/         of members that did not answer any more
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`appended_file.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
@@ -257,6 +257,14 @@ class RunDirectory:
             target.parent.mkdir(exist_ok=True)
             with replacing(target) as part:
                 parquet.write_table(table, part, compression="zstd")
+
+    def write_stacks(self, name: str, text: str) -> str:
+        """What the threads of a member were at when it was ended; the file's name in this directory."""
+        file = f"stacks/{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}.txt"
+        with self.losses.tolerating("stacks"):
+            (self.path / file).parent.mkdir(exist_ok=True)
+            self.write_text(file, text)
+        return file
 
     def write_text(self, name: str, text: str) -> Path:
         """Write a whole file in one step: readers see the old one or the new one. Raises `OSError`."""

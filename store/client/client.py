@@ -170,6 +170,11 @@ class StoreClient:
         """An owner died: its leases (except a batch in training) go back at once. How many they were."""
         return int(await self._link.call("abandon", owner))
 
+    async def settle(self, stage: str) -> int:
+        """All ranks of a stage are gone: what they had not finished goes back, a batch as a whole. The number of the
+        round with which others begin; of the train stage that is how many steps were trained."""
+        return int(await self._link.call("settle", stage))
+
     async def published(self, version: int) -> None:
         """All engines serve `version`: the groups trained by steps up to it return their credits."""
         await self._link.call("published", version)

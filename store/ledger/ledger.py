@@ -162,14 +162,8 @@ class Ledger:
         """Give the open rows back. Of a train lease: its step was lost, and the batch is formed again."""
         effects = Effects()
         lease = self.residents.leases.held.get(lease_id)
-        if lease is None:
-            return effects
-        made = self.rounds.by_lease.get(lease_id)
-        if made is not None and made.stage == getattr(self.residents.train, "name", None):
-            self.rounds.take_back(made, effects)
-            self.counters["batches_released"] += 1
-            return effects
-        self._release(lease, "released", effects)
+        if lease is not None:
+            self._give_back(lease, effects)
         return effects
 
     def abandon(self, owner: str) -> tuple[int, Effects]:
@@ -221,6 +215,14 @@ class Ledger:
             return known, effects
         deadline = now + self.spec.lease_timeout_s
         return self.rounds.form(consumer, number, num_ranks, max_units, owner, deadline, effects), effects
+
+    def settle(self, stage: str) -> tuple[int, Effects]:
+        """All ranks of a stage are gone: its rounds under way are given back. The number of the next one, with which
+        those that take their place begin; of the train stage that is how many steps were trained."""
+        consumer, effects = self.residents.stage(stage), Effects()
+        for made in self.rounds.under_way(consumer):
+            self._give_back(self.residents.leases.held[made.lease_id], effects)
+        return self.rounds.next_number(consumer), effects
 
     def has_formed(self, stage: str, number: int) -> bool:
         """Some rank has been given its part of the round."""
@@ -329,6 +331,14 @@ class Ledger:
             self.residents.unhold(lease, group, finished, effects)
         for reader in stage.readers:
             effects.stages |= self.residents.readiness.refresh(group, reader)
+
+    def _give_back(self, lease: HeldLease, effects: Effects) -> None:
+        made = self.rounds.by_lease.get(lease.id)
+        if made is not None and made.stage == getattr(self.residents.train, "name", None):
+            self.rounds.take_back(made, effects)
+            self.counters["batches_released"] += 1
+            return
+        self._release(lease, "released", effects)
 
     def _release(self, lease: HeldLease, reason: str, effects: Effects) -> None:
         self.rounds.void(lease.id, effects)

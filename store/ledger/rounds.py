@@ -49,6 +49,8 @@ class Rounds:
         self.by_lease: dict[int, Round] = {}
         self._rounds: dict[str, dict[int, Round]] = {}
         self._newest: dict[str, int] = {}
+        self._again: list[list[int]] = []
+        """Groups of batches that were taken back, each to be formed again as it was, the last one first."""
         self.last_batch: list[int] = []
         """Row ids of the batch trained last, ascending; they stay resident until the next one is."""
         self.staleness_max = 0
@@ -57,6 +59,15 @@ class Rounds:
     def may_form(self, stage: Stage) -> bool:
         """Whether the next round of a stage is there to be formed."""
         return stage.num_free > 0 if stage.unit != "batch" else self._next_groups(stage) is not None
+
+    def under_way(self, stage: Stage) -> list[Round]:
+        """Formed, and neither ended nor given back; newest first."""
+        rounds = sorted(self._rounds.get(stage.name, {}).items(), reverse=True)
+        return [made for _, made in rounds if not made.void and made.lease_id in self._residents.leases.held]
+
+    def next_number(self, stage: Stage) -> int:
+        """Of the next round of a stage. Batches are numbered as steps are, from 0."""
+        return self.formed if stage.unit == "batch" else self._newest.get(stage.name, -1) + 1
 
     def batches(self) -> list[Round]:
         """The rounds of the train stage that are remembered."""
@@ -98,6 +109,10 @@ class Rounds:
             if chosen is None:
                 return None
             lease = residents.leases.open(stage.index, owner, None)
+            if self._again and self._again[-1] == [group.id for group in chosen]:
+                self._again.pop()
+            else:  # some have gone since, and later ones may be among these
+                self._again.clear()
             for group in chosen:
                 group.trained_in = self.formed
                 residents.waiting.discard(group.id)
@@ -151,7 +166,8 @@ class Rounds:
             effects.rounds |= 1 << self._residents.stage(made.stage).index
 
     def take_back(self, made: Round, effects: Effects) -> None:
-        """Undo the formation of the newest batch, whose step was lost. Raises `StoreError` for older ones."""
+        """Undo the formation of the newest batch, whose step was lost: the next one is of the same groups. Raises
+        `StoreError` for older ones."""
         residents = self._residents
         if made.version != self.formed - 1:
             raise StoreError(
@@ -169,6 +185,7 @@ class Rounds:
         for group in groups:
             begin_again(residents, group, effects)
         self.formed -= 1
+        self._again.append(sorted(group.id for group in groups))
         made.void = True
         effects.rounds |= 1 << lease.stage
         del self._rounds[made.stage][made.number], self.by_lease[made.lease_id]
@@ -191,10 +208,16 @@ class Rounds:
         return None
 
     def _next_groups(self, stage: Stage) -> list[int] | None:
-        """Those of the next batch, in order, whatever their age; None if they are not complete."""
+        """Those of the next batch, in order, whatever their age; None if they are not complete.
+
+        The ones of a batch that was taken back are the next, though others may have become complete, which precede some
+        of them: they overtake nobody whom they had not overtaken then. If they cannot all be trained, order decides.
+        """
         residents, spec = self._residents, self._residents.spec
         if stage.num_free < spec.groups_per_step:
             return None
+        if self._again and all(self._is_complete(stage, group) for group in self._again[-1]):
+            return list(self._again[-1])
         while residents.head < residents.next_group and residents.head not in residents.waiting:
             residents.head += 1
         return choose_groups(
@@ -203,8 +226,13 @@ class Rounds:
             spec.groups_per_step,
             spec.window,
             residents.waiting.__contains__,
-            lambda group: residents.groups[group].free[stage.index] != 0,
+            lambda group: self._is_complete(stage, group),
         )
+
+    def _is_complete(self, stage: Stage, group: int) -> bool:
+        """It waits for a batch, and could be in one."""
+        known = self._residents.groups.get(group)
+        return known is not None and known.free[stage.index] != 0
 
     def _count_staleness(self, groups: list[Group]) -> None:
         versions = Counter(oldest for group in groups for oldest in group.of_live(group.oldest))

@@ -272,6 +272,12 @@ class Store:
     async def complete_shared(self, lease_id: int, rank: int) -> None:
         self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
 
+    async def settle(self, stage: str) -> int:
+        """See `Ledger.settle`."""
+        number, effects = self.ledger.settle(stage)
+        self._pump.carry_out(effects)
+        return number
+
     async def published(self, version: int) -> None:
         self._pump.carry_out(self.ledger.published(version))
 

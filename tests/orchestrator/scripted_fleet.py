@@ -28,6 +28,8 @@ from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
+from penstock.workers.progress import SERVING
+from penstock.workers.progress import Progress as Said
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
@@ -93,6 +95,12 @@ class Member:
     async def stats(self) -> dict[str, float]:
         return {"busy_s": 0.0}
 
+    async def progress(self) -> Said:
+        return Said(SERVING, 0.0)
+
+    async def process(self, stacks: str) -> None:
+        """It has none."""
+
 
 class Prompts(Member):
     def __init__(self, num_groups: int) -> None:
@@ -150,6 +158,7 @@ class Stage(Member):
 class Trainer(Member):
     def __init__(self, store: Any, rank: int, num_ranks: int, pause: Pause) -> None:
         self._client, self._rank, self._num_ranks, self._pause = StoreClient(store), rank, num_ranks, pause
+        self.restored: int | None = None
 
     async def step(self, step: int) -> StepReport | None:
         lease = await self._client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
@@ -157,7 +166,11 @@ class Trainer(Member):
             return None
         await self._pause(3.0)
         await self._client.complete_shared(lease)
+        await self._pause(0.3)
         return StepReport(step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {})
+
+    async def restore(self, step: int) -> None:
+        self.restored = step
 
     async def publish(self, root: str, version: int) -> Publication:
         await self._pause(1.0)
@@ -217,7 +230,18 @@ class ScriptedFleet(OneMachine):
         return members
 
     def teams(self, *roles: str) -> list[list[str]]:
-        return [[name] for name, (role, _) in self._makers.items() if role in roles]
+        """The ranks of the trainer are one."""
+        alone = [[name] for name, (role, _) in self._makers.items() if role in roles and role != "trainer"]
+        ranks = [name for name, (role, _) in self._makers.items() if role == "trainer"]
+        return [*alone, *([ranks] if "trainer" in roles else [])]
+
+    async def has_states(self, step: int, timeout_s: float) -> bool:
+        return True
+
+    async def resume(self, trainers: list[tuple[str, Any]]) -> None:
+        pass
+
+    stacks_root = ""
 
     def kill(self, name: str) -> bool:
         """As a machine does that breaks. Nobody is told but those who call it. False: it was dead already."""

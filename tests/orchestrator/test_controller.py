@@ -63,6 +63,9 @@ class Store:
     async def describe(self) -> str:
         return "described"
 
+    async def settle(self, stage: str) -> int:
+        return 0
+
     async def cut(self) -> int:
         return 0
 
@@ -119,7 +122,7 @@ class Play:
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config,
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove,
-            relay_nodes=on_one_node(),
+            relay_nodes=on_one_node(), stacks_root="",
         )  # fmt: skip
 
         async def measure(fleet: Any) -> float:

@@ -10,6 +10,7 @@ from penstock.store.ledger.ledger import Ledger
 
 EVENTS = (
     "admit", "write", "drop", "release", "abandon", "expire", "lost", "lease_shared", "complete_shared", "published",
+    "settle",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 engines and ranks in any order; the store restarted from a snapshot at any moment. Run, with nodes that are lost, by
 `ledger/test_ledger_histories.py`."""
 
+import itertools
 import json
 import math
 from collections import Counter
@@ -80,6 +81,8 @@ class Histories(RuleBasedStateMachine):
         """Those that were formed since the last restart, and each rank's share at first."""
         self.revoked: dict[int, set[int]] = {}
         """By lease: rows that were taken from it, since values were lost."""
+        self.again: list[list[int]] = []
+        """Groups of batches that were taken back: the last one is formed again as it was, if it can be."""
 
     @rule(count=st.integers(1, 4))
     def admit(self, count: int) -> None:
@@ -187,11 +190,11 @@ class Histories(RuleBasedStateMachine):
     @rule(shuffled=st.randoms(use_true_random=False))
     def train(self, shuffled: Random) -> None:
         """All ranks, in any order; strict, so a staleness violation raises and fails the test."""
-        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        made = self.form_batch()
         if made is None:
             return
         batch = sorted(row for part in made.parts for row in part)
-        groups = sorted({row // self.spec.group_size for row in batch})
+        groups = self.groups_of(made)
         assert len(groups) == self.spec.groups_per_step
         self.lineage.check(self.ledger, batch)
         for row in batch:
@@ -201,8 +204,35 @@ class Histories(RuleBasedStateMachine):
         for rank in ranks:
             assert self.ledger.share(made, rank) == made.parts[rank]
             self.ledger.complete_shared(made.lease_id, rank)
-        self.trained += batch
-        self.trained_groups += groups
+        self.was_trained(made)
+
+    def form_batch(self, further: int = 0) -> Round | None:
+        """The next one, or the one after so many: as it was before, if it was taken back and is all there."""
+        can_be_again = self.again and all(map(self.is_complete, self.again[-1]))
+        made: Round | None = self.ledger.lease_shared(
+            "train", self.round + further, self.num_ranks, 1, "trainer", self.now
+        )
+        if made is None:
+            assert not can_be_again
+            return None
+        groups = self.groups_of(made)
+        if can_be_again:
+            assert groups == self.again.pop()
+        else:
+            self.again.clear()
+        return made
+
+    def is_complete(self, group_id: int) -> bool:
+        group = self.ledger.residents.groups.get(group_id)
+        train = self.ledger.residents.stage("train")
+        return group is not None and group.free[train.index] == group.live != 0
+
+    def groups_of(self, made: Round) -> list[int]:
+        return sorted({row // self.spec.group_size for part in made.parts for row in part})
+
+    def was_trained(self, made: Round) -> None:
+        self.trained += sorted(row for part in made.parts for row in part)
+        self.trained_groups += self.groups_of(made)
         self.round += 1
 
     @rule(
@@ -257,10 +287,63 @@ class Histories(RuleBasedStateMachine):
 
     @rule()
     def lose_an_update(self) -> None:
-        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        made = self.form_batch()
         if made is not None:
             self.ledger.complete_shared(made.lease_id, 0) if self.num_ranks > 1 else None
             self.ledger.release(made.lease_id)
+            self.again.append(self.groups_of(made))
+
+    @rule(num_completed=st.integers(0, 3), is_ahead=st.booleans(), publishes=st.booleans())
+    def replace_the_trainers(self, num_completed: int, is_ahead: bool, publishes: bool) -> None:
+        """All ranks die when some have said that they have trained their share; maybe the first is at the next batch
+        already."""
+        made = self.form_batch()
+        if made is None:
+            assert self.ledger.settle("train") == self.round
+            return
+        for rank in range(min(num_completed, self.num_ranks)):
+            self.ledger.complete_shared(made.lease_id, rank)
+        if num_completed >= self.num_ranks:
+            self.was_trained(made)
+            assert self.ledger.settle("train") == self.round
+            return
+        following = self.form_batch(further=1) if is_ahead else None
+        self.again += [self.groups_of(one) for one in (following, made) if one is not None]
+        assert self.ledger.settle("train") == self.round
+        assert self.ledger.settle("train") == self.round
+        for lost in (made, following):
+            if lost is not None:
+                with pytest.raises(LeaseExpired):
+                    self.ledger.complete_shared(lost.lease_id, 0)
+        if publishes and self.served < self.round:
+            self.publish()
+
+    @rule(num_lost=st.integers(1, 3), shuffled=st.randoms(use_true_random=False))
+    def replace_the_trainers_while_a_straggler_comes(self, num_lost: int, shuffled: Random) -> None:
+        """The batches that were lost had overtaken it: they come again as they were."""
+        self.admit(100)
+        self.lease("rollout", 1, "a")
+        self.work_everything_off()
+        lost = list(itertools.takewhile(bool, (self.form_batch(further) for further in range(num_lost))))
+        self.again += [self.groups_of(made) for made in reversed(lost) if made is not None]
+        assert self.ledger.settle("train") == self.round
+        self.die("a")
+        self.work_everything_off()
+        for _ in lost:
+            self.train(shuffled)
+
+    @rule(stage=st.sampled_from(SHARED))
+    def replace_the_scorers(self, stage: str) -> None:
+        """Whatever their ranks held goes back; those that follow begin with a round that nobody has asked for."""
+        number = self.ledger.settle(stage)
+        assert number in (self.shared[stage], 0)  # a restored store has heard of none
+        assert self.ledger.settle(stage) == number
+        self.shared[stage] = number
+        held = self.ledger.residents.leases.held
+        assert not any(made.lease_id in held for made, _ in self.rounds if made.stage == stage)
+        if number:
+            with pytest.raises(LeaseExpired):
+                self.ledger.lease_shared(stage, number - 1, self.num_ranks, 1, "c", self.now)
 
     def any_node(self) -> int:
         return self.nodes.randrange(NODES)
@@ -273,6 +356,7 @@ class Histories(RuleBasedStateMachine):
         self.ledger = self.driver.ledger = CheckedLedger(self.spec)
         restore(self.ledger, values, groups)
         self.rounds.clear()
+        self.again.clear()
         self.lineage.prune(self.ledger)
 
     @precondition(lambda self: self.served < self.round)
@@ -313,7 +397,7 @@ class Histories(RuleBasedStateMachine):
             self.ledger.check_invariants()
 
     def train_in_order(self) -> None:
-        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        made = self.form_batch()
         if made is None:
             return
         self.lineage.check(self.ledger, [row for part in made.parts for row in part])

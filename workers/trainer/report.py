@@ -64,3 +64,11 @@ class StepReport:
     """Parts of `train_s`: plan, forward, backward, optimizer; keep, the copy of this rank's state."""
     not_kept: str | None = None
     """Why this rank keeps no copies of its state from this step on: once. None: it does, or this has been told."""
+
+    @classmethod
+    def lost(cls, step: int) -> "StepReport":
+        """Of a step whose ranks died after they had trained it, and before they could say so."""
+        none = np.zeros(0)
+        counts = none.astype(np.int64)
+        rows = TrainedRows(none, counts, counts, none.astype(np.bool_), counts, none)
+        return cls(step, step - 1, {}, rows, 0.0, 0.0, {})

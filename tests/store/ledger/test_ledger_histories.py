@@ -87,7 +87,7 @@ class HistoriesWithLosses(Histories):
     )
     def lose_a_node_during_an_update(self, node: int, num_given: int, ending: str, shuffled: Random) -> None:
         """Some ranks have their rows before, the others ask after. If they all have them, the step may end well."""
-        made = self.ledger.lease_shared("train", self.round, self.num_ranks, 1, "trainer", self.now)
+        made = self.form_batch()
         if made is None:
             return
         versions = {row: self.sampled[row] for part in made.parts for row in part}
@@ -115,12 +115,11 @@ class HistoriesWithLosses(Histories):
             for rank in ranks:
                 self.ledger.complete_shared(made.lease_id, rank)
             assert all(made.version - version <= self.spec.max_staleness for version in versions.values())
-            self.trained += sorted(versions)
-            self.trained_groups += sorted({row // self.spec.group_size for row in versions})
-            self.round += 1
+            self.was_trained(made)
             assert set(self.ledger.last_batch()) <= versions.keys()
         elif ending == "released":
             self.ledger.release(made.lease_id)
+            self.again.append(self.groups_of(made))
         else:
             self.restart()
 

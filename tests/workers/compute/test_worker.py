@@ -178,8 +178,8 @@ def test_the_event_loop_answers_while_the_function_runs_in_a_thread_of_its_own()
             "behavior_logprobs": [np.zeros(1, np.float32)] * 4, "token_versions": [np.zeros(1, np.int32)] * 4,
         })  # fmt: skip
         phases = Phases()
-        worker = ComputeWorker(flow.stage("slow"), flow.columns, client, phases=phases, max_units=1)
-        running = asyncio.ensure_future(worker.run())
+        worker = ComputeWorker(flow.stage("slow"), flow.columns, phases=phases, max_units=1)
+        running = asyncio.ensure_future(worker.run(client))
         seen = []
         for group in range(2):
             lease = await client.lease("reward", 2, "judge")

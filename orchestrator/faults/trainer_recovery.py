@@ -1,0 +1,73 @@
+"""Brings the trainer's ranks back when one of them is lost: all start again, beside warm engines and the store.
+
+    kill all ranks ─▶ store.settle: which step was trained last? ─▶ new ranks ─▶ its copies (`workers/trainer/kept/`)
+
+A step is trained once all ranks have completed their rows, which each does after it has copied its state. So the ledger
+decides: either every rank has the copy of the step, or the batch is formed again of the same groups, and every rank has
+the copy of the step before. Used by `controller.py`.
+"""
+
+from collections.abc import Awaitable, Callable
+
+from penstock.conf.errors import DeadlineExceeded, PenstockError
+from penstock.orchestrator.faults.causes import is_recoverable
+from penstock.orchestrator.faults.supervisor import Supervisor, title_of
+from penstock.orchestrator.fleet import Fleet, Members
+from penstock.orchestrator.ray_calls import answers, outcomes
+from penstock.store.client.client import StoreClient
+from penstock.workers.progress import WAITING, Progress
+
+ROLE, STAGE = "trainer", "train"
+LOOK_S = 10.0
+"""Within which a rank that is there says what it does."""
+
+
+class TrainerRecovery:
+    """Lifecycle: `recover` whenever the ranks have failed."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        store: StoreClient,
+        supervisor: Supervisor,
+        before: int,
+        met: Callable[[], Awaitable[None]] | None,
+        timeout_s: float,
+    ) -> None:
+        """`before`: the last step before this process. `met`: what new ranks and the engines do before weights go
+        between them; None where ranks cannot be replaced. `timeout_s`: for each to look for its copies, and to read
+        them."""
+        self._fleet, self._store, self._supervisor = fleet, store, supervisor
+        self._before, self._met, self._timeout_s = before, met, timeout_s
+
+    async def recover(self, failure: PenstockError) -> int:
+        """New ranks are there, with the state after the last step that was trained, which is returned. Raises the
+        failure where that cannot be."""
+        team = [name for name, _ in self._fleet.role(ROLE)] or self._fleet.teams(ROLE)[0]
+        if not is_recoverable(failure):
+            raise failure
+        await self._supervisor.check_store(failure)
+        if self._met is None or (isinstance(failure, DeadlineExceeded) and await self._all_wait()):
+            self._supervisor.beyond_help(ROLE, title_of(team), failure)
+            raise failure
+        self._fleet.remove(team)
+        trained = await self._store.settle(STAGE)
+        if trained > self._before and not await self._fleet.has_states(trained, self._timeout_s):
+            self._supervisor.beyond_help(ROLE, title_of(team), failure)
+            raise failure
+
+        async def catch_up(members: Members) -> None:
+            await self._fleet.resume(members)
+            if trained > self._before:
+                calls = [(name, handle.restore.remote(trained)) for name, handle in members]
+                await answers(calls, phase=f"restore step {trained}", timeout_s=self._timeout_s)
+
+        await self._supervisor.replace(ROLE, team, failure, catch_up)
+        await self._met()
+        return trained
+
+    async def _all_wait(self) -> bool:
+        """Every rank is there and waits for its batch: others than the ranks are late."""
+        calls = [(name, handle.progress.remote()) for name, handle in self._fleet.role(ROLE)]
+        found = await outcomes(calls, phase="look at the ranks", timeout_s=LOOK_S)
+        return all(isinstance(progress, Progress) and progress.phase == WAITING for progress in found)

@@ -1,0 +1,74 @@
+"""`penstock run --retries N`: the run in a process of its own, and another that goes on from the newest checkpoint when
+that one dies, or ends by a failure that a new process may help with. Used by `cli.py`.
+
+What is wrong with the configuration, the data or the user's code is told once: it would come again.
+"""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from types import FrameType
+
+from penstock.conf.errors import ConfigError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.compose import load_config, recipe_name
+from penstock.orchestrator.recording.run_directory import RunDirectory
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+"""Between two tries, twice as long each time: what has died may still let go of ports and memory."""
+
+
+def run_with_retries(overrides: Sequence[str], retries: int) -> int:
+    """Exit code of the last try."""
+    words, config = list(overrides), load_config(overrides)
+    if config.name is None:  # tries are of one run
+        words.append(f"name={recipe_name(config)}-{datetime.now():%Y%m%d-%H%M%S}")
+        config = load_config(words)
+    pause_s = FIRST_PAUSE_S
+    for left in range(retries, -1, -1):
+        code = _run(words)
+        if code == 0 or not left or not _may_help(config, code):
+            return code
+        print(
+            f"{config.name} has ended ({_how(code)}); going on from its newest checkpoint in {pause_s:g} s, "
+            f"{left} of --retries {retries} left.",
+            file=sys.stderr,
+        )
+        time.sleep(pause_s)
+        pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+        words = [word for word in words if not word.startswith("resume=")] + ["resume=auto"]
+    raise AssertionError("the last try returns")
+
+
+def _run(words: Sequence[str]) -> int:
+    """One try; its exit code, negative for a signal. Ctrl-C reaches it by itself, and SIGTERM is passed on."""
+    process = subprocess.Popen([sys.executable, "-m", "penstock.orchestrator.cli", "run", *words])
+
+    def passed_on(number: int, _: FrameType | None) -> None:
+        process.send_signal(number)
+
+    before = signal.signal(signal.SIGTERM, passed_on), signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before[0])
+        signal.signal(signal.SIGINT, before[1])
+
+
+def _may_help(config: RunConfig, code: int) -> bool:
+    """A new process: the last one was killed, or said so itself."""
+    if code < 0:
+        return True
+    try:
+        events = RunDirectory.open(Path(config.output_dir).expanduser() / str(config.name)).read_events()
+    except ConfigError:
+        return False
+    return bool(events) and events[-1]["kind"] == "failed" and bool(events[-1].get("may_recover"))
+
+
+def _how(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
