@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray.util import list_named_actors
 from safetensors.torch import load_file
 
 from penstock.orchestrator.configuration.compose import load_config
@@ -51,13 +52,18 @@ class Killer(threading.Thread):
             time.sleep(0.01)
             if metrics.exists() and metrics.read_bytes().count(b"\n") >= self._after_step:
                 namespace = json.loads((self._directory / "cluster.json").read_text())["namespace"]
-                actor = ray.get_actor(self._name, namespace=namespace)
-                if self._name == "Store":
+                actor = ray.get_actor(self._actor(namespace), namespace=namespace)
+                if self._name in ("Store", "Agent"):
                     ray.kill(actor)
                 else:
                     pid = ray.get(actor.process.remote(str(self._directory)), timeout=60).pid
                     os.kill(pid, signal.SIGKILL)
                 self.killed = True
+
+    def _actor(self, namespace: str) -> str:
+        """An agent has its node's address in its name."""
+        names = [actor["name"] for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]
+        return next(name for name in names if name == self._name or name.startswith(f"{self._name}-"))
 
 
 @pytest.fixture
@@ -83,7 +89,7 @@ def assert_same_model(one: Path, other: Path) -> None:
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-@pytest.mark.parametrize("name", ["Rollout-0", "Reward-0", "Compute-group_advantage"])
+@pytest.mark.parametrize("name", ["Rollout-0", "Reward-0", "Compute-group_advantage", "Prompts", "Trainer-policy-0"])
 def test_what_is_replaced_changes_no_bit(name: str, disturbed: Callable[..., Path], undisturbed: Path) -> None:
     directory = disturbed(name)
     assert [line["step"] for line in metrics_of(directory)] == list(range(1, STEPS + 1))
@@ -96,7 +102,7 @@ def test_what_is_replaced_changes_no_bit(name: str, disturbed: Callable[..., Pat
     assert last["faults/lost_s"] > 0
 
 
-@pytest.mark.parametrize("name", ["Trainer-policy-0", "Store"])
+@pytest.mark.parametrize("name", ["Store", "Agent"])
 def test_what_cannot_be_replaced_alone_costs_the_steps_since_the_checkpoint(
     name: str, disturbed: Callable[..., Path], undisturbed: Path
 ) -> None:
