@@ -38,6 +38,8 @@ from typing import Any
 
 SOCKET = "PENSTOCK_TEST_WARM_SOCKET"
 """Environment variable of the cluster: where the server listens."""
+CLOCK_AHEAD_S = "PENSTOCK_TEST_CLOCK_AHEAD_S"
+"""Environment variable of a machine: its wall clock is ahead by so much, for all that Python asks it."""
 EXECUTABLE = "python"
 """Name of the command, beside the socket."""
 START_S = 180.0
@@ -142,6 +144,12 @@ def serve(path: str) -> None:
             caller.close()
 
 
+def _set_clock_ahead(seconds: float) -> None:
+    real, real_ns = time.time, time.time_ns
+    time.time = lambda: real() + seconds
+    time.time_ns = lambda: real_ns() + int(seconds * 1e9)
+
+
 def fork_for(caller: socket.socket) -> int:
     """As `os.fork`; the child lives where the caller does, on this machine or on one that is made of namespaces."""
     from machines.enter import KINDS, join
@@ -190,6 +198,8 @@ def become(caller: socket.socket) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    if ahead_s := os.environ.get(CLOCK_AHEAD_S):
+        _set_clock_ahead(float(ahead_s))
     if threads := os.environ.get("OMP_NUM_THREADS"):  # torch reads it when it is loaded
         torch.set_num_threads(int(threads))
     Config.initialize("")  # Ray's C++ has read the server's environment; whether a cluster asks for a token is there
