@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.orchestrator.faults.causes import is_recoverable
+from penstock.orchestrator.failures import Kind, kind_of
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import outcomes
 
@@ -52,7 +52,7 @@ class Usage:
         tokens = samples = 0.0
         for (role, name, _), now in zip(asked, answers, strict=True):
             if isinstance(now, Exception):
-                if not is_recoverable(now):
+                if kind_of(now) is Kind.ERROR:
                     raise now
                 continue
             if role == "prompts":
