@@ -108,12 +108,15 @@ def download(url: str, directory: Path) -> None:
 
 
 def list_names(place: str) -> list[str]:
-    """Names of what lies directly in a directory or URL; nothing if it is not there."""
+    """Names of what lies directly in a directory or URL; nothing if it is not there. Raises `CheckpointError` if that
+    cannot be told."""
     system, path = _open(place)
     try:
         return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
     except (FileNotFoundError, NotADirectoryError):
         return []
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be read: {error}") from None
 
 
 def exists(place: str) -> bool:

@@ -39,6 +39,14 @@ class AppendedFile:
             self._losses.lost[self._kind] += 1
         self._write_what_waits()
 
+    def rewind(self, is_kept: Callable[[bytes], bool]) -> list[bytes]:
+        """Forget records that wait and are not to be kept, after the file itself was cut; those that still wait."""
+        self._let_go()
+        self._end = None
+        self.waiting = deque(filter(is_kept, self.waiting))
+        self._count()
+        return list(self.waiting)
+
     def close(self) -> None:
         """Try once more; what waits then is lost. May be called twice."""
         try:

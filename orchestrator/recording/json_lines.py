@@ -7,7 +7,7 @@ and the next writer removes it.
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +46,33 @@ def open_for_lines(file: Path) -> int:
     return descriptor
 
 
+def cut_lines(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+    """Cut a JSONL file off before its first line that is not to be kept; those that stay. Takes no room on the disk."""
+    lines, kept, end = read_lines(file), [], 0
+    if all(map(is_kept, lines)):
+        return lines
+    with file.open("r+b") as opened:
+        for line in opened:
+            value = _object_of(line.decode(errors="replace"))
+            if value is not None and not is_kept(value):
+                break
+            kept += [value] if value is not None else []
+            end += len(line)
+        opened.truncate(end)
+    return kept
+
+
 def read_lines(file: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file; a last line that was cut off is left out."""
     if not file.is_file():
         return []
-    lines = []
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1]:
-        try:
-            value = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        if isinstance(value, dict):
-            lines.append(value)
-    return lines
+    found = map(_object_of, file.read_text(encoding="utf-8", errors="replace").split("\n")[:-1])
+    return [value for value in found if value is not None]
+
+
+def _object_of(line: str) -> dict[str, Any] | None:
+    try:
+        value = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return value if isinstance(value, dict) else None

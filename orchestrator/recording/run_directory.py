@@ -17,6 +17,7 @@ timeline are lost.
 
 import contextlib
 import errno
+import json
 import re
 import shutil
 import time
@@ -31,7 +32,7 @@ from penstock.conf.errors import ConfigError, RunInUse
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name, to_yaml
 from penstock.orchestrator.recording.appended_file import AppendedFile
-from penstock.orchestrator.recording.json_lines import line_of, open_for_lines, read_lines
+from penstock.orchestrator.recording.json_lines import cut_lines, line_of, open_for_lines, read_lines
 from penstock.orchestrator.recording.losses import Losses
 from penstock.orchestrator.recording.run_lock import RunLock
 from penstock.orchestrator.recording.timeline import Timeline
@@ -137,19 +138,23 @@ class RunDirectory:
         """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again. config.yaml
         becomes this run's. `metrics`: of that step, for a run that was killed before it had written its line. Raises
         `ConfigError`."""
+
+        def is_kept(line: Mapping[str, Any]) -> bool:
+            return int(line.get("step", 0)) <= step
+
         try:
-            if "metrics.jsonl" in self._files:  # of before
-                self._files.pop("metrics.jsonl").close()
-            kept = [line for line in self.read_metrics() if int(line.get("step", 0)) <= step]
-            if metrics and all(line.get("step") != step for line in kept):
-                kept.append(dict(metrics))
-            self.write_text("metrics.jsonl", "".join(map(line_of, kept)))
-            self.write_text("config.yaml", to_yaml(config))
+            kept = cut_lines(self.metrics_file, is_kept)
+            if (file := self._files.get("metrics.jsonl")) is not None:
+                kept += map(json.loads, file.rewind(lambda line: is_kept(json.loads(line))))
+            if (text := to_yaml(config)) != self.config_file.read_text(encoding="utf-8"):
+                self.write_text("config.yaml", text)
         except OSError as error:
             raise ConfigError(
                 f"name={config.name}: cannot go on in {self.path} ({error.strerror}). Make room there, or see whether "
                 "its file system answers."
             ) from None
+        if metrics and all(line.get("step") != step for line in kept):
+            self.log_metrics(metrics)
 
     def discard(self) -> None:
         """Close, and remove what was made: the name is free again. Files that something else wrote stay."""

@@ -98,8 +98,29 @@ def test_a_place_without_room_is_refused_at_the_start_and_left_as_it_was(tmp_pat
     assert list(tmp_path.iterdir()) == []
     directory = new_run(tmp_path)
     with files_up_to(500), pytest.raises(ConfigError, match=r"name=run: cannot go on in .*/run \(File too large\)"):
-        directory.rewind(load_config([f"output_dir={tmp_path}", "name=run"]), 0)
+        directory.rewind(load_config([f"output_dir={tmp_path}", "name=run", "seed=5"]), 0)
     directory.close()
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_a_run_is_set_back_on_a_full_disk_too(tmp_path: Path, is_full: bool) -> None:
+    directory, config = new_run(tmp_path), load_config([f"output_dir={tmp_path}", "name=run"])
+    for step in (1, 2):
+        directory.log_metrics({"step": step})
+    with files_up_to(5 if is_full else -1):
+        for step in (3, 4, 5):
+            directory.log_metrics({"step": step})
+        directory.rewind(config, 4, {"step": 4})
+        directory.rewind(config, 3, {"step": 3})
+    directory.log_metrics({"step": 4, "again": True})
+    with files_up_to(5 if is_full else -1):
+        directory.rewind(config, 1)
+        directory.rewind(config, 2, {"step": 2, "again": True})
+    directory.log_metrics({"step": 3, "again": True})
+    again = [{"step": step, "again": True} for step in (2, 3)]
+    assert directory.read_metrics() == [{"step": 1}, *again]
+    directory.close()
+    assert not directory.losses.lost
 
 
 def test_a_run_that_another_process_has_taken_meanwhile_writes_nothing_more(tmp_path: Path) -> None:
