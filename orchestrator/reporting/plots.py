@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.workers.whole_files import replacing
+
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#06b6d4")
 """Told apart on light and dark ground."""
 
@@ -138,7 +140,8 @@ def write_pngs(found: Sequence[Chart], directory: Path) -> list[Path]:
             figure = Figure(figsize=(6, 3.2), dpi=130)
             _draw(figure.add_axes(INSIDE), chart)
             files.append(directory / f"{chart.name}.png")
-            figure.savefig(files[-1])
+            with replacing(files[-1]) as part:
+                figure.savefig(part, format="png")
     return files
 
 

@@ -284,3 +284,9 @@ def test_the_manifest_is_plain_json(tmp_path):
     assert values["step"] == 7
     assert values["prompts"] == {"cursor": {"epoch": 1, "position": 7}, "first_group": 28}
     assert values["files"][0] == {"name": "rank_0.bin", "num_bytes": 49, "checksum": made.files[0].checksum}
+
+
+def test_a_place_that_does_not_answer_is_named(tmp_path):
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/loop: cannot be read: .*symbolic links"):
+        Checkpoints(f"{tmp_path}/loop", CheckpointConfig()).newest()

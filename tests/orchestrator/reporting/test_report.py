@@ -12,10 +12,11 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import next_steps, print_summary
 from penstock.orchestrator.reporting.drawing import Scale, nice_step
-from penstock.orchestrator.reporting.plots import charts, points_of, smoothed
+from penstock.orchestrator.reporting.plots import charts, points_of, smoothed, write_pngs
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.summary import cards
 from penstock.store.data.rows import Rows
+from tests.small_files import files_up_to
 
 VOID = {"meta", "line", "rect", "circle", "polyline", "polygon", "br"}
 
@@ -188,3 +189,10 @@ def test_axes_have_round_ticks() -> None:
     assert [nice_step(value) for value in (0.11, 0.3, 1.0, 4.0, 60.0)] == [0.2, 0.5, 1.0, 5.0, 100.0]
     assert Scale(0, 1, 0, 100).ticks(5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert Scale(1e-6, 1e-3, 0, 100, log=True).ticks() == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])
+
+
+def test_a_plot_that_cannot_be_written_is_not_there_by_half(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 5)
+    with files_up_to(9_000), pytest.raises(OSError, match="File too large"):
+        write_pngs(charts(directory.read_metrics()), directory.plots)
+    assert list(directory.plots.iterdir()) == []
