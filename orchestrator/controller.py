@@ -18,7 +18,6 @@ in any task ends the controller, with the error that explains the others (`failu
 
 import asyncio
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,17 +36,15 @@ from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.ray_calls import answer, answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics, update_metrics
+from penstock.orchestrator.reporting.metrics import StepArrays, update_metrics
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sinks import Sink, log_to
-from penstock.orchestrator.reporting.usage import Usage
+from penstock.orchestrator.reporting.sinks import Sink
+from penstock.orchestrator.reporting.step_log import QUICK_S, StepLog
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.weights.transport import Delivery
 
-QUICK_S = 60.0
-"""Deadline of calls that only read counters."""
 SAMPLE_COLUMNS = (
     "task",
     "prompt_ids",
@@ -95,7 +92,6 @@ class Controller:
         self._weights = WeightSync(fleet, config)
         self._turns = Turns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
-        self._usage = Usage(fleet, flow)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
         self._supervisor = Supervisor(fleet, self.store, self._recoveries, directory, progress)
         self._catch_up = catching_up(config, self._weights)
@@ -104,7 +100,7 @@ class Controller:
             fleet, self.store, self._supervisor, self._before, met, config.trainer.collective_timeout_s
         )
         self._stop = False
-        self._step_started = 0.0
+        self._log = StepLog(fleet, flow, self.store, directory, progress, sinks, self._counters)
 
     async def run(self) -> Outcome:
         """All steps. Raises the failure that explains the others."""
@@ -153,7 +149,7 @@ class Controller:
         self._start_serving(tasks, "rollout")
         if not self._before:
             await self._first_evaluation()
-        self._step_started = time.time()
+        self._log.begin()
         finishing: asyncio.Task[None] | None = None
         for step in range(self._before + 1, self.config.trainer.max_steps + 1):
             reports = await self._train(step)
@@ -215,7 +211,7 @@ class Controller:
         """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
         if not self._saving.is_due(step):
             return {}
-        metrics = update_metrics(step, step, _arrays_of(reports), reports[0].metrics)
+        metrics = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics)
         return {"checkpoint": await self._saving.begin(step, metrics)}
 
     async def _described(self) -> str:
@@ -252,41 +248,12 @@ class Controller:
         accuracy, evaluation_s = await self._evaluate_if_due(step)
         await self.store.published(delivery.version)
         phases |= {"evaluation": evaluation_s} if accuracy is not None else {}
-        await self._log(step, reports, phases, accuracy)
-
-    async def _log(
-        self, step: int, reports: list[StepReport], phases: Mapping[str, float], accuracy: float | None
-    ) -> None:
-        usage = await self._usage.since_last(QUICK_S)
-        store = await self.store.stats() | usage.dropped | usage.groups
-        store |= self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()
-        if self.config.checkpoint.every_steps:
-            store["checkpoint/failed"] = float(self._saving.failed)
-        now = time.time()
-        train_s = max(report.train_s for report in reports)
-        times = StepTimes(
-            step_s=now - self._step_started,
-            phase_s={**usage.seconds, "train": train_s, **phases},
-            busy_s={"train": train_s} | ({"rollout": usage.seconds["rollout"]} if "rollout" in usage.seconds else {}),
-        )
-        self._step_started = now
-        metrics = step_metrics(
-            step,
-            step,
-            _arrays_of(reports),
-            times,
-            trainer=reports[0].metrics,
-            store=store,
-            generated_length_mean=usage.generated_length_mean,
-            heldout_accuracy=accuracy,
-        )
+        self.outcome.last_metrics = await self._log.write(step, reports, phases, accuracy)
         self.outcome.num_steps = step
-        self.outcome.last_metrics = metrics
-        self._emit(step, metrics)
 
-    def _emit(self, step: int, metrics: Mapping[str, Any]) -> None:
-        log_to(self.sinks, step, metrics, self.directory.losses)
-        self.progress.step(step, metrics)
+    def _counters(self) -> dict[str, float]:
+        counters = self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()
+        return counters | ({"checkpoint/failed": self._saving.failed} if self.config.checkpoint.every_steps else {})
 
     async def _first_evaluation(self) -> None:
         """Accuracy before training, as step 0."""
@@ -294,7 +261,9 @@ class Controller:
             return
         self.progress.phase("evaluating the model as it is")
         accuracy, seconds = await self._evaluate()
-        self._emit(0, {"step": 0, "policy_version": 0, "accuracy/heldout": accuracy, "timing_s/evaluation": seconds})
+        self._log.emit(
+            0, {"step": 0, "policy_version": 0, "accuracy/heldout": accuracy, "timing_s/evaluation": seconds}
+        )
 
     def _evaluates(self, step: int) -> bool:
         every, last = self.config.evaluation.every_steps, step == self.config.trainer.max_steps
@@ -356,11 +325,6 @@ class Controller:
         self.progress.phase("writing the model")
         await export_model(self.fleet, str(self.directory.model))
         self.directory.event("model_exported", path=str(self.directory.model))
-
-
-def _arrays_of(reports: list[StepReport]) -> StepArrays:
-    """Of the rows of all ranks."""
-    return StepArrays.concat([StepArrays.of_report(report) for report in reports])
 
 
 def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:

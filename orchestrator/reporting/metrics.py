@@ -30,6 +30,11 @@ class StepArrays(TrainedRows):
         return cls(**vars(report.rows))
 
     @classmethod
+    def of_reports(cls, reports: "Sequence[StepReport]") -> "StepArrays":
+        """Of all ranks."""
+        return cls.concat([cls.of_report(report) for report in reports])
+
+    @classmethod
     def concat(cls, parts: "Sequence[StepArrays]") -> "StepArrays":
         """All ranks' shares as one."""
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))

@@ -48,7 +48,7 @@ class Usage:
         calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for _, name, handle in asked]
         answers = await outcomes(calls, phase="collect metrics", timeout_s=timeout_s)
         dropped: dict[str, float] = {}
-        seconds: dict[str, list[float]] = {PHASES[role]: [] for role in self._roles if self._fleet.role(role)}
+        seconds: dict[str, list[float]] = {PHASES[role]: [] for role, _, _ in asked if role in PHASES}
         tokens = samples = 0.0
         for (role, name, _), now in zip(asked, answers, strict=True):
             if isinstance(now, Exception):

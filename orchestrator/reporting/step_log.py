@@ -1,0 +1,72 @@
+"""The numbers of each step: gathered from the ranks' reports, the workers and the store, and given to the sinks and the
+display. Used by `controller.py`.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.reporting.sinks import Sink, log_to
+from penstock.orchestrator.reporting.usage import Usage
+from penstock.store.client.client import StoreClient
+from penstock.workers.trainer.report import StepReport
+
+QUICK_S = 60.0
+"""Deadline of calls that only read counters."""
+
+
+class StepLog:
+    """Lifecycle: `begin` when the first step does, `write` after each; `emit` for numbers of no step."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        flow: Dataflow,
+        store: StoreClient,
+        directory: RunDirectory,
+        progress: Progress,
+        sinks: list[Sink],
+        counters: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """`counters`: cumulative ones of the controller's own parts."""
+        self._usage, self._store, self._counters = Usage(fleet, flow), store, counters
+        self._directory, self._progress, self._sinks = directory, progress, sinks
+        self._began = 0.0
+
+    def begin(self) -> None:
+        self._began = time.time()
+
+    async def write(
+        self, step: int, reports: Sequence[StepReport], phases: Mapping[str, float], accuracy: float | None
+    ) -> dict[str, Any]:
+        """The step's line. `phases`: seconds of what it had besides its update."""
+        usage = await self._usage.since_last(QUICK_S)
+        store = await self._store.stats() | usage.dropped | usage.groups
+        now, train_s = time.time(), max(report.train_s for report in reports)
+        times = StepTimes(
+            step_s=now - self._began,
+            phase_s={**usage.seconds, "train": train_s, **phases},
+            busy_s={"train": train_s} | ({"rollout": usage.seconds["rollout"]} if "rollout" in usage.seconds else {}),
+        )
+        self._began = now
+        metrics = step_metrics(
+            step,
+            step,
+            StepArrays.of_reports(reports),
+            times,
+            trainer=reports[0].metrics,
+            store={**store, **self._counters()},
+            generated_length_mean=usage.generated_length_mean,
+            heldout_accuracy=accuracy,
+        )
+        self.emit(step, metrics)
+        return metrics
+
+    def emit(self, step: int, metrics: Mapping[str, Any]) -> None:
+        log_to(self._sinks, step, metrics, self._directory.losses)
+        self._progress.step(step, metrics)
