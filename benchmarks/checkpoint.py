@@ -1,4 +1,5 @@
-"""What a checkpoint costs: training held up by a save that is waited for, and by one that is not; time to resume.
+"""What a checkpoint costs: training held up by a save that is waited for, and by one that is not; time to resume. And
+what a copy of the state costs that a rank keeps in shared memory.
 
     python -m benchmarks.checkpoint --json checkpoint.json
 
@@ -21,8 +22,10 @@ from benchmarks.harness import Target, new_table, parse_arguments, print_targets
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.model import FreshModelConfig
 from penstock.conf.trainer import TrainerConfig
+from penstock.store.data.roots import SHARED_MEMORY
 from penstock.store.data.rows import Rows
 from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.trainer.kept.kept_state import KeptState
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 
@@ -45,17 +48,19 @@ def rows() -> Rows:
 
 
 class Side:
-    """A trainer that has warmed up, and its checkpoints."""
+    """A trainer that has warmed up, its checkpoints, and its copies in shared memory."""
 
-    def __init__(self, size: str, folder: Path) -> None:
+    def __init__(self, size: str, folder: Path, memory: str) -> None:
         build_fresh_model(folder / "model", SIZES[size], seed=0)
         self.size, self.folder, self.batch = size, folder, rows()
         self.trainer = PolicyTrainer(TrainerConfig(), str(folder / "model"))
         self.state = TrainingState({"policy": self.trainer})
+        self.kept, self.num_kept = KeptState(self.state, self.trainer, memory), 0
         self.num_parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
         self.update()
         for _ in range(2):  # the copies' pages are fresh the first time
             self.save(wait=True)
+            self.keep()
 
     def update(self) -> float:
         start = time.perf_counter()
@@ -78,14 +83,28 @@ class Side:
         return {"blocked_s": blocked, "update_s": update, "with_update_s": with_update, "total_s": total,
                 "bytes": float(sum(file.num_bytes for file in files))}  # fmt: skip
 
+    def keep(self) -> float:
+        """A copy in shared memory. There must be room for two."""
+        self.num_kept += 1
+        start = time.perf_counter()
+        problem = self.kept.keep(self.num_kept)
+        if problem is not None:
+            raise SystemExit(problem)
+        return time.perf_counter() - start
+
+    def restore(self) -> float:
+        start = time.perf_counter()
+        self.kept.restore(self.num_kept)
+        return time.perf_counter() - start
+
     def resume(self) -> float:
         start = time.perf_counter()
         self.state.load(str(self.folder / "saved"))
         return time.perf_counter() - start
 
 
-def measure(size: str, folder: Path, num_rounds: int) -> list[dict[str, Any]]:
-    side = Side(size, folder)
+def measure(size: str, folder: Path, memory: str, num_rounds: int) -> list[dict[str, Any]]:
+    side = Side(size, folder, memory)
     rounds = []
     for number in range(num_rounds):
         entry: dict[str, Any] = {"size": size, "round": number, "num_parameters": side.num_parameters}
@@ -94,7 +113,9 @@ def measure(size: str, folder: Path, num_rounds: int) -> list[dict[str, Any]]:
         entry["asynchronous"] = side.save(wait=False)
         entry["copy_s"] = side.state.copied_s
         entry["resume_s"] = side.resume()
+        entry["keep_s"], entry["restore_s"] = side.keep(), side.restore()
         rounds.append(entry)
+    side.kept.close()
     side.trainer.close()
     return rounds
 
@@ -114,6 +135,7 @@ def summary(rounds: list[dict[str, Any]]) -> dict[str, float]:
         "update_s": update, **held, "share": max(0.0, held["asynchronous"]) / held["synchronous"],
         "stall": blocked["asynchronous"], "stall_share": blocked["asynchronous"] / blocked["synchronous"],
         "copy_s": median(lambda entry: entry["copy_s"]), "resume_s": median(lambda entry: entry["resume_s"]),
+        "keep_s": median(lambda entry: entry["keep_s"]), "restore_s": median(lambda entry: entry["restore_s"]),
         "written_s": median(lambda entry: entry["asynchronous"]["total_s"]),
         "gigabytes": median(lambda entry: entry["synchronous"]["bytes"]) / 1e9,
     }  # fmt: skip
@@ -123,15 +145,16 @@ def print_rounds(by_size: dict[str, dict[str, float]]) -> None:
     table = new_table(
         "A checkpoint: seconds by which training is held up",
         [], ["parameters", "written", "update alone", "waited for", "not waited for", "share", "blocked",
-        "copied in", "on disk after", "resumed in"],
+        "copied in", "on disk after", "resumed in", "kept in", "restored in"],
     )  # fmt: skip
     for size, found in by_size.items():
         table.add_row(
             size, f"{found['gigabytes']:.2f} GB", f"{found['update_s']:.2f} s", f"{found['synchronous']:.2f} s",
             f"{found['asynchronous']:.2f} s", f"{found['share']:.1%}", f"{found['stall']:.3f} s",
             f"{found['copy_s']:.2f} s", f"{found['written_s']:.2f} s", f"{found['resume_s']:.2f} s",
+            f"{found['keep_s']:.2f} s", f"{found['restore_s']:.2f} s",
         )  # fmt: skip
-    show(table, 130)
+    show(table, 150)
 
 
 def main() -> None:
@@ -140,8 +163,11 @@ def main() -> None:
     torch.set_num_threads(2)
     rounds: list[dict[str, Any]] = []
     for size in sizes:
-        with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
-            rounds += measure(size, Path(folder), arguments.rounds or ROUNDS)
+        with (
+            tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder,
+            tempfile.TemporaryDirectory(prefix="penstock-bench-", dir=SHARED_MEMORY) as memory,
+        ):
+            rounds += measure(size, Path(folder), memory, arguments.rounds or ROUNDS)
     by_size = {size: summary([entry for entry in rounds if entry["size"] == size]) for size in sizes}
     print_rounds(by_size)
     last = by_size[sizes[-1]]

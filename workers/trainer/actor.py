@@ -127,7 +127,9 @@ class Trainer(_Rank):
     def restore(self, step: int) -> None:
         """Go on from the kept copies of a step, after `start`, where each rank's node has its own. Copies of later
         steps count no more. Collective. Raises `KeptStateError`, on all ranks alike, having changed nothing."""
-        self._needed(self._parts.kept, "faults.keep_state=true").restore(step)
+        kept = self._needed(self._parts.kept, "faults.keep_state=true")
+        with self._phases.within(RESUMING):
+            kept.restore(step)
 
     def plan_chunks(self, node: str, num_receivers: int) -> "ChunkPlan":
         """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them. The same

@@ -3,8 +3,10 @@
 import asyncio
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.errors import NotStarted
@@ -13,6 +15,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.sync import SyncStoreClient
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.assembly import assemble_scorer, assemble_trainer
+from penstock.workers.trainer.kept.slots import steps_there
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 from tests.workers.trainer.test_worker import fill, flow, make_store
@@ -57,6 +60,48 @@ def test_assembled_parts_take_a_batch_through_the_store(model_path: str) -> None
     report, stats = asyncio.run(run())
     assert report is not None
     assert stats["rows"] == 4
+
+
+def test_a_trainer_that_keeps_its_state_is_followed_by_one_that_goes_on_from_it(
+    model_path: str, tmp_path: Path
+) -> None:
+    spec = trainer_spec(model_path, keeps_state=str(tmp_path), loss=flow().stage("train").function)
+
+    async def run() -> Trainer:
+        store = make_store()
+        client = StoreClient(store)
+        await fill(client)
+        scorer, trainer = assemble_scorer(scorer_spec(model_path), None), Trainer(spec)
+        trainer.start(None)
+        await asyncio.to_thread(trainer.attach, store)
+        serving = asyncio.create_task(asyncio.to_thread(scorer.worker.run, SyncStoreClient(store)))
+        assert trainer.kept_steps() == []
+        assert await asyncio.to_thread(trainer.step, 1)
+        await client.close("done")
+        await serving
+        scorer.trainer.close()
+        return trainer
+
+    dead, anew = asyncio.run(run()), Trainer(spec)
+    assert anew.kept_steps() == [1]
+    anew.start(None)
+    anew.restore(1)
+    expected, ours = (trainer._parts.state.pieces_of_rank() for trainer in (dead, anew))
+    assert all(torch.equal(one.values, other.values) for one, other in zip(ours, expected, strict=True))
+    for trainer in (anew, dead):
+        trainer.close()
+    assert steps_there(tmp_path, 0) == [1]
+
+
+def test_a_trainer_that_keeps_nothing_says_by_which_key_it_would(model_path: str) -> None:
+    trainer = Trainer(trainer_spec(model_path))
+    assert trainer.kept_steps() == []
+    trainer.start(None)
+    try:
+        with pytest.raises(NotStarted, match=r"this call needs faults\.keep_state=true"):
+            trainer.restore(1)
+    finally:
+        trainer.close()
 
 
 def test_a_reward_model_is_assembled_where_the_stage_asks_for_scores(model_path: str) -> None:

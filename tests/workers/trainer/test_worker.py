@@ -15,6 +15,7 @@ from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import SharedLease
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
@@ -166,6 +167,48 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
         return [*seen, (trainer.num_rows, trainer.num_in_flight), (scorer.num_computed, scorer.num_in_flight)]
 
     assert asyncio.run(asyncio.wait_for(run(), 60)) == [(COMPUTING, 4), (UPDATING, 4), (4, 0), (4, 0)]
+
+
+class NotingClient(SyncStoreClient):
+    """Notes when a round is completed."""
+
+    def __init__(self, store: Store, noted: list[str]) -> None:
+        super().__init__(store)
+        self._noted = noted
+
+    def complete_shared(self, lease: SharedLease) -> None:
+        self._noted.append("completed")
+        super().complete_shared(lease)
+
+
+@pytest.mark.parametrize("answer", [None, "no room"])
+def test_the_state_is_kept_after_the_update_and_before_its_round_can_end(
+    make_trainer: Make, answer: str | None
+) -> None:
+    policy, reference, noted = make_trainer(lr=1e-2), make_trainer(trainable=False), []
+
+    def keep(step: int) -> str | None:
+        noted.append(f"kept {step} after update {policy.num_updates}")
+        return answer
+
+    async def run() -> StepReport | None:
+        store = make_store()
+        client = StoreClient(store)
+        await fill(client)
+        helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs", 0, 1)
+        trainer = TrainerWorker(policy, 0, 1, flow().stage("train").function, keep=keep)
+        trainer.attach(NotingClient(store, noted))
+        serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
+        report = await asyncio.to_thread(trainer.step, 1)
+        await client.close("done")
+        await serving
+        return report
+
+    report = asyncio.run(run())
+    assert report is not None
+    assert noted == ["kept 1 after update 1", "completed"]
+    assert report.not_kept == answer
+    assert 0 < report.seconds["keep"] < report.train_s
 
 
 def test_staleness_is_counted_from_the_version_before_the_update() -> None:

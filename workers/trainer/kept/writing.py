@@ -8,7 +8,7 @@ never ended by it. Where there is no room, on any rank, none of them keeps copie
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -88,15 +88,17 @@ class Keeper:
     def _copy(self, step: int, pieces: Sequence[Piece], num_bytes: int, carried: str, leave_bytes: int) -> None:
         slot = self.slots.begin(step)
         memory, is_fresh = self._mappings.writable(self.slots.data(slot), self.slots.root)
-        starts, blocks = _blocks_of(pieces)
         view = memoryview(memory)
 
-        def write(start: int, values: Tensor) -> Block:
-            if is_fresh:
-                populate(memory, start, start + len(values), POPULATE_WRITE)
-            return Block(len(values), copy_and_sum(values, view[start : start + len(values)], "uint8"))
+        def write(share: list[tuple[int, Tensor]]) -> list[Block]:
+            blocks = []
+            for start, values in share:
+                if is_fresh:
+                    populate(memory, start, start + len(values), POPULATE_WRITE)
+                blocks.append(Block(len(values), copy_and_sum(values, view[start : start + len(values)], "uint8")))
+            return blocks
 
-        written = tuple(self._threads.map(write, starts, blocks))
+        written = tuple(block for blocks in self._threads.map(write, _shares_of(pieces)) for block in blocks)
         assert self._lineage is not None
         header = Header(
             step, self._ranks.rank, self._ranks.num_ranks, self._lineage, num_bytes, leave_bytes, parts_of(pieces),
@@ -105,11 +107,15 @@ class Keeper:
         self.slots.seal(slot, header)
 
 
-def _blocks_of(pieces: Sequence[Piece]) -> tuple[list[int], list[Tensor]]:
-    """Where each block begins in the file, and its bytes."""
-    blocks = [block for run in runs_of(pieces) for block in run.split(BLOCK_BYTES)]
-    starts, end = [], 0
-    for block in blocks:
-        starts.append(end)
-        end += len(block)
-    return starts, blocks
+def _shares_of(pieces: Sequence[Piece]) -> Iterator[list[tuple[int, Tensor]]]:
+    """Blocks and where each begins in the file, as much at a time as a thread is to copy: handing over a small tensor
+    alone costs more than copying it."""
+    share: list[tuple[int, Tensor]] = []
+    start = share_bytes = 0
+    for block in (block for run in runs_of(pieces) for block in run.split(BLOCK_BYTES)):
+        if share_bytes + len(block) > BLOCK_BYTES:
+            yield share
+            share, share_bytes = [], 0
+        share.append((start, block))
+        start, share_bytes = start + len(block), share_bytes + len(block)
+    yield share

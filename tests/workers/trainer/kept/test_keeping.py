@@ -247,6 +247,19 @@ def test_what_cannot_be_carried_ends_the_copies_by_the_stages_name(make_rank: Ca
     assert rank.kept.keep(2) is None
 
 
+def test_ranks_with_the_same_rows_wait_for_each_others_copies(
+    make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One of them completes the rows for all."""
+    rank, waited = make_rank(), []
+    monkeypatch.setattr(rank.policy.ranks, "num_peers", 2)
+    monkeypatch.setattr(rank.policy.ranks, "barrier", lambda: waited.append(steps_there(tmp_path, 0)))
+    rank.kept.keep(1)
+    rank.kept._keeper.give_up()
+    rank.kept.keep(2)
+    assert waited == [[1], []]
+
+
 def test_pieces_that_lie_together_are_copied_as_one() -> None:
     matrix, other = torch.arange(12.0).reshape(3, 4), torch.arange(5)
     rows = [Piece("w", (3, 8), 8 * number + 4, row) for number, row in enumerate(matrix)]
