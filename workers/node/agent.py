@@ -30,7 +30,7 @@ from penstock.workers.node.states import StateService
 from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"
-"""Folders of the root. That of states has one for each trainer, and is there once states are kept."""
+"""Folders of the root. That of states has one for each trainer."""
 
 
 @dataclass(frozen=True)
@@ -112,10 +112,10 @@ class NodeAgent:
     def stats(self) -> dict[str, float]:
         """Counters, since the start."""
         counters = self.relay.stats() if self.relay is not None else {}
+        own = {"node/refused_connections": self.listener.refused, "node/states/received_bytes": self.states.received_bytes}
         rows = {"node/rows/sent_bytes": self.rows.sent_bytes, "node/rows/failed_spills": self.rows.failed_spills}
-        states = {"node/states/received_bytes": self.states.received_bytes}
         relayed = {f"node/weights/{name}": value for name, value in counters.items()}
-        return {"node/refused_connections": self.listener.refused, **rows, **states, **relayed}
+        return own | rows | relayed
 
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
@@ -135,7 +135,7 @@ class NodeAgent:
         else:
             guard_root(self.root)
             owns = True
-        for folder in (WEIGHTS, ROWS, STACKS):
+        for folder in (WEIGHTS, ROWS, STATES, STACKS):
             (self.root / folder).mkdir(exist_ok=True)
         return owns
 

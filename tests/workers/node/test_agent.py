@@ -22,7 +22,7 @@ from penstock.store.data.far.server import Spill
 from penstock.store.data.layout import ColumnNote, Placed
 from penstock.store.data.payload import Payload, assemble
 from penstock.store.data.roots import OWNER_NAME
-from penstock.workers.node.agent import ROWS, STACKS, WEIGHTS, NodeAgent
+from penstock.workers.node.agent import ROWS, STACKS, STATES, WEIGHTS, NodeAgent
 
 HOST = "127.0.0.1"
 AGENT = """
@@ -37,7 +37,7 @@ time.sleep(600)
 def test_it_makes_the_root_and_removes_it(tmp_path: Path) -> None:
     agent = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
     try:
-        assert sorted(path.name for path in agent.root.iterdir()) == [OWNER_NAME, ROWS, STACKS, WEIGHTS]
+        assert sorted(path.name for path in agent.root.iterdir()) == [OWNER_NAME, ROWS, STACKS, STATES, WEIGHTS]
         assert agent.root.stat().st_mode & 0o777 == 0o700
         assert (agent.facts.address.host, agent.facts.cores) == (HOST, len(os.sched_getaffinity(0)))
     finally:

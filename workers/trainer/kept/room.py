@@ -19,7 +19,8 @@ LEFT_OF_MEMORY = 0.05
 def reserve_slots(slots: Slots, num_bytes: int, leave_bytes: int) -> str | None:
     """All pages of both slots, each of `num_bytes`, if `leave_bytes` are free afterwards. None: they are there; else
     why not and what to do, and nothing of them is left. Raises `OSError` where no file can be made."""
-    slots.directory.mkdir(parents=True, exist_ok=True)
+    for directory in (slots.root, slots.directory):  # where the run's own is gone nobody would remove a new one
+        directory.mkdir(exist_ok=True)
     with _alone(slots.root):
         short = _reserve(slots, num_bytes, leave_bytes)
     if short is None:

@@ -221,6 +221,15 @@ def test_without_room_it_is_told_once_and_the_rank_goes_on(
     rank.update(1)
 
 
+def test_where_the_runs_directory_is_gone_none_is_made(make_rank: Callable[..., Rank], tmp_path: Path) -> None:
+    """It would be nobody's, and stay."""
+    rank = make_rank(tmp_path / "gone" / "policy")
+    problem = rank.kept.keep(1)
+    assert problem is not None
+    assert "cannot be made" in problem
+    assert not (tmp_path / "gone").exists()
+
+
 def test_a_copy_that_fails_later_ends_the_copies_and_nothing_else(
     make_rank: Callable[..., Rank], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

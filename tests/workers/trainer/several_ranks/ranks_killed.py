@@ -44,6 +44,7 @@ KILLED_AT = 7
 def run(rank: int, num_ranks: int, address: str, life: str, model: str, directory: Path) -> None:
     torch.set_num_threads(1)
     deepspeed_runtime.PERSISTENT_ELEMENTS = FRESH.hidden_size
+    (directory / "states").mkdir(exist_ok=True)
     results: dict[str, Any] = {}
     made = []
     for scenario, options in SCENARIOS.items():
