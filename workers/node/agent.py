@@ -88,8 +88,7 @@ class NodeAgent:
                 f"{platform.node()}: the run's directory {self.root} cannot be made: {error}. It lies in shared "
                 "memory: see that /dev/shm is mounted, has room, and may be written to by this user."
             ) from None
-        spill = Path(spill_dir or tempfile.gettempdir()) / f"{self.root.name}-rows"
-        self._row_places = str(self.root / ROWS), str(spill)
+        self._row_places = str(self.root / ROWS), f"{spill_dir or tempfile.gettempdir()}/{self.root.name}-rows"
         self.rows = RowsServer(self._row_places, takes_orders=True)
         self.states = StateService(self.root / STATES, token)
         self.relay = Relay(self.root / WEIGHTS, node, token, services.CHUNKS) if self._owns_root else None
@@ -112,10 +111,10 @@ class NodeAgent:
     def stats(self) -> dict[str, float]:
         """Counters, since the start."""
         counters = self.relay.stats() if self.relay is not None else {}
-        own = {"node/refused_connections": self.listener.refused, "node/states/received_bytes": self.states.received_bytes}
-        rows = {"node/rows/sent_bytes": self.rows.sent_bytes, "node/rows/failed_spills": self.rows.failed_spills}
-        relayed = {f"node/weights/{name}": value for name, value in counters.items()}
-        return own | rows | relayed
+        found = {f"node/weights/{name}": value for name, value in counters.items()}
+        found |= {"node/rows/sent_bytes": self.rows.sent_bytes, "node/rows/failed_spills": self.rows.failed_spills}
+        found |= {"node/states/received_bytes": self.states.received_bytes}
+        return found | {"node/refused_connections": self.listener.refused}
 
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
