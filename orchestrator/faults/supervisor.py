@@ -18,14 +18,14 @@ from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.recovery import Restart
 from penstock.orchestrator.fleet import Fleet, Members
-from penstock.orchestrator.ray_calls import answer, translate
+from penstock.orchestrator.ray_calls import outcomes, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreError
 
-ANSWER_S = 30.0
-"""Within which a store that is there says so."""
+ANSWER_S = 15.0
+"""Within which a store and agents that are there say so."""
 CatchUp = Callable[[Members], Awaitable[None]]
 
 
@@ -60,7 +60,7 @@ class Supervisor:
             if catch_up is None:
                 self.beyond_help(role, title_of(team), failure)
                 raise failure
-            await self.check_store(failure)
+            await self.check_partners(failure)
             replacing = asyncio.ensure_future(self.replace(role, team, failure, catch_up))
             self._replacing.add(replacing)
             try:
@@ -69,15 +69,22 @@ class Supervisor:
                 self._replacing.discard(replacing)
                 replacing.cancel()
 
-    async def check_store(self, failure: Exception) -> None:
-        """Where a partner is gone, and that is the store itself, nobody can be helped alone: raises the failure."""
+    async def check_partners(self, failure: Exception) -> None:
+        """A partner is gone. Where that is the store, or a node with all that is on it, nobody can be helped alone:
+        raises the failure."""
         if kind_of(failure) is not Kind.CONSEQUENCE:
             return
-        try:
-            await answer(self._store.stats(), name="Store", phase="look for the store", timeout_s=ANSWER_S)
-        except PenstockError:
+        agents = self._fleet.role("agent")
+        calls: list[tuple[str, Awaitable[Any]]] = [("Store", self._store.stats())]
+        calls += [(name, handle.stats.remote()) for name, handle in agents]
+        store, *others = await outcomes(calls, phase="look who is there", timeout_s=ANSWER_S)
+        if isinstance(store, Exception):
             self.beyond_help("store", "Store", failure)
-            raise failure from None
+            raise failure
+        for (name, _), answered in zip(agents, others, strict=True):
+            if isinstance(answered, Exception):
+                self.beyond_help("agent", name, failure)
+                raise failure
 
     async def replace(self, role: str, team: Sequence[str], failure: Exception, catch_up: CatchUp) -> None:
         """Start others in the place of a team that has failed. Raises the failure if that is not to be tried, or tried

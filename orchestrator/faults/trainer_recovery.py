@@ -46,7 +46,7 @@ class TrainerRecovery:
         team = [name for name, _ in self._fleet.role(ROLE)] or self._fleet.teams(ROLE)[0]
         if not is_recoverable(failure):
             raise failure
-        await self._supervisor.check_store(failure)
+        await self._supervisor.check_partners(failure)
         if self._met is None or (isinstance(failure, DeadlineExceeded) and await self._all_wait()):
             self._supervisor.beyond_help(ROLE, title_of(team), failure)
             raise failure
