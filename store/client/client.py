@@ -134,6 +134,15 @@ class StoreClient:
         """This rank has trained its rows. They end when all ranks have said so; saying it twice is harmless."""
         await self._calls.call("complete_shared", lease.id, lease.rank)
 
+    async def settle(self, stage: str) -> int:
+        """All ranks of a stage are gone, or begin anew: what their rounds had under way goes back. The number of the
+        next round, with which those that take their place begin.
+
+        Of the train stage that is the last step that was trained: a batch that not all ranks have said to be trained
+        is formed again of the same groups, unless some of their rows were lost with a node.
+        """
+        return int(await self._link.call("settle", stage))
+
     async def write(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> None:
         """Results of some rows of a lease.
 
@@ -169,11 +178,6 @@ class StoreClient:
     async def abandon(self, owner: str) -> int:
         """An owner died: its leases (except a batch in training) go back at once. How many they were."""
         return int(await self._link.call("abandon", owner))
-
-    async def settle(self, stage: str) -> int:
-        """All ranks of a stage are gone: what they had not finished goes back, a batch as a whole. The number of the
-        round with which others begin; of the train stage that is how many steps were trained."""
-        return int(await self._link.call("settle", stage))
 
     async def published(self, version: int) -> None:
         """All engines serve `version`: the groups trained by steps up to it return their credits."""

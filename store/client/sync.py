@@ -14,6 +14,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import HAS_LEFT
 from penstock.store.client.lease import Lease, SharedLease, Values
 from penstock.store.service.store import Store
+from penstock.store.spec import StoreSpec
 
 T = TypeVar("T")
 
@@ -56,6 +57,12 @@ class SyncStoreClient:
 
     def complete_shared(self, lease: SharedLease) -> None:
         self._run(self._client.complete_shared(lease))
+
+    def settle(self, stage: str) -> int:
+        return self._run(self._client.settle(stage))
+
+    def spec(self) -> StoreSpec:
+        return self._run(self._client.spec())
 
     def leave(self) -> None:
         """As `StoreClient.leave`; calls that wait in other threads raise `PartnerGone`. A second time changes

@@ -13,7 +13,6 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,11 @@ from penstock.store.service.messages import calls_of
 from penstock.store.service.report import describe, of_segments, of_server, stats
 from penstock.store.service.saving import Saving
 from penstock.store.service.server import Door, Endpoint, Server
-from penstock.store.service.waiting.consumers import Consumers
 from penstock.store.service.waiting.expiry import Expiry
 from penstock.store.service.waiting.nearness import Nearness, Nowhere, OnNodes
 from penstock.store.service.waiting.pump import Pump
 from penstock.store.service.waiting.puts import Puts
-from penstock.store.service.waiting.ranks import Ranks
+from penstock.store.service.waiting.waiters import Waiters
 from penstock.store.spec import StoreSpec
 
 Clock = Callable[[], float]
@@ -85,16 +83,11 @@ class Store:
         self._clients = Clients(self.ledger)
         self._pump = pump = Pump(self._blocks)
         self._puts = Puts(self.ledger, self._blocks, self._intake, clock, pump.wake_puts, pump.carry_out)
-        self._consumers: dict[str, Consumers] = {}
         nearness: Nearness = Nowhere()
         if segments is not None and segments.nodes.by_id:
             nearness = OnNodes(self.ledger, self._blocks, segments)
-        self._ranks: dict[str, Ranks] = {}
-        for index, stage in enumerate(spec.stages):
-            schedule = partial(pump.wake_stage, index)
-            self._consumers[stage.name] = Consumers(stage.name, self.ledger, self._clients, schedule, nearness)
-            self._ranks[stage.name] = Ranks(stage.name, self.ledger, schedule)
-        self._waiting: list[Consumers | Ranks] = [*self._consumers.values(), *self._ranks.values()]
+        self._waiters = waiters = Waiters(self.ledger, self._clients, self._puts, pump, nearness)
+        self._consumers, self._ranks = waiters.consumers, waiters.ranks
         self._expiry = Expiry(self.ledger, clock, pump.carry_out)
         pump.connect([*self._consumers.values()], [*self._ranks.values()], self._puts.wake, self._settled)
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
@@ -119,13 +112,9 @@ class Store:
     async def left(self, client: str) -> None:
         """A client's process has ended: what it held goes back."""
         self._release_all(self._clients.left(client))
-        for consumers in self._consumers.values():
-            consumers.left(client)
-            consumers.withdraw(client)
-        self._puts.left(client)
+        self._waiters.left(client)
         if self.segments is not None:
             self.segments.left(client)
-        self._pump.wake_all_stages()  # those that are left share without it
 
     async def many(self, calls: list[Call]) -> list[Result]:
         """Several calls that do not wait, in one message; each stands for itself."""
@@ -207,6 +196,12 @@ class Store:
         granted = await self._ranks[stage].wait(take)
         return take() if granted is None else granted
 
+    async def settle(self, stage: str) -> int:
+        """See `Ledger.settle`."""
+        number, effects = self.ledger.settle(stage)
+        self._pump.carry_out(effects)
+        return number
+
     async def batch_ready(self) -> bool:
         """Wait until as many groups are complete as the next step takes. False when the store is closed."""
         train = self.ledger.residents.train
@@ -254,12 +249,9 @@ class Store:
         """Everything that a dead owner holds goes back, and its clients wait for nothing more; how many leases it
         had. A new owner of that name speaks through a new client."""
         for client in self._clients.abandoned(owner):
-            for consumers in self._consumers.values():
-                consumers.left(client)
-                consumers.withdraw(client)
+            self._waiters.left(client)
         lost, effects = self.ledger.abandon(owner)
         self._pump.carry_out(effects)
-        self._pump.wake_all_stages()  # those that are left share without it
         return lost
 
     async def lost(self, node: str) -> None:
@@ -271,12 +263,6 @@ class Store:
 
     async def complete_shared(self, lease_id: int, rank: int) -> None:
         self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
-
-    async def settle(self, stage: str) -> int:
-        """See `Ledger.settle`."""
-        number, effects = self.ledger.settle(stage)
-        self._pump.carry_out(effects)
-        return number
 
     async def published(self, version: int) -> None:
         self._pump.carry_out(self.ledger.published(version))
@@ -306,7 +292,7 @@ class Store:
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)
         numbers["store/waiting_producers"] = len(self._puts)
-        numbers["store/waiting_consumers"] = sum(map(len, self._waiting))
+        numbers["store/waiting_consumers"] = len(self._waiters)
         numbers["store/blocks"] = self._blocks.num_blocks
         if self.segments is not None:
             numbers |= of_segments(self.segments)
@@ -315,13 +301,9 @@ class Store:
         return numbers
 
     async def describe(self) -> dict[str, Any]:
-        waiters = {name: len(self._consumers[name]) + len(self._ranks[name]) for name in self._consumers}
-        return describe(self.ledger, self._clock()) | {
-            "waiting": waiters | {"put": len(self._puts)},
-            "waiters": {
-                name: [self._clients.owner_of(client) for client in consumers.waiting]
-                for name, consumers in self._consumers.items()
-            },
+        return {
+            **describe(self.ledger, self._clock()),
+            **self._waiters.describe(),
             "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
             "closed": self._closed,
             "last_drops": list(self._last_drops),
@@ -335,9 +317,7 @@ class Store:
         self._expiry.cancel()
         if self._server is not None:
             self._server.close()
-        self._puts.close(self._closed)
-        for waiting in self._waiting:
-            waiting.close()
+        self._waiters.close(self._closed)
 
     async def end(self) -> None:
         """Nobody calls any more: what it keeps in files goes. A second time changes nothing."""

@@ -59,6 +59,7 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | No
         keep=kept.keep if kept is not None else None,
         speaks_for_rows=ranks.speaks_for_rows,
         phases=phases,
+        peers=ranks,
     )
     return TrainerParts(trainer, state, kept, worker)
 
@@ -75,6 +76,7 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
         ranks.num_data_ranks,
         speaks_for_rows=ranks.speaks_for_rows,
         phases=phases,
+        peers=ranks,
     )
     return ScorerParts(trainer, worker)
 

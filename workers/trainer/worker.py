@@ -1,11 +1,11 @@
 """What a rank does with the store: a trainer one step a call, a scorer whatever rows are ready until it closes.
 
-    TrainerWorker.step(k):  lease_shared("train", k - 1) ─▶ trainer.update ─▶ keep(k) ─▶ complete_shared ─▶ StepReport
-    ScorerWorker.run():     lease_shared(stage, 0, 1, 2, …) ─▶ trainer.logprobs ─▶ write
+    TrainerWorker.step(k):  round k - 1 of "train" ─▶ trainer.update ─▶ keep(k) ─▶ complete_shared ─▶ StepReport
+    ScorerWorker.run():     one round of the stage after the other ─▶ trainer.logprobs ─▶ write
 
 The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
-and each gets its share of the rows. Ranks that split the work on the same rows ask for the same share, and one of them
-answers for it. Run by `actor.py`.
+and each gets its share of the rows (`shared_rounds.py`). Ranks that split the work on the same rows ask for the same
+share, and one of them answers for it. Run by `actor.py`.
 
 Legend: _N rows (samples) of this rank.
 """
@@ -23,6 +23,7 @@ from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.shared_rounds import Alone, Peers, SharedRounds
 
 
 class TrainerWorker:
@@ -40,11 +41,12 @@ class TrainerWorker:
         keep: Callable[[int], str | None] | None = None,
         speaks_for_rows: bool = True,
         phases: Phases | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
         update; None for none. `keep`: copies the state after a step, and says why if it does so no more
         (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one completes and
-        reports. `phases`: where it notes what it does."""
+        reports. `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone."""
         self._phases = phases or Phases()
         self.num_rows = self.num_in_flight = 0
         """Of its share: trained so far, and of the batch that it has."""
@@ -54,10 +56,8 @@ class TrainerWorker:
         self._trainer = trainer
         self.store: SyncStoreClient | None = None
         """That it is attached to."""
-        self._rank = rank
-        self._num_ranks = num_ranks
+        self._rounds = SharedRounds(stage, rank, num_ranks, peers or Alone())
         self._loss = loss
-        self._stage = stage
 
     def attach(self, store: SyncStoreClient) -> None:
         """The next step is of this store; one that waits for a batch of the store before, in another thread, raises
@@ -77,7 +77,7 @@ class TrainerWorker:
         assert store is not None
         started = time.perf_counter()
         with self._phases.within(WAITING):
-            lease = store.lease_shared(self._stage, step - 1, self._rank, self._num_ranks, 0)  # rounds are from 0
+            lease = self._rounds.take(store, step - 1)  # rounds are from 0
         if lease is None:
             return None
         leased = time.perf_counter()
@@ -126,10 +126,11 @@ class ScorerWorker:
         max_units: int = 64,
         speaks_for_rows: bool = True,
         phases: Phases | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """`compute`: one value a row, e.g. `trainer.logprobs`. `column`: what the stage writes. `max_units`: most rows
         of a round, over all ranks. `speaks_for_rows`: False for a rank whose rows another one writes. `phases`: where
-        it notes what it does."""
+        it notes what it does. `peers`: all ranks; None: this one is alone."""
         self._phases = phases or Phases()
         self.num_computed = self.num_in_flight = 0
         """Rows of its share, and of the round that it has."""
@@ -138,35 +139,33 @@ class ScorerWorker:
         self._store: SyncStoreClient | None = None
         """Of the newest `run`."""
         self._turn = threading.Lock()
-        self._stage = stage
         self._column = column
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._max_units = max_units
+        self._rounds = SharedRounds(stage, rank, num_ranks, peers or Alone(), max_units=max_units, moves_on=True)
         self._num_rows = 0
         self._busy_s = 0.0
 
     def run(self, store: SyncStoreClient) -> None:
-        """Lease, compute, write, until the store closes. Raises `PartnerGone`. Collective."""
+        """Lease, compute, write, until the store closes. What other ranks had under way goes back. Raises
+        `PartnerGone`. Collective."""
         before, self._store = self._store, store
         if before is not None:
             before.leave()
         with self._turn:
             try:
-                round = 0
-                while self.serve(store, round):
-                    round += 1
+                number: int | None = self._rounds.begin(store)
+                while number is not None:
+                    number = self.serve(store, number)
             except PartnerGone:
                 if self._store is store:  # nobody has taken its place
                     raise
             finally:
                 store.leave()
 
-    def serve(self, store: SyncStoreClient, round: int) -> bool:
-        """One round; False when the store has closed."""
-        lease = store.lease_shared(self._stage, round, self._rank, self._num_ranks, self._max_units)
+    def serve(self, store: SyncStoreClient, number: int) -> int | None:
+        """One round; the number of the next one, None when the store has closed."""
+        lease = self._rounds.take(store, number)
         if lease is None:
-            return False
+            return None
         started = time.perf_counter()
         self.num_in_flight = len(lease.rows)
         with self._phases.within(COMPUTING):
@@ -178,7 +177,7 @@ class ScorerWorker:
             self._num_rows += len(lease.rows)
             with suppress(LeaseExpired):  # the rows are somebody else's by now
                 store.write(lease, lease.rows.row_ids, {self._column: values})
-        return True
+        return lease.round + 1
 
     def stats(self) -> dict[str, float]:
         """Rows served and seconds spent computing, since the start. May be called from another thread."""

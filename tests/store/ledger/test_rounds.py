@@ -1,6 +1,7 @@
 """Batches and the other rounds of ranks, each promise on a history small enough to follow by hand."""
 
 from dataclasses import replace
+from itertools import chain
 
 import pytest
 
@@ -138,6 +139,83 @@ def test_a_batch_whose_update_was_lost_is_formed_again(driver: Driver) -> None:
         driver.ledger.complete_shared(made.lease_id, 0)
     assert driver.train(0) == [0, 1, 2, 3]
     assert driver.ledger.counters["rows_trained"] == 4
+
+
+def test_a_batch_that_overtook_a_straggler_overtakes_it_again() -> None:
+    """Though the straggler has come meanwhile: a step that is taken again is taken on the same rows."""
+    driver = Driver(make_spec(window=3))
+    driver.admit(3)
+    straggler = driver.lease("rollout")
+    driver.compute_all()
+    made = driver.ledger.lease_shared("train", 0, 1, 1, "trainer", 0.0)
+    driver.ledger.release(made.lease_id)
+    driver.write(straggler, "rollout", [0, 1])
+    driver.compute_all()
+    assert driver.train(0) == [2, 3, 4, 5]
+    driver.admit(1)
+    driver.compute_all(version=1)
+    assert driver.train(1) == [0, 1, 6, 7]
+
+
+def test_a_batch_that_lost_a_group_is_formed_again_in_order() -> None:
+    driver = Driver(make_spec(window=3))
+    driver.admit(4)
+    straggler = driver.lease("rollout")
+    driver.compute_all()
+    made = driver.ledger.lease_shared("train", 0, 1, 1, "trainer", 0.0)
+    assert made.parts == [[2, 3, 4, 5]]
+    driver.write(straggler, "rollout", [0, 1])
+    driver.compute_all()
+    driver.ledger.lost({2: {"prompt_ids": 0b11}}, 0.0)
+    driver.ledger.release(made.lease_id)
+    assert driver.train(0) == [0, 1, 2, 3]
+
+
+def test_trainers_that_take_the_place_of_others_begin_after_the_last_step_that_all_ranks_have_trained() -> None:
+    driver = Driver(make_spec(max_active_groups=8))
+    driver.admit(8)
+    driver.compute_all()
+    ledger = driver.ledger
+    assert ledger.settle("train") == 0
+    made = ledger.lease_shared("train", 0, 2, 1, "trainer", 0.0)
+    ledger.complete_shared(made.lease_id, 1)
+    assert ledger.settle("train") == 0  # rank 0 has not said so
+    with pytest.raises(LeaseExpired):
+        ledger.complete_shared(made.lease_id, 0)
+    again = ledger.lease_shared("train", 0, 3, 1, "trainer", 0.0)  # perhaps over another number of ranks
+    assert sorted(chain(*again.parts)) == sorted(chain(*made.parts)) == [0, 1, 2, 3]
+    for rank in range(3):
+        ledger.complete_shared(again.lease_id, rank)
+    assert ledger.settle("train") == 1
+    assert ledger.counters["rows_trained"] == 4
+    assert ledger.counters["batches_released"] == 1
+
+
+def test_a_batch_ahead_of_one_that_was_not_trained_goes_back_as_well() -> None:
+    driver = Driver(make_spec(max_active_groups=8))
+    driver.admit(8)
+    driver.compute_all()
+    for number in range(2):
+        made = driver.ledger.lease_shared("train", number, 2, 1, "trainer", 0.0)
+        driver.ledger.complete_shared(made.lease_id, 0)
+    assert driver.ledger.settle("train") == 0
+    driver.ledger.check_invariants()
+    assert [driver.train(number) for number in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_scorers_that_take_the_place_of_others_begin_with_a_round_of_their_own(driver: Driver) -> None:
+    driver.admit(3)
+    driver.compute("rollout")
+    assert driver.ledger.settle("reference") == 0
+    first = driver.ledger.lease_shared("reference", 0, 2, 2, "reference", 0.0)
+    lease = driver.ledger.residents.leases.held[first.lease_id]
+    written = driver.ledger.share(first, 0)
+    driver.write(lease, "reference", written)
+    driver.ledger.lease_shared("reference", 1, 2, 2, "reference", 0.0)
+    assert driver.ledger.settle("reference") == driver.ledger.settle("reference") == 2
+    assert not driver.ledger.residents.leases.held
+    again = driver.ledger.lease_shared("reference", 2, 2, 100, "reference", 0.0)
+    assert sorted(row for part in again.parts for row in part) == sorted(set(range(6)) - set(written))
 
 
 def test_a_batch_in_training_never_expires(driver: Driver) -> None:

@@ -13,6 +13,7 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import (
     LeaseExpired,
     StoreClosed,
+    UnknownStage,
 )
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec
@@ -240,6 +241,28 @@ def test_a_round_that_one_rank_has_begun_is_given_to_the_others_after_the_end(wa
         assert second is not None
         assert second.lease_id == first.lease_id
         assert await store.lease_shared("train", 1, 0, 2, 0, "trainer-0") is None
+        await asyncio.gather(*workers)
+
+    run(body)
+
+
+def test_ranks_that_take_the_place_of_others_get_the_batch_that_was_not_trained() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        workers = start_workers(store, client)
+        await client.put_groups([group(), group()])
+        first = [await client.lease_shared("train", 0, rank, 2) for rank in range(2)]
+        await client.complete_shared(first[0])
+        assert await client.settle("train") == 0
+        with pytest.raises(LeaseExpired):
+            await client.complete_shared(first[1])
+        again = [await client.lease_shared("train", 0, rank, 2) for rank in range(2)]
+        assert [one.rows.row_ids.tolist() for one in again] == [one.rows.row_ids.tolist() for one in first]
+        for lease in again:
+            await client.complete_shared(lease)
+        assert await client.settle("train") == 1
+        with pytest.raises(UnknownStage):
+            await client.settle("trian")
+        await client.close()
         await asyncio.gather(*workers)
 
     run(body)

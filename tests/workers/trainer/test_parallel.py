@@ -119,7 +119,7 @@ class OneBatch:
     """A store with one round, which counts what it is told."""
 
     def __init__(self, rows: Rows) -> None:
-        self.rows, self.stage, self.version = rows, "stage", 0
+        self.rows, self.stage, self.version, self.round = rows, "stage", 0, 0
         self.asked: list[tuple[int, int]] = []
         self.completed, self.written = 0, 0
 

@@ -1,0 +1,49 @@
+"""All that wait in a store: for leases and rounds by stage, and for credits. Used by `service/store.py`."""
+
+from functools import partial
+from typing import Any
+
+from penstock.store.ledger.ledger import Ledger
+from penstock.store.service.clients import Clients
+from penstock.store.service.waiting.consumers import Consumers
+from penstock.store.service.waiting.nearness import Nearness
+from penstock.store.service.waiting.pump import Pump
+from penstock.store.service.waiting.puts import Puts
+from penstock.store.service.waiting.ranks import Ranks
+
+
+class Waiters:
+    """Lifecycle: made before the first call, then told who leaves, `close`."""
+
+    def __init__(self, ledger: Ledger, clients: Clients, puts: Puts, pump: Pump, nearness: Nearness) -> None:
+        self._clients, self._puts, self._pump = clients, puts, pump
+        self.consumers: dict[str, Consumers] = {}
+        self.ranks: dict[str, Ranks] = {}
+        for index, stage in enumerate(ledger.spec.stages):
+            schedule = partial(pump.wake_stage, index)
+            self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, nearness)
+            self.ranks[stage.name] = Ranks(stage.name, ledger, schedule)
+        self._queues: list[Consumers | Ranks] = [*self.consumers.values(), *self.ranks.values()]
+
+    def __len__(self) -> int:
+        """Calls for leases and rounds."""
+        return sum(map(len, self._queues))
+
+    def left(self, client: str) -> None:
+        """It waits for nothing, and those that are left share without it."""
+        for consumers in self.consumers.values():
+            consumers.left(client)
+            consumers.withdraw(client)
+        self._puts.left(client)
+        self._pump.wake_all_stages()
+
+    def describe(self) -> dict[str, Any]:
+        """How many wait for what, and who."""
+        waiting = {name: len(self.consumers[name]) + len(self.ranks[name]) for name in self.consumers}
+        who = {name: [self._clients.owner_of(one) for one in some.waiting] for name, some in self.consumers.items()}
+        return {"waiting": waiting | {"put": len(self._puts)}, "waiters": who}
+
+    def close(self, reason: str) -> None:
+        self._puts.close(reason)
+        for queue in self._queues:
+            queue.close()

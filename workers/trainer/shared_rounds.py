@@ -1,0 +1,115 @@
+"""The store's rounds as all ranks of a model take them: every rank has its share of a round, or none goes on with it.
+
+    begin ─▶ number of the first round     take ─▶ this rank's share of a round, once every rank has its own
+
+A rank that computed alone would wait for the others in a collective. So ranks tell each other what became of their
+requests before anything is computed: of a store that is gone, and of rows on a node that does not answer. Used by
+`worker.py`.
+"""
+
+import time
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from penstock.conf.errors import LeaseExpired, PartnerGone, PenstockError
+from penstock.store.client.lease import SharedLease
+from penstock.store.client.sync import SyncStoreClient
+from penstock.store.errors import RowsLost, RowsUnreachable
+
+PAUSE_S = 1.0
+"""Before a round is asked for again whose rows lie on a node that does not answer."""
+HAVE, CLOSED, OVER, UNREADABLE, FAILED = range(5)
+"""What becomes of a request."""
+
+
+class Peers(Protocol):
+    """The ranks of a model: `ranks.py`."""
+
+    rank: int
+
+    def gather_ranks(self, value: Any) -> list[Any]: ...
+
+
+class Alone:
+    """The only rank."""
+
+    rank = 0
+
+    def gather_ranks(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one rank's request."""
+
+    kind: int
+    error: str = ""
+    number: int = 0
+    is_impatient: bool = False
+    """It could not read its rows for so long that it gives up."""
+
+
+class SharedRounds:
+    """Of one stage. Every method is collective: all ranks return alike, or all raise; one that has nothing to complain
+    of raises `PartnerGone`, which names the rank that has."""
+
+    def __init__(
+        self, stage: str, share: int, num_shares: int, peers: Peers, *, max_units: int = 0, moves_on: bool = False
+    ) -> None:
+        """`share`: of the rows of a round, which of `num_shares` is this rank's; several may have the same.
+        `moves_on`: a round that is over gives way to the next one."""
+        self._stage = stage
+        self._share, self._num_shares = share, num_shares
+        self._peers = peers
+        self._max_units = max_units
+        self._moves_on = moves_on
+
+    def begin(self, store: SyncStoreClient) -> int:
+        """The number of the first round. What is under way, of ranks whose place these take, goes back."""
+        number, failure = 0, None
+        try:
+            number = store.settle(self._stage) if self._peers.rank == 0 else 0
+        except PenstockError as error:
+            failure = error
+        mine = Outcome(HAVE, number=number) if failure is None else Outcome(FAILED, str(failure))
+        return self._told(mine, failure)[0].number
+
+    def take(self, store: SyncStoreClient, number: int) -> SharedLease | None:
+        """This rank's share of round `number`, or of a later one. Waits until it is formed; None when the store has
+        closed. Rows that cannot be read go back and are asked for again, for as long as a lease lasts."""
+        unreadable_since: float | None = None
+        while True:
+            lease: SharedLease | None = None
+            failure: PenstockError | None = None
+            try:
+                lease = store.lease_shared(self._stage, number, self._share, self._num_shares, self._max_units)
+                mine = Outcome(CLOSED if lease is None else HAVE)
+            except (RowsUnreachable, RowsLost) as error:
+                failure, unreadable_since = error, unreadable_since or time.monotonic()
+                is_impatient = time.monotonic() - unreadable_since > store.spec().lease_timeout_s
+                mine = Outcome(UNREADABLE, str(error), is_impatient=is_impatient)
+            except PenstockError as error:
+                failure, is_over = error, isinstance(error, LeaseExpired) and self._moves_on
+                mine = Outcome(OVER if is_over else FAILED, str(error))
+            outcomes = self._told(mine, failure)
+            kinds = {outcome.kind for outcome in outcomes}
+            if kinds == {HAVE}:
+                return lease
+            if UNREADABLE in kinds:
+                time.sleep(PAUSE_S)
+                number = self.begin(store)
+            elif OVER in kinds:
+                number += 1
+            else:
+                return None
+
+    def _told(self, mine: Outcome, failure: PenstockError | None) -> list[Outcome]:
+        """Of every rank. Raises if one goes on no more."""
+        outcomes: list[Outcome] = self._peers.gather_ranks(mine)
+        for rank, outcome in enumerate(outcomes):
+            if outcome.kind == FAILED or outcome.is_impatient:
+                if failure is not None:
+                    raise failure
+                raise PartnerGone(f"rank {rank} has no rows of stage {self._stage!r}: {outcome.error}")
+        return outcomes
