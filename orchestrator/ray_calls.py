@@ -49,7 +49,8 @@ def translate(error: Exception, name: str) -> Exception:
 async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float) -> Any:
     """The result of one actor call. Raises `DeadlineExceeded` naming who did not answer in which phase."""
     try:
-        return await asyncio.wait_for(asyncio.ensure_future(_as_coroutine(ref)), timeout_s)
+        async with asyncio.timeout(timeout_s):  # `wait_for` may swallow a cancellation that comes with the answer
+            return await ref
     except RayError as error:  # first: what an actor raises is also of its cause's type, which may be TimeoutError
         raise translate(error, name) from None
     except TimeoutError:

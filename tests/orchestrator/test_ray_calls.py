@@ -133,3 +133,22 @@ def test_a_dead_actor_is_told_with_what_its_own_memory_goes_by(name: str, key: s
     assert said.startswith(f"{name} has died")
     assert key in said
     assert "kv_cache" not in said
+
+
+@pytest.mark.parametrize("error", [WorkerDied("it has died"), None])
+def test_a_cancellation_that_comes_with_the_answer_is_a_cancellation(error: Exception | None) -> None:
+    """A task that went on would keep its task group, and the run, from ending."""
+
+    async def run() -> None:
+        ref = asyncio.get_running_loop().create_future()
+        asking = asyncio.ensure_future(answer(ref, name="Rollout-0", phase="load", timeout_s=60))
+        await asyncio.sleep(0)
+        if error is not None:
+            ref.set_exception(error)
+        else:
+            ref.set_result(1)
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+
+    asyncio.run(run())

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import ray
 from ray.util import list_named_actors
-from safetensors.torch import load_file
 
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.run import run
+from tests.model_files import load_model
 from tests.run_files import metrics_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -38,10 +38,11 @@ def undisturbed(words: list[str], tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 class Killer(threading.Thread):
-    """Ends the process of an actor by SIGKILL once the run has taken a step."""
+    """Ends the process of an actor by SIGKILL once the run has taken a step, or stops it."""
 
-    def __init__(self, directory: Path, name: str, after_step: int) -> None:
+    def __init__(self, directory: Path, name: str, after_step: int, by: signal.Signals) -> None:
         super().__init__(daemon=True)
+        self._by = by
         self._directory, self._name, self._after_step = directory, name, after_step
         self.killed = False
 
@@ -57,7 +58,7 @@ class Killer(threading.Thread):
                     ray.kill(actor)
                 else:
                     pid = ray.get(actor.process.remote(str(self._directory)), timeout=60).pid
-                    os.kill(pid, signal.SIGKILL)
+                    os.kill(pid, self._by)
                 self.killed = True
 
     def _actor(self, namespace: str) -> str:
@@ -68,8 +69,8 @@ class Killer(threading.Thread):
 
 @pytest.fixture
 def disturbed(words: list[str], tmp_path: Path) -> Callable[..., Path]:
-    def go(name: str, *more: str, after_step: int = 2) -> Path:
-        killer = Killer(tmp_path / "run", name, after_step)
+    def go(name: str, *more: str, after_step: int = 2, by: signal.Signals = signal.SIGKILL) -> Path:
+        killer = Killer(tmp_path / "run", name, after_step, by)
         killer.start()
         result = run(load_config([*words, f"output_dir={tmp_path}", "name=run", *more]), quiet=True)
         killer.join(10)
@@ -84,7 +85,7 @@ def kinds_of(directory: Path) -> list[str]:
 
 
 def assert_same_model(one: Path, other: Path) -> None:
-    expected, found = (load_file(directory / "model" / "model.safetensors") for directory in (one, other))
+    expected, found = (load_model(directory / "model") for directory in (one, other))
     assert expected.keys() == found.keys()
     assert all(expected[name].equal(found[name]) for name in expected)
 
@@ -100,6 +101,34 @@ def test_what_is_replaced_changes_no_bit(name: str, disturbed: Callable[..., Pat
     last = metrics_of(directory)[-1]
     assert last[f"faults/{name.partition('-')[0].lower()}"] == 1
     assert last["faults/lost_s"] > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [("Scorer-reference-0", "algorithm.kl_coef=0.05"), ("Trainer-policy-1", "trainer.num_ranks=2")],
+)
+def test_a_gang_is_replaced_as_one(
+    name: str, more: str, words: list[str], disturbed: Callable[..., Path], tmp_path: Path
+) -> None:
+    whole = run(load_config([*words, more, f"output_dir={tmp_path}", "name=whole"]), quiet=True).directory
+    directory = disturbed(name, more)
+    assert [line["step"] for line in metrics_of(directory)] == list(range(1, STEPS + 1))
+    assert_same_model(directory, whole)
+    kinds = kinds_of(directory)
+    assert kinds.count("fault") == kinds.count("recovered") == 1
+
+
+def test_a_member_that_hangs_is_found_and_ended_and_its_stacks_are_kept(
+    disturbed: Callable[..., Path], undisturbed: Path
+) -> None:
+    quick = ["faults.heartbeat_s=0.5", "faults.heartbeat_timeout_s=5"]
+    directory = disturbed("Rollout-0", *quick, by=signal.SIGSTOP)
+    assert_same_model(directory, undisturbed)
+    events = RunDirectory.open(directory).read_events()
+    ended = next(event for event in events if event["kind"] == "ended" and event["member"] == "Rollout-0")
+    assert ended["state"] == "silent"
+    assert "Rollout-0" in (directory / ended["stacks"]).read_text()
+    assert {"fault", "recovered"} <= {event["kind"] for event in events}
 
 
 @pytest.mark.parametrize("name", ["Store", "Agent"])
