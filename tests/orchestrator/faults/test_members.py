@@ -55,7 +55,7 @@ def agent(make: Make, tmp_path: Path) -> Iterator[tuple[Any, str]]:
 def rollout(make: Make) -> Any:
     from penstock.workers.rollout.actor import Rollout, RolloutSpec
 
-    return make(Rollout, RolloutSpec("Rollout-1", RolloutConfig(engine="scripted"), "", 1, 0, 2), None)
+    return make(Rollout, RolloutSpec("Rollout-1", RolloutConfig(engine="scripted"), "", 1, 0, 2))
 
 
 def watched(liveness: Liveness, handle: Any, until: State) -> str:
@@ -107,7 +107,6 @@ def test_a_process_that_goes_on_after_a_stop_is_alive_again(make: Make, agent: t
 
 def test_every_light_actor_says_who_it_is_and_what_it_is_at(make: Make, agent: tuple[Any, str]) -> None:
     from penstock.algorithms.graph.dataflow import Dataflow
-    from penstock.store.service.actor import create_store_actor, end_store_actor
     from penstock.workers.compute.actor import Compute
     from penstock.workers.prompts.actor import Prompts
     from penstock.workers.reward.actor import Reward, RewardPlan
@@ -116,18 +115,16 @@ def test_every_light_actor_says_who_it_is_and_what_it_is_at(make: Make, agent: t
         return reward
 
     flow = Dataflow().compute(advantage, reads=["reward"], writes=["advantage"])
-    store = create_store_actor(make_spec(), "members-test", name="members")
     members = [
-        make(Reward, RewardPlan("Reward-0", RewardConfig(function="digits")), None),
-        make(Compute, "Compute-advantage", flow.stages[0], flow.columns, store),
-        make(Prompts, CONFIG, "", "prompts", store),
+        make(Reward, RewardPlan("Reward-0", RewardConfig(function="digits"))),
+        make(Compute, "Compute-advantage", flow.stages[0], flow.columns),
+        make(Prompts, CONFIG, "", "prompts"),
     ]
     pids = [ray.get(member.process.remote(agent[1])).pid for member in members]
     assert sorted(int(path.stem) for path in Path(agent[1]).iterdir()) == sorted(pids)
     assert {ray.get(member.progress.remote()).phase for member in members} == {STARTING}
     ray.get(members[1].start.remote())
     assert ray.get(members[1].progress.remote()).phase == SERVING
-    end_store_actor(store)
 
 
 def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple[Any, str], tmp_path: Path) -> None:
@@ -149,9 +146,10 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
         stage="train",
         loss=sft_loss,
     )
-    trainer = make(Trainer, spec, store, max_concurrency=3)
+    trainer = make(Trainer, spec, max_concurrency=3)
     assert ray.get(trainer.progress.remote()).phase == STARTING
     ray.get(trainer.start.remote(None))
+    ray.get(trainer.attach.remote(store))
     step = trainer.step.remote(1)
     while ray.get(trainer.progress.remote()).phase != WAITING:
         time.sleep(0.05)
