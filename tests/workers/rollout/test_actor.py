@@ -11,7 +11,7 @@ from tests.virtual_time import run_virtually
 
 
 def rollout(engine: ScriptedEngine) -> Rollout:
-    actor = Rollout(RolloutSpec("Rollout-0", RolloutConfig(engine="scripted"), "", 1, 0, 2), None)
+    actor = Rollout(RolloutSpec("Rollout-0", RolloutConfig(engine="scripted"), "", 1, 0, 2))
     actor._engine = engine
     return actor
 
