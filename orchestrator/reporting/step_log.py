@@ -48,9 +48,10 @@ class StepLog:
         usage = await self._usage.since_last(QUICK_S)
         store = await self._store.stats() | usage.dropped | usage.groups
         now, train_s = time.time(), max(report.train_s for report in reports)
+        kept_s = max(report.seconds.get("keep", 0.0) for report in reports)
         times = StepTimes(
             step_s=now - self._began,
-            phase_s={**usage.seconds, "train": train_s, **phases},
+            phase_s={**usage.seconds, "train": train_s, **({"keep": kept_s} if kept_s else {}), **phases},
             busy_s={"train": train_s} | ({"rollout": usage.seconds["rollout"]} if "rollout" in usage.seconds else {}),
         )
         self._began = now
