@@ -49,11 +49,14 @@ def main(process: int, kinds: int, directory: str, command: list[str]) -> NoRetu
     except OSError as error:
         sys.exit(f"{command[0]} does not start: {error}")
     os.close(process)
+    signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # one that comes before there is whom to forward it to waits
     child = os.fork()
     if child == 0:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         _become(directory, command)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: os.kill(child, number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status < 0:
         if -status != signal.SIGKILL:
