@@ -43,12 +43,6 @@ class FaultsConfig:
     """Each rank keeps a copy of weights, optimizer and counters of the last two steps in its node's shared memory, so
     that a trainer that is lost goes on with the step that it was at. false: it returns to the last checkpoint. Costs
     twice the trainer's state in host memory, and the time to copy it once a step."""
-    store_snapshot_s: float = 60.0
-    """Seconds between two snapshots of the store, from which one that is lost is started again. What was sampled since
-    is made again. 0: none, and the loss of the store returns to the last checkpoint."""
-    straggler_factor: float = 0.0
-    """An engine that is so many times slower than the median of the engines, in tokens a second, counts as lost. Above
-    1; 3 suits engines of one kind. 0: slow engines stay, since responses of unlike length make engines unlike too."""
 
     def __post_init__(self) -> None:
         at_least("faults.max_restarts", self.max_restarts, 0)
@@ -57,9 +51,6 @@ class FaultsConfig:
         at_least("faults.max_returns", self.max_returns, 0)
         for key in ("heartbeat_s", "heartbeat_timeout_s", "stall_s"):
             above(f"faults.{key}", getattr(self, key), 0)
-        at_least("faults.store_snapshot_s", self.store_snapshot_s, 0)
-        if self.straggler_factor:
-            above("faults.straggler_factor", self.straggler_factor, 1)
         if self.heartbeat_timeout_s <= self.heartbeat_s:
             raise ConfigError(
                 f"faults.heartbeat_timeout_s={self.heartbeat_timeout_s:g}: no answer can come in time, as members are "

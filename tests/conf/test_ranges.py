@@ -84,8 +84,6 @@ OUT_OF_RANGE = [
     (FaultsConfig, "faults.heartbeat_s", 0.0),
     (FaultsConfig, "faults.heartbeat_timeout_s", 0.0),
     (FaultsConfig, "faults.stall_s", 0.0),
-    (FaultsConfig, "faults.store_snapshot_s", -1.0),
-    (FaultsConfig, "faults.straggler_factor", 0.5),
 ]
 
 

@@ -20,8 +20,13 @@ pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 
 CPUS = 2
 STEPS = 5
-NOTICED = {"RAY_health_check_period_ms": "1000", "RAY_health_check_failure_threshold": "8"}
-"""Ray looks after its nodes more often than it does for users: a node without power is gone after eight seconds."""
+NOTICED = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "8",
+}
+"""Ray looks after its nodes more often than it does for users: one without power is gone after ten to twenty seconds,
+and one whose cable is out for five is not."""
 
 
 @pytest.fixture(scope="module")

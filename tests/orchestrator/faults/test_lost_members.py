@@ -121,7 +121,7 @@ def test_a_gang_is_replaced_as_one(
 def test_a_member_that_hangs_is_found_and_ended_and_its_stacks_are_kept(
     disturbed: Callable[..., Path], undisturbed: Path
 ) -> None:
-    quick = ["faults.heartbeat_s=0.5", "faults.heartbeat_timeout_s=5"]
+    quick = ["faults.heartbeat_s=0.5", "faults.heartbeat_timeout_s=10"]
     directory = disturbed("Rollout-0", *quick, by=signal.SIGSTOP)
     assert_same_model(directory, undisturbed)
     events = RunDirectory.open(directory).read_events()
