@@ -253,7 +253,9 @@ class Controller:
 
     def _counters(self) -> dict[str, float]:
         counters = self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()
-        return counters | ({"checkpoint/failed": self._saving.failed} if self.config.checkpoint.every_steps else {})
+        if self.config.checkpoint.every_steps:
+            counters["checkpoint/failed"] = float(self._saving.failed)
+        return counters
 
     async def _first_evaluation(self) -> None:
         """Accuracy before training, as step 0."""

@@ -29,7 +29,8 @@ def publication(tmp_path: Path) -> Publication:
 
 def load(llm: FakeLLM, publication: Publication, *, in_flight: int = 0) -> tuple[VllmEngine, PenstockError | None]:
     """The engine after a load through `llm`, and what the load raised."""
-    engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1, phase_timeout_s=0.2)
+    timeout_s = 0.2 if hang in llm.troubles.values() else 30.0
+    engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1, phase_timeout_s=timeout_s)
     engine._llm = llm
     engine._in_flight = in_flight
     try:

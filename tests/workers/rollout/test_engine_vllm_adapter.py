@@ -68,7 +68,7 @@ def adapter_of(model: Path, root: Path, config: LoraConfig, version: int = 1) ->
 
 def made(llm: FakeAdapterLLM, model: Path, *, in_flight: int = 0) -> VllmAdapterEngine:
     """An engine as `start` leaves it, around `llm`."""
-    engine = VllmAdapterEngine(RolloutConfig(), str(model), LORA, num_threads=1, phase_timeout_s=0.5)
+    engine = VllmAdapterEngine(RolloutConfig(), str(model), LORA, num_threads=1)
     engine._build = lambda: setattr(engine, "_llm", llm)  # type: ignore[method-assign]
     asyncio.run(engine._create())
     llm.calls.clear()
