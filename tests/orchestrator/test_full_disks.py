@@ -113,7 +113,7 @@ directory = whole_run(place, fill, ballast.unlink, "checkpoint.every_steps=3", "
 lines = metrics_of(directory.path)
 print([line["step"] for line in lines], [int(line["recording/lost"]) for line in lines])
 print([int(file.stem[5:]) for file in directory.sample_files()])
-print(lines[-1]["checkpoint/failed"], *(path.parent.name for path in directory.checkpoints.glob("*/COMPLETE")))
+print(int(lines[-1]["checkpoint/failed"]), *(path.parent.name for path in directory.checkpoints.glob("*/COMPLETE")))
 print(*sorted({event["what"] for event in directory.read_events() if event["kind"] == "recording_failed"}))
 print(*(event["kind"] for event in directory.read_events() if event["kind"] != "recording_failed"))
 """
@@ -124,6 +124,6 @@ def test_a_real_disk_that_is_full_from_step_two_to_four_costs_its_samples_and_ch
     lines, samples, checkpoints, failed, events = output.splitlines()
     assert lines == "[1, 2, 3, 4, 5, 6] [0, 0, 1, 2, 2, 2]"
     assert samples == "[1, 2, 5, 6]"
-    assert checkpoints == "1.0 global_step_6"
+    assert checkpoints == "1 global_step_6"
     assert failed == "metrics samples"
     assert events == "start checkpoint_failed checkpoint end"
