@@ -68,7 +68,7 @@ class Training:
                     if not self._may_return(error, controller.outcome.num_steps):
                         raise
                     failure = error
-            self._return()
+            self._return(failure)
 
     @contextlib.contextmanager
     def _fleet(self, failure: PenstockError | None) -> Iterator[Fleet]:
@@ -100,7 +100,7 @@ class Training:
         if not is_recoverable(failure):
             return False
         decision = self._recoveries.beyond_help("the run", "", time.monotonic(), step)
-        has_checkpoint = self._first is not None or newest(self._directory, self._config) is not None
+        has_checkpoint = self._first is not None or self._has_own()
         if isinstance(decision, End) or not has_checkpoint:
             reason = decision.reason if isinstance(decision, End) else f"{decision.reason}, and there is no checkpoint"
             self._directory.event("given_up", reason=reason)
@@ -109,9 +109,20 @@ class Training:
         self._progress.note(f"returning to the last checkpoint: {first_line(failure)}")
         return True
 
-    def _return(self) -> None:
-        """Set the run's directory back, and choose what the next fleet begins with."""
-        own = rewind(self._directory, self._config)
+    def _has_own(self) -> bool:
+        """A checkpoint of this run that can be read."""
+        with contextlib.suppress(PenstockError):
+            return newest(self._directory, self._config) is not None
+        return False
+
+    def _return(self, failure: PenstockError) -> None:
+        """Set the run's directory back, and choose what the next fleet begins with. Raises the failure where that
+        cannot be."""
+        try:
+            own = rewind(self._directory, self._config)
+        except PenstockError as error:
+            self._directory.event("return_failed", error=type(error).__name__, message=str(error))
+            raise failure from error
         self._resumed = own if own is not None else self._first
         self._namespace = namespace_of(self._directory.run_id)
         note_connection(self._directory, self._namespace)
