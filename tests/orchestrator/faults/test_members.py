@@ -1,5 +1,6 @@
 """Actors of a run, as the one who watches them sees them: by their answers, their stacks and their ends."""
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -131,6 +132,7 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
     from penstock.algorithms.losses import sft_loss
     from penstock.conf.model import FreshModelConfig
     from penstock.conf.trainer import TrainerConfig
+    from penstock.store.client.client import StoreClient
     from penstock.store.service.actor import create_store_actor, end_store_actor
     from penstock.workers.models.fresh import build_fresh_model
     from penstock.workers.trainer.actor import Trainer
@@ -155,5 +157,6 @@ def test_a_trainer_answers_while_it_waits_for_its_batch(make: Make, agent: tuple
         time.sleep(0.05)
     text = ray.get(agent[0].dump_stacks.remote(ray.get(trainer.process.remote(agent[1])), "Trainer-policy-0"))
     assert "lease_shared" in text
-    end_store_actor(store)
+    asyncio.run(StoreClient(store).close("the run is over"))
     assert ray.get(step, timeout=60) is None
+    end_store_actor(store)
