@@ -37,6 +37,22 @@ class SamplingConfig:
 
 
 @dataclass
+class ScriptedConfig:
+    """How long the fake engine takes, for simulations of runs."""
+
+    latency_s: float = 0.0
+    """From a request to its first token."""
+    tokens_per_s: float = 0.0
+    """Of one sequence. 0: all at once."""
+    load_s: float = 0.0
+    """To load a version of the weights."""
+
+    def __post_init__(self) -> None:
+        for key in ("latency_s", "tokens_per_s", "load_s"):
+            at_least(f"rollout.scripted.{key}", getattr(self, key), 0)
+
+
+@dataclass
 class RolloutConfig:
     engine: str = "vllm"
     """vllm, hf (transformers; where vLLM is not to be had), scripted (a deterministic fake for tests)."""
@@ -64,6 +80,8 @@ class RolloutConfig:
     generate_timeout_s: float = 1800.0
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    scripted: ScriptedConfig = field(default_factory=ScriptedConfig)
+    """Of the scripted engine alone."""
 
     def __post_init__(self) -> None:
         one_of("rollout.engine", self.engine, ENGINES)

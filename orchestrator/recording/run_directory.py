@@ -55,7 +55,7 @@ class RunDirectory:
     directory = RunDirectory.create(config)
     directory.event("start", num_steps=100)
     directory.log_metrics({"step": 1, "reward/mean": 0.5})
-    directory.write_samples(10, rows.table())
+    directory.write_samples(10, rows)
     directory.close()
     """
 
@@ -253,10 +253,10 @@ class RunDirectory:
         self._append("events.jsonl", {"time": stamp, "kind": kind, **fields})
 
     def write_samples(self, step: int, table: Any) -> None:
-        """Write a `pyarrow.Table` (or anything with `.table()`, such as `Rows`) as samples/step_N.parquet."""
+        """Write a `pyarrow.Table`, or `Rows` with their ids, as samples/step_N.parquet."""
         from pyarrow import parquet
 
-        table = table.table() if hasattr(table, "table") else table
+        table = table.table_with_ids() if hasattr(table, "table_with_ids") else table
         target = self.samples / f"step_{step}.parquet"
         with self.losses.tolerating("samples"):
             target.parent.mkdir(exist_ok=True)

@@ -156,6 +156,14 @@ class Rows:
         """The columns as an Arrow table, without the ids."""
         return self._table
 
+    def table_with_ids(self) -> pa.Table:
+        """The columns as an Arrow table, after `group_id` and `row_id`, int64."""
+        ids = {"group_id": self.group_ids, "row_id": self.row_ids}
+        table = self._table
+        for name in reversed(ids):
+            table = table.add_column(0, name, pa.array(ids[name], pa.int64()))
+        return table
+
     def _column(self, name: str) -> pa.Array:
         if name not in self._table.schema.names:
             raise UnknownColumn(

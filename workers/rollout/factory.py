@@ -1,5 +1,6 @@
 """Makes the engine that `rollout.engine` names. The heavy imports happen here, and only for the engine that is made."""
 
+import math
 from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
@@ -37,7 +38,9 @@ def make_engine(
 
         return HfEngine(config, model_path, adapter=adapter, **options)
     if config.engine == "scripted":
-        from penstock.workers.rollout.engine_scripted import ScriptedEngine
+        from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 
-        return ScriptedEngine(version=version)
+        speed = config.scripted
+        times = TimeModel(speed.latency_s, speed.tokens_per_s or math.inf, speed.load_s)
+        return ScriptedEngine(times, version=version)
     raise ConfigError(f"rollout.engine={config.engine}: unknown{suggest(config.engine, ENGINES)}")

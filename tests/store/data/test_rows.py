@@ -67,3 +67,10 @@ def test_select_concat_and_pickle_keep_every_row(prompts: list[list[int]], rando
     both = pickle.loads(pickle.dumps(Rows.concat([chosen, rows])))
     assert both.lists("prompt_ids") == chosen.lists("prompt_ids") + prompts
     assert [array.tolist() for array in both.arrays("prompt_ids")] == both.lists("prompt_ids")
+
+
+def test_the_table_with_ids_has_them_before_its_columns() -> None:
+    table = example().table_with_ids()
+    assert table.column_names[:2] == ["group_id", "row_id"]
+    assert table.column("row_id").to_pylist() == example().row_ids.tolist()
+    assert table.drop_columns(["group_id", "row_id"]).equals(example().table())

@@ -1,0 +1,158 @@
+"""Reads what a disturbed run has left in its directory, and says what it did not keep of what Penstock promises. It
+knows nothing of how the run works: files in, sentences out.
+
+    metrics.jsonl           every step is there once; what was admitted = trained + dropped by reason + in flight
+    samples/step_N.parquet  every row is trained once, of whole groups, none staler than the bound
+    events.jsonl            every fault was noticed in time, and answered
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pyarrow import parquet
+
+from tests.chaos.disturbance import Done
+from tests.chaos.plan import COMMAND, CUT, POWER
+
+NOTICED = ("fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "start")
+"""Kinds of events by which a run says that something has happened to it; `start`: of the command that was started
+again."""
+
+
+@dataclass(frozen=True)
+class Promises:
+    """Of one run."""
+
+    num_steps: int
+    groups_per_step: int
+    group_size: int
+    max_staleness: int
+    noticed_s: dict[str, float]
+    """Within which a fault is noticed, by how it was done."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A fault, and what the run made of it."""
+
+    done: Done
+    noticed_after_s: float | None
+    """None: it was not."""
+    outcome: str
+    """`recovered`, `returned`, `command` for one that was started again, `nothing` for a cable that was out."""
+    seconds: float
+    """That the answer took."""
+
+
+def broken(directory: Path, promises: Promises, faults: Sequence[Done]) -> list[str]:
+    """What was not kept."""
+    answers = answers_of(directory, faults)
+    return [
+        *_of_steps(_lines(directory / "metrics.jsonl"), promises),
+        *_of_samples(directory / "samples", promises),
+        *_of_events(_lines(directory / "events.jsonl")),
+        *_of_answers(answers, promises),
+    ]
+
+
+def answers_of(directory: Path, faults: Sequence[Done]) -> list[Answer]:
+    events = [(_seconds(event), event) for event in _lines(directory / "events.jsonl")]
+    return [_answer(done, [(at - done.at, event) for at, event in events if at >= done.at - 0.01]) for done in faults]
+
+
+def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answer:
+    """`events`: those after the fault, by the seconds since."""
+    noticed = next((after for after, event in events if event["kind"] in NOTICED and _is_of(event, done)), None)
+    for after, event in events:
+        if event["kind"] == "recovered" and _is_of(event, done):
+            return Answer(done, noticed, "recovered", event["seconds"])
+        if event["kind"] == "returned":
+            return Answer(done, noticed, "returned", event["seconds"])
+        if event["kind"] == "resume":
+            return Answer(done, noticed, "command", after)
+    return Answer(done, noticed, "nothing", 0.0)
+
+
+def _is_of(event: dict[str, Any], done: Done) -> bool:
+    """Whether it may be about the fault. A return is about all that had died until then."""
+    if "member" not in event or done.who == COMMAND or done.how == POWER:
+        return True
+    first, _, last = event["member"].partition(" to ")
+    return event["member"].startswith(done.who) or (bool(last) and first <= done.who <= last)
+
+
+def _of_steps(lines: Sequence[dict[str, Any]], promises: Promises) -> Iterable[str]:
+    steps = [line["step"] for line in lines if line["step"]]
+    if steps != list(range(1, promises.num_steps + 1)):
+        yield f"steps were logged as {steps}, not as 1 to {promises.num_steps}"
+    size = promises.group_size
+    for line in lines:
+        if "store/groups_admitted" not in line:
+            continue
+        admitted, trained = line["store/groups_admitted"] * size, line.get("store/rows_trained", 0)
+        dropped = sum(value for name, value in line.items() if name.startswith("dropped/"))
+        if admitted != trained + dropped + line["store/rows"]:
+            yield (
+                f"step {line['step']}: of {admitted:g} rows that were admitted {trained:g} were trained and "
+                f"{dropped:g} dropped, and {line['store/rows']:g} are in flight"
+            )
+        if trained < line["step"] * promises.groups_per_step * size:
+            yield f"step {line['step']}: only {trained:g} rows have been trained"
+
+
+def _of_samples(samples: Path, promises: Promises) -> Iterable[str]:
+    trained_in: dict[int, int] = {}
+    for step in range(1, promises.num_steps + 1):
+        file = samples / f"step_{step}.parquet"
+        if not file.exists():
+            yield f"{file.name} is not there"
+            continue
+        rows = parquet.read_table(file).to_pydict()
+        for row in rows["row_id"]:
+            if row in trained_in:
+                yield f"row {row} was trained in step {trained_in[row]} and in step {step}"
+            trained_in[row] = step
+        sizes = Counter(rows["group_id"])
+        if len(sizes) != promises.groups_per_step or set(sizes.values()) != {promises.group_size}:
+            yield f"step {step} was trained on groups of {sorted(sizes.values())} rows"
+        versions = [version for row in rows["token_versions"] for version in row]
+        if min(versions) < step - 1 - promises.max_staleness:
+            yield f"step {step} has a token of version {min(versions)}"
+        if max(versions) > step - 1:
+            yield f"step {step} has a token of version {max(versions)}, which was not there yet"
+    if promises.max_staleness == 0 and sorted(trained_in) != list(range(len(trained_in))):
+        yield "rows were left out between others that were trained"
+
+
+def _of_events(events: Sequence[dict[str, Any]]) -> Iterable[str]:
+    if events[-1]["kind"] != "end":
+        yield f"the last event is {events[-1]['kind']!r}"
+    lost = Counter(event["member"] for event in events if event["kind"] == "fault")
+    for member in {event["member"] for event in events if event["kind"] == "recovered"}:
+        if not lost[member]:
+            yield f"{member} recovered from nothing"
+
+
+def _of_answers(answers: Sequence[Answer], promises: Promises) -> Iterable[str]:
+    for answer in answers:
+        done, bound = answer.done, promises.noticed_s[answer.done.how]
+        what = f"{done.how} {done.who} after step {done.step}"
+        if done.how == CUT:
+            continue
+        if answer.noticed_after_s is None or answer.outcome == "nothing":
+            yield f"{what}: nobody noticed"
+        elif answer.noticed_after_s > bound:
+            yield f"{what}: noticed after {answer.noticed_after_s:.1f} s, not within {bound:g} s"
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _seconds(event: dict[str, Any]) -> float:
+    return datetime.fromisoformat(event["time"]).timestamp()

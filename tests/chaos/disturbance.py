@@ -1,0 +1,131 @@
+"""One run, and what is done to it. Used by the tests of this folder."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.chaos.bed import Bed
+from tests.chaos.plan import COMMAND, CUT, KILL, POWER, Fault
+
+STEP_S = 240.0
+"""For the run to get to the next fault's step, and to end after the last one."""
+TRIES, PAUSE_S = 60, 0.5
+"""Looks for a member that is just being replaced."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A fault as it was done."""
+
+    who: str
+    how: str
+    step: int
+    """That the run had made."""
+    at: float
+    """Seconds, by the wall clock of the machine that the run was started on."""
+
+
+class Disturbed:
+    """Lifecycle: `go` once. `command`: of the run, in words; `directory`: which it makes."""
+
+    def __init__(
+        self, bed: Bed, python: Sequence[str], words: Sequence[str], directory: Path, retries: int = 0
+    ) -> None:
+        self._bed, self._python, self.directory = bed, python, directory
+        tries = ["--retries", str(retries)] if retries else []
+        self._command = [
+            *python, "-m", "penstock.orchestrator.cli", "run", *tries, *words,
+            f"output_dir={directory.parent}", f"name={directory.name}",
+        ]  # fmt: skip
+        self._log = directory.with_name(f"{directory.name}.log")
+
+    def go(self, faults: Sequence[Fault]) -> list[Done]:
+        """The run to its end, through these faults."""
+        with self._log.open("w") as log:
+            run = self._bed.start(self._command, stdout=log, stderr=subprocess.STDOUT)
+            finder = self._bed.start(
+                [*self._python, "-m", "tests.chaos.finder"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            )
+            try:
+                self._asked(finder, None)
+                done = [self._do(fault, run, finder) for fault in faults]
+                assert run.wait(STEP_S) == 0, self._said()
+            finally:
+                finder.kill()
+                run.terminate()
+        return done
+
+    def _do(self, fault: Fault, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]") -> Done:
+        who, how = fault.target.who, fault.target.how
+        deadline = time.monotonic() + STEP_S
+        while (step := self._num_steps()) < fault.step:
+            assert run.poll() is None, f"the run ended before {fault}: {self._said()}"
+            assert time.monotonic() < deadline, f"no step {fault.step} for {fault}: {self._said()}"
+            time.sleep(0.02)
+        time.sleep(fault.delay_s)
+        if how == CUT:
+            at = time.time()
+            self._bed.cut(int(who))
+        elif how == POWER:
+            at = time.time()
+            self._bed.power(int(who))
+        elif who == COMMAND:
+            at = self._kill_command()
+        else:
+            at = self._signal(who, signal.SIGKILL if how == KILL else signal.SIGSTOP, run, finder)
+        return Done(who, how, step, at)
+
+    def _signal(
+        self, who: str, number: signal.Signals, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]"
+    ) -> float:
+        """To a member, once it is there: another's death may have just taken it along."""
+        for _ in range(TRIES):
+            assert run.poll() is None, f"the run ended before {who} was found: {self._said()}"
+            found = self._asked(finder, who)
+            if "pid" in found:
+                at = time.time()
+                self._bed.signal(found["ip"], found["pid"], number)
+                return at
+            time.sleep(PAUSE_S)
+        raise AssertionError(f"{who} was never there: {found['why_not']}")
+
+    def _asked(self, finder: "subprocess.Popen[str]", who: str | None) -> dict[str, Any]:
+        """Who: None waits until it can be asked."""
+        assert finder.stdin is not None
+        assert finder.stdout is not None
+        if who is not None:
+            finder.stdin.write(json.dumps({"directory": str(self.directory), "who": who}) + "\n")
+            finder.stdin.flush()
+        line = finder.stdout.readline()
+        assert line, "the finder has ended"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def _kill_command(self) -> float:
+        """The try that is under way, and not the one that starts it anew."""
+        own = {f"name={self.directory.name}", f"output_dir={self.directory.parent}"}
+        for _ in range(TRIES):
+            lines = [(one, set(one.info["cmdline"] or [])) for one in psutil.process_iter(["cmdline"])]
+            if tries := [one for one, words in lines if own <= words and "--retries" not in words]:
+                at = time.time()
+                for one in tries:
+                    one.kill()
+                return at
+            time.sleep(PAUSE_S)
+        raise AssertionError("the command was never there")
+
+    def _num_steps(self) -> int:
+        try:
+            return (self.directory / "metrics.jsonl").read_bytes().count(b"\n")
+        except FileNotFoundError:
+            return 0
+
+    def _said(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]

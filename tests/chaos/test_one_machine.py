@@ -1,0 +1,70 @@
+"""Runs on one machine whose members die and hang at random moments: they end with the weights of a run in which nothing
+happened, bit for bit, and keep their promises. `make chaos` draws many."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.bed import OneMachine
+from tests.chaos.checker import Promises, answers_of, broken
+from tests.chaos.disturbance import Disturbed
+from tests.chaos.outcome import note
+from tests.chaos.plan import COMMAND, KILL, STOP, Target, draw
+from tests.model_files import load_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+SEEDS = range(int(os.environ.get("PENSTOCK_CHAOS", "1")))
+STEPS = 24
+HEARTBEAT_S = 10.0
+NOTICED_S = {KILL: 30.0, STOP: HEARTBEAT_S + 30.0}
+"""Ray tells of a death within a second where the machine is idle."""
+SETTINGS = [
+    "rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1", "trainer.num_threads=1",
+    f"trainer.max_steps={STEPS}", "checkpoint.every_steps=2", "tracking.samples_every_steps=1",
+    "faults.heartbeat_s=0.5", f"faults.heartbeat_timeout_s={HEARTBEAT_S:g}", "faults.max_restarts=1000",
+    "faults.max_returns=1000", "faults.pause_s=0.1", "faults.window_s=5",
+]  # fmt: skip
+MEMBERS = [
+    "Rollout-0", "Rollout-1", "Reward-0", "Compute-group_advantage", "Prompts", "Trainer-policy-0",
+    "Scorer-reference-0",
+]  # fmt: skip
+TARGETS = [
+    *(Target(who, KILL) for who in MEMBERS), Target("Rollout-0", STOP), Target("Trainer-policy-0", STOP),
+    Target("Store", KILL), Target("Agent", KILL), Target(COMMAND, KILL),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def words(small_run: list[str]) -> list[str]:
+    return [*small_run, *SETTINGS, "algorithm.kl_coef=0.05"]
+
+
+@pytest.fixture(scope="module")
+def bed(driver_environment: dict[str, str]) -> OneMachine:
+    return OneMachine(driver_environment)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    bed: OneMachine, warm_python: list[str], words: Sequence[str], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    directory = tmp_path_factory.mktemp("chaos") / "undisturbed"
+    Disturbed(bed, warm_python, words, directory).go([])
+    return directory
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_run_in_which_everybody_dies_ends_with_the_bits_of_one_in_which_nobody_did(
+    seed: int, bed: OneMachine, warm_python: list[str], words: Sequence[str], undisturbed: Path, tmp_path: Path
+) -> None:
+    directory = tmp_path / f"chaos-{seed}"
+    done = Disturbed(bed, warm_python, words, directory, retries=5).go(draw(seed, TARGETS, STEPS))
+    note(answers_of(directory, done))
+    assert not broken(directory, Promises(STEPS, 4, 4, 0, NOTICED_S), done), json.dumps([vars(one) for one in done])
+    expected, found = (load_model(one / "model") for one in (undisturbed, directory))
+    assert expected.keys() == found.keys()
+    assert all(expected[name].equal(found[name]) for name in expected)

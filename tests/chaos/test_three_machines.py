@@ -1,0 +1,108 @@
+"""Runs over three machines whose clocks are an hour apart, whose cables come out, and of which one loses its power,
+while members die and hang at random moments: they end with the bits of a run on one machine. `make chaos` has more."""
+
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from penstock.workers.models.fresh import build_fresh_model
+from tests.chaos.bed import Machines
+from tests.chaos.checker import Promises, answers_of, broken
+from tests.chaos.disturbance import Disturbed, Done
+from tests.chaos.outcome import note
+from tests.chaos.plan import CUT, KILL, POWER, STOP, Fault, Target, draw
+from tests.machines.cluster import Cluster, machines
+from tests.model_files import load_model
+from tests.orchestrator.conftest import SMALL_MODEL
+from tests.run_files import events_of
+from tests.warm_workers import CLOCK_AHEAD_S
+
+pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
+
+SEEDS = range(int(os.environ.get("PENSTOCK_CHAOS", "1")))
+CPUS = 2
+QUICK_STEPS, STEPS = 4, 12
+HEARTBEAT_S = 10.0
+NOTICED_S = {KILL: 30.0, STOP: HEARTBEAT_S + 30.0, POWER: 60.0}
+LOOKED_AFTER = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "8",
+}
+"""Ray looks after its nodes more often than it does for users: one without power is gone after ten to twenty seconds,
+and one whose cable is out for five is not."""
+SPREAD = ["rollout.num_workers=2", "store.inline_bytes=0"]
+WATCHED = [
+    "checkpoint.every_steps=2", "tracking.samples_every_steps=1", "faults.heartbeat_s=0.5",
+    f"faults.heartbeat_timeout_s={HEARTBEAT_S:g}", "faults.max_restarts=1000", "faults.max_returns=1000",
+    "faults.pause_s=0.1", "faults.window_s=5",
+]  # fmt: skip
+TARGETS = [
+    *(Target(who, KILL) for who in ("Rollout-0", "Rollout-1", "Reward-0", "Trainer-policy-0")),
+    Target("Rollout-1", STOP), Target("2", CUT), Target("3", CUT),
+]  # fmt: skip
+MORE = [Target("Prompts", KILL), Target("Compute-group_advantage", KILL), Target("Store", KILL), Target("Agent", KILL)]
+"""Of `make chaos` only: `test_one_machine.py` has them, too."""
+Go = Callable[..., tuple[Path, list[Done]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("moments")
+    build_fresh_model(folder / "model", SMALL_MODEL, seed=3)
+    lines = [json.dumps({"question": f"{i} and {i * i} are numbers", "answer": str(i)}) for i in range(64)]
+    (folder / "prompts.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def cluster(warm_python: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    warm = Path(warm_python[0]).parent
+    with machines(3, keep=[warm, tmp_path_factory.getbasetemp()]) as cluster:
+        cluster[3].environment[CLOCK_AHEAD_S] = "3600"
+        cluster.start_ray(num_cpus=CPUS, warm=warm, environment=LOOKED_AFTER)
+        yield cluster
+
+
+@pytest.fixture
+def go(cluster: Cluster, warm_python: list[str], folder: Path) -> Go:
+    """A run through these faults; its directory, and what was done."""
+
+    def gone(name: str, num_steps: int, words: Sequence[str], faults: Sequence[Fault] = ()) -> tuple[Path, list[Done]]:
+        all_words = [
+            f"model.path={folder}/model", f"data.path={folder}/prompts.jsonl", "rollout.max_model_len=64",
+            "rollout.sampling.max_tokens=12", "reward.function=digits", "trainer.groups_per_step=4",
+            "algorithm.group_size=4", "trainer.optimizer.lr=1e-3", "rollout.engine=hf", "trainer.num_threads=1",
+            "rollout.num_threads=1", "reward.cpus_per_worker=0", f"trainer.max_steps={num_steps}", *words,
+        ]  # fmt: skip
+        run = Disturbed(Machines(cluster), warm_python, all_words, folder / name)
+        return run.directory, run.go(faults)
+
+    return gone
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_clocks_cables_power_and_members_change_no_bit(seed: int, go: Go, folder: Path) -> None:
+    alone = folder / "alone"
+    if not alone.exists():
+        go("alone", STEPS, ["cluster.nodes=[machine1]", "cluster.cpus_per_worker=0", "rollout.num_workers=2"])
+    spread, done = go(f"spread-{seed}", QUICK_STEPS, [*SPREAD, WATCHED[0]], [Fault(Target("2", CUT), 1, 0.0)])
+    events = events_of(spread)
+    placed = next(event["actors"] for event in events if event["kind"] == "placed")
+    nodes = {placed[name] for name in ("Trainer-policy-0", "Rollout-0", "Rollout-1")}
+    assert nodes == {"machine1", "machine2", "machine3"}
+    assert not [event for event in events if event["kind"] in ("fault", "returned")], "a cable was out for seconds"
+
+    targets = [*TARGETS, *MORE] if len(SEEDS) > 1 else TARGETS
+    faults = draw(seed, targets, STEPS, last=[Target("3", POWER)])
+    chaos, done = go(f"chaos-{seed}", STEPS, [*SPREAD, *WATCHED], faults)
+    note(answers_of(chaos, done))
+    assert not broken(chaos, Promises(STEPS, 4, 4, 0, NOTICED_S), done), done
+    last = [event["actors"] for event in events_of(chaos) if event["kind"] == "placed"][-1]
+    assert set(last.values()) == {"machine1", "machine2"}
+    expected, found = (load_model(one / "model") for one in (alone, chaos))
+    assert expected.keys() == found.keys()
+    assert all(expected[name].equal(found[name]) for name in expected)
