@@ -20,6 +20,8 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Between two tries, twice as long each time: what has died may still let go of ports and memory."""
+LONG_S = 600.0
+"""A try that has lasted so long is followed by the first pause again."""
 
 
 def run_with_retries(overrides: Sequence[str], retries: int) -> int:
@@ -30,7 +32,9 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
         config = load_config(words)
     pause_s = FIRST_PAUSE_S
     for left in range(retries, -1, -1):
+        began = time.monotonic()
         code = _run(words)
+        pause_s = FIRST_PAUSE_S if time.monotonic() - began >= LONG_S else pause_s
         if code == 0 or not left or not _may_help(config, code):
             return code
         print(

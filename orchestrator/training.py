@@ -50,45 +50,50 @@ class Training:
         self._directory, self._model_path, self._progress = directory, model_path, progress
         self._namespace, self._resumed, self._first = namespace, resumed, resumed
         self._recoveries = Recoveries(config.faults)
+        self._has_started = False
+        self._cause: PenstockError | None = None
+        """What the run returns for, until it has."""
+        self._from_step = 0
+        """Which it returns from."""
 
     def run(self, sinks: list[Sink]) -> Outcome:
         """`sinks`: for the numbers. Raises the failure that cannot be recovered from; of a return that fails, the one
         that it was made for."""
         config = self._config
         evaluator = Evaluator(HeldOut.of(config, self._model_path), config) if config.evaluation.every_steps else None
-        failure: PenstockError | None = None
         while True:
-            with self._fleet(failure) as fleet:
-                controller = Controller(
-                    fleet, config, self._flow, self._directory, self._progress, sinks, evaluator, self._recoveries
-                )
-                try:
-                    return asyncio.run(controller.run())
-                except PenstockError as error:
-                    if not self._may_return(error, controller.outcome.num_steps):
+            step = 0
+            try:
+                with self._fleet() as fleet:
+                    controller = Controller(
+                        fleet, config, self._flow, self._directory, self._progress, sinks, evaluator, self._recoveries
+                    )
+                    try:
+                        return asyncio.run(controller.run())
+                    finally:
+                        step = controller.outcome.num_steps
+            except PenstockError as error:
+                if not self._may_return(error, step):
+                    if self._cause is None:
                         raise
-                    failure = error
-            self._return(failure)
+                    raise self._cause from error
+                self._cause = self._cause or error
+            self._return()
 
     @contextlib.contextmanager
-    def _fleet(self, failure: PenstockError | None) -> Iterator[Fleet]:
-        """One that has started. `failure`: that the run returns for."""
+    def _fleet(self) -> Iterator[Fleet]:
+        """One that has started."""
         agents = NodeAgents(self._directory.run_id, self._namespace, self._config.cluster, self._config.store.spill_dir)
         fleet = Fleet(
             self._plan, self._config, self._flow, self._model_path, self._namespace, agents, resumed=self._resumed
         )
         try:
             self._progress.phase(_starting_text(self._plan, self._config))
-            try:
-                fleet.create()
-                self._directory.event("placed", actors=fleet.reservation.assignment.titles)
-                fleet.start()
-            except PenstockError as error:
-                if failure is None:
-                    raise
-                self._directory.event("return_failed", error=type(error).__name__, message=str(error))
-                raise failure from error
-            if failure is not None:
+            fleet.create()
+            self._directory.event("placed", actors=fleet.reservation.assignment.titles)
+            fleet.start()
+            self._has_started = True
+            if self._cause is not None:
                 self._returned()
             yield fleet
         finally:
@@ -96,16 +101,26 @@ class Training:
             fleet.close()
 
     def _may_return(self, failure: PenstockError, step: int) -> bool:
-        """Whether the last checkpoint is to be returned to. `step`: the last that was logged."""
-        if not is_recoverable(failure):
+        """Whether the last checkpoint is to be returned to. `step`: the last that was logged.
+
+        What fails in a run's very first start is told at once: it comes of the settings more often than not.
+        """
+        if self._cause is not None:
+            self._directory.event("return_failed", error=type(failure).__name__, message=str(failure))
+        if not (is_recoverable(failure) and self._has_started):
             return False
-        decision = self._recoveries.beyond_help("the run", "", time.monotonic(), step)
+        now = time.monotonic()
+        if self._cause is not None:
+            decision = self._recoveries.return_failed(first_line(failure), now, self._from_step)
+        else:
+            decision, self._from_step = self._recoveries.beyond_help("the run", "", now, step), step
         has_checkpoint = self._first is not None or self._has_own()
         if isinstance(decision, End) or not has_checkpoint:
             reason = decision.reason if isinstance(decision, End) else f"{decision.reason}, and there is no checkpoint"
             self._directory.event("given_up", reason=reason)
             return False
-        self._directory.event("returning", from_step=step, error=type(failure).__name__, message=str(failure))
+        about = {"from_step": self._from_step, "error": type(failure).__name__, "message": str(failure)}
+        self._directory.event("returning", **about)
         self._progress.note(f"returning to the last checkpoint: {first_line(failure)}")
         return True
 
@@ -115,14 +130,15 @@ class Training:
             return newest(self._directory, self._config) is not None
         return False
 
-    def _return(self, failure: PenstockError) -> None:
-        """Set the run's directory back, and choose what the next fleet begins with. Raises the failure where that
-        cannot be."""
+    def _return(self) -> None:
+        """Set the run's directory back, and choose what the next fleet begins with. Raises what the run returns for
+        where that cannot be."""
         try:
             own = rewind(self._directory, self._config)
         except PenstockError as error:
             self._directory.event("return_failed", error=type(error).__name__, message=str(error))
-            raise failure from error
+            assert self._cause is not None
+            raise self._cause from error
         self._resumed = own if own is not None else self._first
         self._namespace = namespace_of(self._directory.run_id)
         note_connection(self._directory, self._namespace)
@@ -130,6 +146,7 @@ class Training:
     def _returned(self) -> None:
         step = self._resumed.step if self._resumed is not None else 0
         seconds = self._recoveries.returned(time.monotonic())
+        self._cause = None
         self._directory.event("returned", step=step, seconds=round(seconds, 3))
         self._progress.note(f"goes on after step {step}, {seconds:.1f} s after it was lost")
 

@@ -2,7 +2,7 @@
 `Recovery` of each member that it keeps. It outlives fleets: a run that has returned to a checkpoint goes on with it.
 
     Restart, Return   as `recovery.py` says
-    End               a return is due, and there were too many, or it failed
+    End               a return is due, and there were too many
 
 A member is known by its title, which its later incarnations keep. Kept by `supervisor.py`.
 """
@@ -29,8 +29,8 @@ and engines many."""
 
 class Recoveries:
     """Lifecycle: `lost` and `failed` say what to do. A `Restart` goes on by `starting`, `started` and `caught_up`, or
-    `failed`; a `Return` by `returned`, or `return_failed`. What is heard of members while the run returns comes of the
-    return itself, and changes nothing. An `End` is the answer to everything after it.
+    `failed`; a `Return` by `returned`, or `return_failed`, which decides again. What is heard of members while the run
+    returns comes of the return itself, and changes nothing. An `End` is the answer to everything after it.
 
         book.lost("Rollout-1", "rollout", now=10.0, step=7)    # Restart(after_s=0.0)
     """
@@ -102,10 +102,13 @@ class Recoveries:
         self._count(now)
         return seconds
 
-    def return_failed(self, reason: str) -> End:
-        """No checkpoint, or the fleet did not start from it."""
-        self._end = self._end or End(reason)
-        return self._end
+    def return_failed(self, reason: str, now: float, step: int) -> Return | End:
+        """The fleet did not start from the checkpoint, `reason` says why: another return is due, which counts."""
+        if self._end is not None:
+            return self._end
+        since, decision = self._return_since, self._return(reason, now, step)
+        self._return_since = since
+        return decision
 
     def metrics(self, now: float) -> dict[str, float]:
         """Cumulative: losses and failed restarts by role, and the seconds in which any member was lost."""

@@ -1,14 +1,12 @@
 """Runs over three machines whose clocks are an hour apart, whose cables come out, and of which one loses its power,
 while members die and hang at random moments: they end with the bits of a run on one machine. `make chaos` has more."""
 
-import json
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
-from penstock.workers.models.fresh import build_fresh_model
 from tests.chaos.bed import Machines
 from tests.chaos.checker import Promises, answers_of, broken
 from tests.chaos.disturbance import Disturbed, Done
@@ -16,7 +14,6 @@ from tests.chaos.outcome import note
 from tests.chaos.plan import CUT, KILL, POWER, STOP, Fault, Target, draw
 from tests.machines.cluster import Cluster, machines
 from tests.model_files import load_model
-from tests.orchestrator.conftest import SMALL_MODEL
 from tests.run_files import events_of
 from tests.warm_workers import CLOCK_AHEAD_S
 
@@ -25,8 +22,8 @@ pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 SEEDS = range(int(os.environ.get("PENSTOCK_CHAOS", "1")))
 CPUS = 2
 QUICK_STEPS, STEPS = 4, 12
-HEARTBEAT_S = 10.0
-NOTICED_S = {KILL: 30.0, STOP: HEARTBEAT_S + 30.0, POWER: 60.0}
+HEARTBEAT_S, START_S = 10.0, 60.0
+NOTICED_S = {KILL: 30.0, STOP: START_S + 30.0, POWER: START_S + 30.0}
 LOOKED_AFTER = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
@@ -38,7 +35,7 @@ SPREAD = ["rollout.num_workers=2", "store.inline_bytes=0"]
 WATCHED = [
     "checkpoint.every_steps=2", "tracking.samples_every_steps=1", "faults.heartbeat_s=0.5",
     f"faults.heartbeat_timeout_s={HEARTBEAT_S:g}", "faults.max_restarts=1000", "faults.max_returns=1000",
-    "faults.pause_s=0.1", "faults.window_s=5",
+    "faults.pause_s=0.1", "faults.window_s=5", f"rollout.start_timeout_s={START_S:g}",
 ]  # fmt: skip
 TARGETS = [
     *(Target(who, KILL) for who in ("Rollout-0", "Rollout-1", "Reward-0", "Trainer-policy-0")),
@@ -51,11 +48,7 @@ Go = Callable[..., tuple[Path, list[Done]]]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("moments")
-    build_fresh_model(folder / "model", SMALL_MODEL, seed=3)
-    lines = [json.dumps({"question": f"{i} and {i * i} are numbers", "answer": str(i)}) for i in range(64)]
-    (folder / "prompts.jsonl").write_text("\n".join(lines))
-    return folder
+    return tmp_path_factory.mktemp("moments")
 
 
 @pytest.fixture
@@ -68,15 +61,13 @@ def cluster(warm_python: list[str], tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture
-def go(cluster: Cluster, warm_python: list[str], folder: Path) -> Go:
+def go(cluster: Cluster, warm_python: list[str], small_run: list[str], folder: Path) -> Go:
     """A run through these faults; its directory, and what was done."""
 
     def gone(name: str, num_steps: int, words: Sequence[str], faults: Sequence[Fault] = ()) -> tuple[Path, list[Done]]:
         all_words = [
-            f"model.path={folder}/model", f"data.path={folder}/prompts.jsonl", "rollout.max_model_len=64",
-            "rollout.sampling.max_tokens=12", "reward.function=digits", "trainer.groups_per_step=4",
-            "algorithm.group_size=4", "trainer.optimizer.lr=1e-3", "rollout.engine=hf", "trainer.num_threads=1",
-            "rollout.num_threads=1", "reward.cpus_per_worker=0", f"trainer.max_steps={num_steps}", *words,
+            *small_run, "rollout.engine=hf", "trainer.num_threads=1", "rollout.num_threads=1",
+            "reward.cpus_per_worker=0", f"trainer.max_steps={num_steps}", *words,
         ]  # fmt: skip
         run = Disturbed(Machines(cluster), warm_python, all_words, folder / name)
         return run.directory, run.go(faults)

@@ -101,12 +101,22 @@ def test_returns_of_long_ago_count_no_longer_if_the_run_has_got_on_since() -> No
     assert isinstance(lose(book, "Rollout-0", 9000.0, 6), End)
 
 
-def test_a_return_that_fails_is_the_end() -> None:
-    book = book_of(max_restarts=0)
-    lose(book, "Rollout-0", 0.0, 1)
-    assert book.return_failed("no checkpoint") == End("no checkpoint")
-    assert lose(book, "Rollout-1", 1.0, 1) == End("no checkpoint")
-    assert book.return_failed("again") == End("no checkpoint")
+def test_a_return_that_fails_is_tried_again_as_often_as_a_run_may_return() -> None:
+    book = book_of(max_restarts=0, max_returns=2)
+    assert isinstance(lose(book, "Rollout-0", 0.0, 1), Return)
+    again = book.return_failed("Rollout-1 has died", 5.0, 1)
+    assert again == Return("Rollout-1 has died")
+    assert lose(book, "Rollout-1", 6.0, 1) is None, "what dies in a return comes of it"
+    end = book.return_failed("Store has died", 7.0, 1)
+    assert end == End("Store has died, and faults.max_returns=2")
+    assert book.return_failed("again", 8.0, 1) == end
+
+
+def test_a_return_takes_from_when_it_was_decided_until_one_of_its_tries_has_served() -> None:
+    book = book_of(max_restarts=0, max_returns=2)
+    lose(book, "Rollout-0", 10.0, 1)
+    book.return_failed("Rollout-1 has died", 15.0, 1)
+    assert book.returned(20.0) == 10.0
 
 
 TITLES = st.sampled_from(sorted(ROLES))
@@ -183,7 +193,11 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: self.returning and self.end is None)
     @rule()
     def return_failed(self) -> None:
-        self.end = self.book.return_failed("it failed")
+        decision = self.book.return_failed("it failed", self.now, self.step)
+        if isinstance(decision, End):
+            self.end = decision
+        else:
+            self.returns.append((self.now, self.step))
 
     @invariant()
     def budgets_hold(self) -> None:

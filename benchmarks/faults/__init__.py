@@ -1,0 +1,1 @@
+"""What the death of each member of a run costs."""

@@ -1,0 +1,65 @@
+"""Seconds from the death of each member to the next step of the run, beside those of the command itself, which is then
+started again and resumes everything."""
+
+import statistics
+from typing import Any
+
+from benchmarks.faults.runs import Finished, Runs
+from benchmarks.harness import Target, new_table, show
+from tests.chaos.checker import answers_of
+from tests.chaos.plan import COMMAND, KILL, Fault
+from tests.chaos.plan import Target as Victim
+
+NUM_ROUNDS = 3
+MEMBERS = ("Reward-0", "Prompts", "Rollout-0", "Trainer-policy-0", COMMAND)
+BETWEEN = 3
+"""Steps from one death to the next."""
+DELAY_S = 0.5
+"""After a step was logged."""
+WORDS = ["recipe=arithmetic", "evaluation.every_steps=0", "checkpoint.every_steps=1", "tracking.export_model=false"]
+SHARE = 1 / 3
+
+
+def measure(runs: Runs, quick: bool, num_rounds: int | None) -> list[dict[str, Any]]:
+    faults = [Fault(Victim(who, KILL), BETWEEN * number, DELAY_S) for number, who in enumerate(MEMBERS, 1)]
+    words = [*WORDS, f"trainer.max_steps={BETWEEN * (len(MEMBERS) + 1)}"]
+    return [
+        entry
+        for number in range(num_rounds or (1 if quick else NUM_ROUNDS))
+        for entry in _of_run(number, runs.run(words, faults, retries=1))
+    ]
+
+
+def _of_run(number: int, run: Finished) -> list[dict[str, Any]]:
+    usual_s = statistics.median(line["timing_s/step"] for line in run.metrics)
+    released = run.metrics[-1].get("store/batches_released", 0.0)
+    return [
+        {
+            "round": number, "who": answer.done.who, "noticed_s": answer.noticed_after_s, "outcome": answer.outcome,
+            "serves_s": answer.seconds, "next_step_s": run.next_step_after(answer.done.at), "step_s": usual_s,
+            "batches_released": released,
+        }
+        for answer in answers_of(run.directory, run.done)
+    ]  # fmt: skip
+
+
+def show_rounds(rounds: list[dict[str, Any]]) -> None:
+    columns = ["noticed after", "serves again after", "next step after"]
+    table = new_table(f"Seconds after a SIGKILL; a step takes {_median(rounds, '', 'step_s'):.1f}", ["who"], columns)
+    for who in MEMBERS:
+        table.add_row(who, *(f"{_median(rounds, who, key):.1f}" for key in ("noticed_s", "serves_s", "next_step_s")))
+    show(table)
+
+
+def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
+    trainer, whole = (_median(rounds, who, "next_step_s") for who in ("Trainer-policy-0", COMMAND))
+    released = max(entry["batches_released"] for entry in rounds)
+    return [
+        Target("a trainer rank's death, of a whole resume", trainer / whole, "x", "<=", SHARE),
+        Target("steps of work that it costs at most", released, "", "<=", 1),
+    ]
+
+
+def _median(rounds: list[dict[str, Any]], who: str, key: str) -> float:
+    """Of a member, or of all."""
+    return float(statistics.median(entry[key] or 0.0 for entry in rounds if not who or entry["who"] == who))
