@@ -57,10 +57,11 @@ class TrainerRecovery:
             raise failure
 
         async def catch_up(members: Members) -> None:
-            await self._fleet.resume(members)
-            if trained > self._before:
-                calls = [(name, handle.restore.remote(trained)) for name, handle in members]
-                await answers(calls, phase=f"restore step {trained}", timeout_s=self._timeout_s)
+            if trained == self._before:  # the checkpoint that the run goes on from, which may be gone later
+                await self._fleet.resume(members)
+                return
+            calls = [(name, handle.restore.remote(trained)) for name, handle in members]
+            await answers(calls, phase=f"restore step {trained}", timeout_s=self._timeout_s)
 
         await self._supervisor.replace(ROLE, team, failure, catch_up)
         await self._met()

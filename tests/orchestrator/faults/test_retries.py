@@ -1,54 +1,13 @@
-"""`penstock run --retries N`: the command is taken up again when it is killed, and not where that is of no use."""
+"""`penstock run --retries N`: the command is taken up again when it is killed, and not where that is of no use. Real
+commands are killed in `tests/chaos`."""
 
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
-from safetensors.torch import load_file
 
 from penstock.orchestrator import retries
 from penstock.orchestrator.retries import run_with_retries
-from tests.run_files import metrics_of
-
-STEPS = 4
-
-
-@pytest.mark.ray
-@pytest.mark.slow
-def test_a_command_that_is_killed_goes_on_by_itself_and_ends_with_the_same_bits(
-    small_run: list[str], cluster: str, warm_python: list[str], driver_environment: dict[str, str], tmp_path: Path
-) -> None:
-    words = [
-        *small_run, "rollout.num_threads=1", "trainer.num_threads=1", "rollout.engine=hf", "checkpoint.every_steps=1",
-        f"trainer.max_steps={STEPS}", f"output_dir={tmp_path}",
-    ]  # fmt: skip
-    command = [*warm_python, "-m", "penstock.orchestrator.cli", "run", "--retries", "1", *words]
-    whole = subprocess.run(
-        [*command, "name=whole"], env=driver_environment, capture_output=True, text=True, timeout=240
-    )
-    assert whole.returncode == 0, whole.stderr[-3000:]
-    process = subprocess.Popen([*command, "name=killed"], env=driver_environment, stderr=subprocess.PIPE, text=True)
-    metrics, deadline = tmp_path / "killed" / "metrics.jsonl", time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < 2:
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    tries = [
-        child
-        for child in psutil.process_iter(["cmdline"])
-        if {"name=killed", "run"} <= set(child.info["cmdline"] or []) and "--retries" not in child.info["cmdline"]
-    ]
-    for child in tries:
-        child.send_signal(signal.SIGKILL)
-    _, said = process.communicate(timeout=240)
-    assert process.returncode == 0, said[-3000:]
-    assert "killed has ended (killed by SIGKILL); going on from its newest checkpoint in 1 s" in said
-    assert [line["step"] for line in metrics_of(tmp_path / "killed")] == list(range(1, STEPS + 1))
-    one, other = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("whole", "killed"))
-    assert all(one[name].equal(other[name]) for name in one)
 
 
 @pytest.fixture
