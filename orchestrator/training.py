@@ -89,9 +89,11 @@ class Training:
         )
         try:
             self._progress.phase(_starting_text(self._plan, self._config))
+            began = time.monotonic()
             fleet.create()
             self._directory.event("placed", actors=fleet.reservation.assignment.titles)
             fleet.start()
+            self._directory.event("serving", seconds=round(time.monotonic() - began, 3))
             self._has_started = True
             if self._cause is not None:
                 self._returned()

@@ -34,6 +34,8 @@ class Promises:
     max_staleness: int
     noticed_s: dict[str, float]
     """Within which a fault is noticed, by how it was done."""
+    start_s: float
+    """So much later where a run was just starting: who has started and dies is missed once all others have, too."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,8 @@ class Answer:
     """`recovered`, `returned`, `command` for one that was started again, `nothing` for a cable that was out."""
     seconds: float
     """That the answer took."""
+    was_starting: bool
+    """The run was."""
 
 
 def broken(directory: Path, promises: Promises, faults: Sequence[Done]) -> list[str]:
@@ -62,20 +66,23 @@ def broken(directory: Path, promises: Promises, faults: Sequence[Done]) -> list[
 
 def answers_of(directory: Path, faults: Sequence[Done]) -> list[Answer]:
     events = [(_seconds(event), event) for event in _lines(directory / "events.jsonl")]
-    return [_answer(done, [(at - done.at, event) for at, event in events if at >= done.at - 0.01]) for done in faults]
+    return [_answer(done, [(at - done.at, event) for at, event in events]) for done in faults]
 
 
 def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answer:
-    """`events`: those after the fault, by the seconds since."""
-    noticed = next((after for after, event in events if event["kind"] in NOTICED and _is_of(event, done)), None)
-    for after, event in events:
+    """`events`: with the seconds since the fault."""
+    turns = [event["kind"] for after, event in events if after < 0 and event["kind"] in ("placed", "serving")]
+    was_starting = turns[-1:] == ["placed"]
+    later = [(after, event) for after, event in events if after >= -0.01]
+    noticed = next((after for after, event in later if event["kind"] in NOTICED and _is_of(event, done)), None)
+    for after, event in later:
         if event["kind"] == "recovered" and _is_of(event, done):
-            return Answer(done, noticed, "recovered", event["seconds"])
+            return Answer(done, noticed, "recovered", event["seconds"], was_starting)
         if event["kind"] == "returned":
-            return Answer(done, noticed, "returned", event["seconds"])
+            return Answer(done, noticed, "returned", event["seconds"], was_starting)
         if event["kind"] == "resume":
-            return Answer(done, noticed, "command", after)
-    return Answer(done, noticed, "nothing", 0.0)
+            return Answer(done, noticed, "command", after, was_starting)
+    return Answer(done, noticed, "nothing", 0.0, was_starting)
 
 
 def _is_of(event: dict[str, Any], done: Done) -> bool:
@@ -141,6 +148,7 @@ def _of_events(events: Sequence[dict[str, Any]]) -> Iterable[str]:
 def _of_answers(answers: Sequence[Answer], promises: Promises) -> Iterable[str]:
     for answer in answers:
         done, bound = answer.done, promises.noticed_s[answer.done.how]
+        bound += promises.start_s if answer.was_starting else 0.0
         what = f"{done.how} {done.who} after step {done.step}"
         if done.how == CUT:
             continue

@@ -23,7 +23,7 @@ SEEDS = range(int(os.environ.get("PENSTOCK_CHAOS", "1")))
 CPUS = 2
 QUICK_STEPS, STEPS = 4, 12
 HEARTBEAT_S, START_S = 10.0, 60.0
-NOTICED_S = {KILL: 30.0, STOP: START_S + 30.0, POWER: START_S + 30.0}
+NOTICED_S = {KILL: 30.0, STOP: HEARTBEAT_S + 30.0, POWER: 60.0}
 LOOKED_AFTER = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
@@ -91,7 +91,7 @@ def test_clocks_cables_power_and_members_change_no_bit(seed: int, go: Go, folder
     faults = draw(seed, targets, STEPS, last=[Target("3", POWER)])
     chaos, done = go(f"chaos-{seed}", STEPS, [*SPREAD, *WATCHED], faults)
     note(answers_of(chaos, done))
-    assert not broken(chaos, Promises(STEPS, 4, 4, 0, NOTICED_S), done), done
+    assert not broken(chaos, Promises(STEPS, 4, 4, 0, NOTICED_S, START_S), done), done
     last = [event["actors"] for event in events_of(chaos) if event["kind"] == "placed"][-1]
     assert set(last.values()) == {"machine1", "machine2"}
     expected, found = (load_model(one / "model") for one in (alone, chaos))

@@ -1,0 +1,63 @@
+"""A store that goes on from a snapshot in another one's place, and hears what was trained since. Called by `ledger.py`.
+
+    snapshot ── steps s + 1 … n were trained ──▶ the store dies        restore(snapshot) ─▶ catch_up(steps s + 1 … n)
+
+What was trained ends, as if it had been trained here. What was not comes again: it is as it was when the snapshot was
+taken, or is admitted again under its number, and sampled with its seed. Groups are trained in order, so one that was
+passed by more than the window allows had been dropped: it ends as `dropped/store_lost`, since its reason is lost too.
+With a window of more than one group, such a group near the end may be made again.
+"""
+
+from collections.abc import Sequence
+
+from penstock.store.errors import StoreError
+from penstock.store.ledger.effects import Effects
+from penstock.store.ledger.group import Group, masks_of
+from penstock.store.ledger.residents import Residents
+from penstock.store.ledger.rounds import Rounds
+
+STORE_LOST = "store_lost"
+
+
+def catch_up(residents: Residents, rounds: Rounds, steps: Sequence[Sequence[int]], effects: Effects) -> None:
+    """`steps`: row ids that were trained in each step after the snapshot's last, in order. Raises `StoreError` if
+    something is leased: work has begun."""
+    if residents.leases.held:
+        raise StoreError("catch_up: rows are leased already. It is the first call after a restore.")
+    ended: dict[int, tuple[int, int]] = {}
+    for rows in steps:
+        rounds.formed += 1
+        for group, mask in masks_of(list(rows), residents.size).items():
+            ended[group] = mask, rounds.formed
+        residents.counters["batches_formed"] += 1
+        residents.counters["batches_trained"] += 1
+    for group in _passed_by(sorted(ended), residents.spec.window, sorted(residents.waiting), residents.next_group):
+        ended[group] = 0, rounds.formed
+    for number in sorted(ended):
+        if number in residents.groups:
+            end(residents, residents.groups[number], *ended[number], effects)
+        elif number >= residents.next_group:
+            residents.past[number] = ended[number]
+
+
+def end(residents: Residents, group: Group, trained: int, version: int, effects: Effects) -> None:
+    """`trained`: the rows of it that were trained, by the step that made `version`; others had been dropped."""
+    residents.drop(group, group.live & ~trained, STORE_LOST, effects)
+    if not group.live:
+        return
+    residents.waiting.discard(group.id)
+    residents.end_trained(group, effects)
+    residents.credits.trained(version, 1)
+    residents.forget(group, effects)
+
+
+def _passed_by(trained: Sequence[int], window: int, waiting: Sequence[int], next_group: int) -> list[int]:
+    """Those that are not trained, and that `window` or more groups after them were. `trained`, `waiting`: ascending;
+    groups from `next_group` on are not admitted yet."""
+    if len(trained) < window:
+        return []
+    last = trained[-window]
+    """No group before it waits."""
+    known = set(trained)
+    new = range(next_group, last)
+    return [group for group in (*waiting, *new) if group < last and group not in known]
