@@ -186,7 +186,8 @@ class Controller:
                 return await self._update(step)
             except PenstockError as failure:
                 if await self._ranks.recover(failure) == step:
-                    return [StepReport.lost(step)]
+                    trained = await self.store.last_batch(list(self.flow.stored_columns)[:1])
+                    return [StepReport.lost(step, trained.row_ids)]
 
     async def _update(self, step: int) -> list[StepReport]:
         self._supervisor.step = step

@@ -36,8 +36,8 @@ from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, UnknownColumn
+from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.facts import Facts
-from penstock.store.ledger.ledger import check_group_bytes
 from penstock.store.service.calls import Granted, LeaseRequest, Write
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
@@ -58,15 +58,18 @@ class StoreClient:
         """`handle`: a `Store` in this process, an endpoint of one on this machine, or the handle of the Ray actor
         around one. `node`: Ray's id of this machine; None: to be asked for."""
         self._name = uuid.uuid4().hex
+        self._tickets = itertools.count()
+        self._connect(handle, node)
+        self._columns: dict[str, Column] = {}
+        self._stages: dict[str, StageSpec] = {}
+        self._undoing: set[asyncio.Task[None]] = set()
+
+    def _connect(self, handle: "Store | Any", node: str | None) -> None:
         self._link = link_to(handle, self._name, node)
         self._calls = CallBatcher(self._link)
         self._puts_out = PutBatcher(self._link, self._name)
         self._heartbeat = Heartbeat()
-        self._tickets = itertools.count()
         self._known: StoreSpec | None = None
-        self._columns: dict[str, Column] = {}
-        self._stages: dict[str, StageSpec] = {}
-        self._undoing: set[asyncio.Task[None]] = set()
 
     async def put_groups(self, groups: Sequence[Values]) -> list[int]:
         """Admit groups, each with the source's columns given once; waits for credits until all are in. Their numbers.
@@ -83,7 +86,7 @@ class StoreClient:
         values = _by_column(groups, spec.source_columns)
         batch, facts, slot = await self._encode(spec, values, list(range(len(groups))))
         try:
-            check_group_bytes(spec, facts.row_bytes)  # here, as others' groups may travel in the same message
+            check_group_bytes(spec.max_bytes, facts.row_bytes)  # here, as others' groups may travel in the same message
         except StoreError:
             if slot is not None:
                 slot.give_back()
@@ -178,6 +181,16 @@ class StoreClient:
     async def abandon(self, owner: str) -> int:
         """An owner died: its leases (except a batch in training) go back at once. How many they were."""
         return int(await self._link.call("abandon", owner))
+
+    async def move(self, handle: "Store | Any") -> None:
+        """Speak to another store from now on, which takes the place of one that is gone."""
+        await self.leave()
+        self._connect(handle, None)
+
+    async def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> None:
+        """To a store that was restored in another one's place, before any other call: ids of the rows that were trained
+        since its snapshot, by step, and the version published last. What was not trained comes again."""
+        await self._link.call("catch_up", [list(map(int, rows)) for rows in steps], version)
 
     async def published(self, version: int) -> None:
         """All engines serve `version`: the groups trained by steps up to it return their credits."""

@@ -8,6 +8,17 @@ staleness at most S. A window w lets at most w - 1 later groups overtake it, whi
 This needs versions to be published no sooner than every engine samples under them.
 """
 
+from collections.abc import Iterable
+
+from penstock.store.errors import TooLarge
+
+
+def check_group_bytes(max_bytes: int, group_bytes: Iterable[int]) -> None:
+    """Raises `TooLarge` if a group can never be admitted. `max_bytes`: the spec's."""
+    largest = max(group_bytes, default=0)
+    if largest > max_bytes:
+        raise TooLarge(f"a group of {largest} bytes exceeds store.max_bytes={max_bytes}. Raise store.max_bytes.")
+
 
 class Credits:
     """Counts active groups and resident bytes. Bytes never block the groups that the next batch needs: no deadlock."""

@@ -24,6 +24,8 @@ def catch_up(residents: Residents, rounds: Rounds, steps: Sequence[Sequence[int]
     something is leased: work has begun."""
     if residents.leases.held:
         raise StoreError("catch_up: rows are leased already. It is the first call after a restore.")
+    if residents.train is not None and steps:
+        effects.rounds |= 1 << residents.train.index
     ended: dict[int, tuple[int, int]] = {}
     for rows in steps:
         rounds.formed += 1

@@ -16,7 +16,7 @@ What it promises:
 - values that are lost are made again, with everything that was computed from them (see `losses.py`).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from penstock.conf.errors import suggest
 from penstock.store.errors import (
@@ -25,11 +25,12 @@ from penstock.store.errors import (
     RowNotLeased,
     RowsLost,
     StoreError,
-    TooLarge,
     UnknownColumn,
     UnknownStage,
 )
+from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.audit import audit
+from penstock.store.ledger.catching_up import catch_up, end
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts, check_facts, note_facts
 from penstock.store.ledger.group import Group, row_ids
@@ -39,13 +40,6 @@ from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 from penstock.store.ledger.rounds import Round, Rounds
 from penstock.store.spec import StoreSpec
-
-
-def check_group_bytes(spec: StoreSpec, group_bytes: Iterable[int]) -> None:
-    """Raises `TooLarge` if a group can never be admitted."""
-    largest = max(group_bytes, default=0)
-    if largest > spec.max_bytes:
-        raise TooLarge(f"a group of {largest} bytes exceeds store.max_bytes={spec.max_bytes}. Raise store.max_bytes.")
 
 
 class Ledger:
@@ -74,14 +68,17 @@ class Ledger:
     ) -> tuple[int | None, Effects]:
         """The number of a new group, whose source columns are all there; None if it must wait. Raises `TooLarge`."""
         self.residents.readiness.elapse(now)
-        check_group_bytes(self.spec, [nbytes])
+        check_group_bytes(self.spec.max_bytes, [nbytes])
         residents, effects = self.residents, Effects()
         reason = residents.credits.refusal(nbytes, len(residents.waiting))
         if reason:
             self.counters[f"producer_waits/{reason}"] += 1
             return None, effects
         self.counters["groups_admitted"] += 1
-        return residents.admit(nbytes, prompt_tokens, response_tokens, effects).id, effects
+        group = residents.admit(nbytes, prompt_tokens, response_tokens, effects)
+        if group.id in residents.past:
+            end(residents, group, *residents.past.pop(group.id), effects)
+        return group.id, effects
 
     def lease(self, stage: str, max_units: int, owner: str, now: float) -> HeldLease | None:
         """Up to `max_units` free units of a stage, oldest groups first; None if there is none. Frees and wakes
@@ -223,6 +220,13 @@ class Ledger:
         for made in self.rounds.under_way(consumer):
             self._give_back(self.residents.leases.held[made.lease_id], effects)
         return self.rounds.next_number(consumer), effects
+
+    def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> Effects:
+        """After a restore: rows that were trained since, by step, and the version published last. See `catching_up.py`.
+        Raises `StoreError`."""
+        catch_up(self.residents, self.rounds, steps, effects := Effects(credits=True))
+        self.published(version)
+        return effects
 
     def has_formed(self, stage: str, number: int) -> bool:
         """Some rank has been given its part of the round."""

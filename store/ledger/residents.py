@@ -26,6 +26,9 @@ class Residents:
         self.groups: dict[int, Group] = {}
         """Those with rows alive, and those of the batch trained last."""
         self.next_group = 0
+        self.past: dict[int, tuple[int, int]] = {}
+        """Groups that end once they are admitted again, since they ended in a store that is gone: rows that were
+        trained, and the version that was made of them. See `catching_up.py`."""
         self.readiness = Readiness(spec, self.groups)
         self.leases = LeaseBook()
         self.credits = Credits(spec.max_active_groups, spec.groups_per_step, spec.max_bytes)

@@ -26,6 +26,7 @@ def scalars(ledger: Ledger) -> dict[str, Any]:
         "credits_due": {str(version): groups for version, groups in residents.credits.due.items()},
         "staleness_max": rounds.staleness_max,
         "counters": dict(residents.counters),
+        "past": {str(group): list(ended) for group, ended in residents.past.items()},
         "waits": {stage.name: [stage.waited_s, stage.num_taken] for stage in residents.readiness.stages},
     }
 
@@ -56,6 +57,7 @@ def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, A
     spec, residents = ledger.spec, ledger.residents
     residents.next_group, residents.leases.next_id = values["next_group"], values["next_lease"]
     residents.counters = ledger.counters = Counter(values["counters"])
+    residents.past = {int(group): (mask, version) for group, (mask, version) in values.get("past", {}).items()}
     residents.credits.published = values["published"]
     residents.credits.due = {int(version): groups for version, groups in values["credits_due"].items()}
     residents.credits.active = sum(residents.credits.due.values())

@@ -261,6 +261,11 @@ class Store:
         cells = self._blocks.lose(lambda placed: placed.node == node)
         self._pump.carry_out(self.ledger.lost(cells, self._clock()))
 
+    async def catch_up(self, steps: list[list[int]], version: int) -> None:
+        """Of a store that was restored in another one's place: rows that were trained since its snapshot, by step, and
+        the version published last. Before any other call. See `ledger/catching_up.py`."""
+        self._pump.carry_out(self.ledger.catch_up(steps, version))
+
     async def complete_shared(self, lease_id: int, rank: int) -> None:
         self._pump.carry_out(self.ledger.complete_shared(lease_id, rank))
 

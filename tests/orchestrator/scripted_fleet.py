@@ -167,7 +167,9 @@ class Trainer(Member):
         await self._pause(3.0)
         await self._client.complete_shared(lease)
         await self._pause(0.3)
-        return StepReport(step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {})
+        return StepReport(
+            step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {}, lease.rows.row_ids
+        )
 
     async def restore(self, step: int) -> None:
         self.restored = step

@@ -76,7 +76,7 @@ class Store:
 def report(step: int) -> StepReport:
     one = np.ones(1)
     rows = TrainedRows(one, one.astype(np.int64), one.astype(np.int64), one < 0, np.zeros(1, np.int64), np.zeros(1))
-    return StepReport(step, step - 1, {}, rows, 0.0, 0.0, {})
+    return StepReport(step, step - 1, {}, rows, 0.0, 0.0, {}, np.arange(1))
 
 
 class Play:

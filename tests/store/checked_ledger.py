@@ -10,7 +10,7 @@ from penstock.store.ledger.ledger import Ledger
 
 EVENTS = (
     "admit", "write", "drop", "release", "abandon", "expire", "lost", "lease_shared", "complete_shared", "published",
-    "settle",
+    "settle", "catch_up",
 )  # fmt: skip
 
 
@@ -33,6 +33,7 @@ class View:
         self.live = {group.id: group.live for group in residents.groups.values()}
         self.have = {group.id: dict(enumerate(group.have)) for group in residents.groups.values()}
         self.column_index = residents.readiness.column_index
+        self.next_group = residents.next_group
         self.last = {row // residents.size for row in rounds.last_batch}
 
 
@@ -56,7 +57,8 @@ def check(before: View, after: View, effects: Effects, all_rows: int) -> None:
     assert not before.refused or after.refused or effects.credits, "a group may be admitted, unsaid"
     ended = {group: mask & ~after.live.get(group, 0) for group, mask in before.live.items()}
     expected = {group: mask for group, mask in ended.items() if mask and group not in after.last}
-    expected |= {group: all_rows for group in before.live if group not in after.live}
+    come = range(before.next_group, after.next_group)  # and perhaps gone: they had ended in a store before this one
+    expected |= {group: all_rows for group in (*before.live, *come) if group not in after.live}
     freed: dict[int, int] = {}
     for group, mask in effects.freed:
         freed[group] = freed.get(group, 0) | mask

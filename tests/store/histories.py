@@ -7,7 +7,9 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import strategies as st
@@ -73,6 +75,10 @@ class Histories(RuleBasedStateMachine):
         """Version served when each group was admitted."""
         self.trained: list[int] = []
         self.trained_groups: list[int] = []
+        self.batches: list[list[int]] = []
+        """Rows that were trained, by step."""
+        self.snapshot: tuple[Any, Any, int, dict[int, int], Lineage] | None = None
+        """The newest, the step that it was taken after, and what was known of its rows."""
         self.round = 0
         self.served = 0
         self.shared: Counter[str] = Counter()
@@ -89,6 +95,7 @@ class Histories(RuleBasedStateMachine):
         for group in self.driver.admit(count, self.now):
             if group is not None:
                 self.admitted_under[group] = self.served
+            if group in self.ledger.residents.groups:
                 self.lineage.admitted(self.ledger, group, self.nodes.randrange(10))  # mostly where no node is lost
 
     @rule(
@@ -231,7 +238,8 @@ class Histories(RuleBasedStateMachine):
         return sorted({row // self.spec.group_size for part in made.parts for row in part})
 
     def was_trained(self, made: Round) -> None:
-        self.trained += sorted(row for part in made.parts for row in part)
+        self.batches.append(sorted(row for part in made.parts for row in part))
+        self.trained += self.batches[-1]
         self.trained_groups += self.groups_of(made)
         self.round += 1
 
@@ -351,8 +359,30 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         """From a snapshot taken now. Leases of before come back as late writers."""
+        self.restore(*self.state())
+
+    @rule()
+    def take_a_snapshot(self) -> None:
+        self.snapshot = (*self.state(), self.round, dict(self.sampled), deepcopy(self.lineage))
+
+    @precondition(lambda self: self.snapshot)
+    @rule()
+    def replace_the_store(self) -> None:
+        """By one that has the newest snapshot, and hears what was trained since. Nobody's lease is known to it."""
+        assert self.snapshot is not None
+        values, groups, step, sampled, lineage = self.snapshot
+        self.sampled, self.lineage = dict(sampled), deepcopy(lineage)
+        self.leases.clear()
+        self.restore(values, groups)
+        self.ledger.catch_up(self.batches[step:], self.served)
+        assert self.ledger.settle("train") == self.round
+        self.lineage.prune(self.ledger)
+
+    def state(self) -> tuple[Any, Any]:
         values = json.loads(json.dumps(scalars(self.ledger)))
-        groups = [values_of(group, self.spec.group_size) for group in living_groups(self.ledger)]
+        return values, [values_of(group, self.spec.group_size) for group in living_groups(self.ledger)]
+
+    def restore(self, values: Any, groups: Any) -> None:
         self.ledger = self.driver.ledger = CheckedLedger(self.spec)
         restore(self.ledger, values, groups)
         self.rounds.clear()
@@ -374,7 +404,8 @@ class Histories(RuleBasedStateMachine):
     def rows_are_trained_once_and_groups_in_order(self) -> None:
         if not hasattr(self, "ledger"):
             return
-        assert len(set(self.trained)) == len(self.trained) == self.ledger.counters["rows_trained"]
+        yet_to_come = sum(mask.bit_count() for mask, _ in self.ledger.residents.past.values())
+        assert len(set(self.trained)) == len(self.trained) == self.ledger.counters["rows_trained"] + yet_to_come
         assert self.ledger.counters["dropped/stale"] == 0
         for position, group in enumerate(self.trained_groups):
             overtaken_by = [later for later in self.trained_groups[:position] if later > group]

@@ -16,9 +16,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from penstock.conf.errors import LeaseExpired, PartnerGone
+from penstock.store.client.lease import SharedLease
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
+from penstock.store.errors import StoreUnreachable
 from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
@@ -92,22 +96,32 @@ class TrainerWorker:
             updated = time.perf_counter()
             not_kept = self._keep(step) if self._keep is not None else None
             seconds = report.seconds | {"keep": time.perf_counter() - updated}
-            if self._speaks_for_rows:
-                store.complete_shared(lease)
+            is_acknowledged = self._acknowledged(store, lease)
         self.num_rows += self.num_in_flight
         self.num_in_flight = 0
         trained = time.perf_counter()
-        trained_rows = TrainedRows.of(lease.rows if self._speaks_for_rows else lease.rows.select([]), lease.version)
+        spoken_for = lease.rows if self._speaks_for_rows else lease.rows.select([])
         return StepReport(
             step,
             lease.version,
             report.metrics | critic_metrics,
-            trained_rows,
+            TrainedRows.of(spoken_for, lease.version),
             leased - started,
             trained - leased,
             seconds,
+            np.asarray(spoken_for.row_ids, np.int64),
             not_kept,
+            is_acknowledged,
         )
+
+    def _acknowledged(self, store: SyncStoreClient, lease: SharedLease) -> bool:
+        """The rows end in the store. False: it is gone, and whoever takes its place is to hear of them."""
+        try:
+            if self._speaks_for_rows:
+                store.complete_shared(lease)
+        except (PartnerGone, StoreUnreachable):
+            return False
+        return True
 
 
 class ScorerWorker:

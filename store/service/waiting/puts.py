@@ -7,9 +7,10 @@ from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Parcel
 from penstock.store.errors import MissingColumn, StoreClosed, StoreError, UnknownColumn
+from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts
-from penstock.store.ledger.ledger import Ledger, check_group_bytes
+from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.calls import WITHDRAWN
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
@@ -92,7 +93,7 @@ class Puts:
         self._blocks.pin(block)
         try:
             self._check_source(names)
-            check_group_bytes(self._spec, facts.row_bytes)
+            check_group_bytes(self._spec.max_bytes, facts.row_bytes)
             check()
             done = await self._queue.wait(admit, client)
         finally:

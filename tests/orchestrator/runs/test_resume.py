@@ -96,7 +96,7 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(words, 
     lines = (tmp_path / "full" / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["checkpoint/failed"] for line in lines][-1] in (1.0, 2.0)
     assert (events[0], events[-1]) == ("start", "failed")
-    assert sorted(events[1:-1]) == ["checkpoint_failed", "checkpoint_failed", "model_exported", "placed"]
+    assert sorted(events[1:-1]) == ["checkpoint_failed", "checkpoint_failed", "model_exported", "placed", "serving"]
 
 
 class Victim:
