@@ -137,7 +137,10 @@ class ActorMaker:
     def _scorer_spec(self, actor: ActorPlan) -> ScorerSpec:
         stage = self._flow.stage(str(actor.stage))
         path = self.local(actor.name, self._scored_by(stage))
-        return ScorerSpec(model_path=path, column=stage.writes[0].name, **self._of_rank(actor, stage))
+        rows_alone = is_exact(self._config, self._flow)
+        return ScorerSpec(
+            model_path=path, column=stage.writes[0].name, rows_alone=rows_alone, **self._of_rank(actor, stage)
+        )
 
     def _of_rank(self, actor: ActorPlan, stage: Stage) -> dict[str, Any]:
         """What trainers and scorers are told alike."""
@@ -164,6 +167,12 @@ class ActorMaker:
 
     def _node_of(self, name: str) -> str:
         return self._reservation.assignment.node_of[name].id
+
+
+def is_exact(config: RunConfig, flow: Dataflow) -> bool:
+    """Whether the weights that a run ends with are to depend on nothing but its settings: without staleness, and if
+    responses are sampled by an engine that does not batch groups."""
+    return config.max_staleness == 0 and (config.rollout.engine != "vllm" or not flow.of_kind("rollout"))
 
 
 def cores_here() -> int:

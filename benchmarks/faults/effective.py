@@ -12,7 +12,7 @@ from tests.chaos.plan import Target as Victim
 MEMBERS = ("Reward-0", "Rollout-0", "Prompts", "Trainer-policy-0", "Compute-group_advantage")
 EVERY_S = 60.0
 STEPS = 100
-WORDS = ["recipe=arithmetic", "checkpoint.every_steps=10"]
+WORDS = ["recipe=arithmetic", "warm_start.recipe=null", "checkpoint.every_steps=10"]
 SHARE = 0.9
 
 

@@ -24,7 +24,7 @@ NUM_ROUNDS = 3
 NUM_ENGINES = 4
 VICTIM = "Rollout-0"
 WORDS = [
-    "recipe=arithmetic", "rollout.engine=scripted", f"rollout.num_workers={NUM_ENGINES}",
+    "recipe=arithmetic", "warm_start.recipe=null", "rollout.engine=scripted", f"rollout.num_workers={NUM_ENGINES}",
     "rollout.scripted.latency_s=0.1", "rollout.scripted.tokens_per_s=2",
     "rollout.max_concurrent_samples=32", "trainer.groups_per_step=8",
     "trainer.max_steps=24", "max_staleness=2", "evaluation.every_steps=0", "tracking.export_model=false",

@@ -16,7 +16,13 @@ BETWEEN = 3
 """Steps from one death to the next."""
 DELAY_S = 0.5
 """After a step was logged."""
-WORDS = ["recipe=arithmetic", "evaluation.every_steps=0", "checkpoint.every_steps=1", "tracking.export_model=false"]
+WORDS = [
+    "recipe=arithmetic",
+    "warm_start.recipe=null",
+    "evaluation.every_steps=0",
+    "checkpoint.every_steps=1",
+    "tracking.export_model=false",
+]
 SHARE = 1 / 3
 
 

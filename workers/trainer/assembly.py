@@ -66,7 +66,8 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | No
 
 def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None = None) -> ScorerParts:
     """As `assemble_trainer`."""
-    trainer = _trainer_class(spec)(spec.config, spec.model_path, trainable=False, **_options(spec, address))
+    options = _options(spec, address) | {"rows_alone": spec.rows_alone}
+    trainer = _trainer_class(spec)(spec.config, spec.model_path, trainable=False, **options)
     ranks = trainer.ranks
     worker = ScorerWorker(
         trainer.scores if isinstance(trainer, ScalarTrainer) else trainer.logprobs,

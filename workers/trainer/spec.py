@@ -56,3 +56,5 @@ class ScorerSpec(RankSpec):
 
     column: str
     """What it writes."""
+    rows_alone: bool = False
+    """Each row is computed alone, so that its values do not depend on which others were ready with it."""

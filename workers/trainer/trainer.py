@@ -71,12 +71,14 @@ class PolicyTrainer:
         engine_dtype: str = "float32",
         metrics_prefix: str = "actor",
         optimizer: OptimizerConfig | None = None,
+        rows_alone: bool = False,
     ) -> None:
         """Load the model and join the other ranks. Collective.
 
         `temperature`: of the sampling distribution. `address`: host:port where ranks meet; one rank needs none.
         `num_threads`: of torch; 0 leaves it. `engine_dtype`: of publications. `metrics_prefix`: of what `update`
-        reports. `optimizer`: other settings than `config.optimizer`. Raises `ModelError`, `ConfigError`.
+        reports. `optimizer`: other settings than `config.optimizer`. `rows_alone`: what `logprobs` says of a row
+        depends on nothing but the row. Raises `ModelError`, `ConfigError`.
         """
         if num_threads:
             torch.set_num_threads(num_threads)
@@ -105,7 +107,7 @@ class PolicyTrainer:
         except BaseException:
             self.ranks.leave()
             raise
-        self._cutter = Cutter(self.ranks, self.config, self.max_length)
+        self._cutter = Cutter(self.ranks, self.config, self.max_length, rows_alone)
 
     def _make(self, model_path: str, attention: str) -> None:
         """The model, and the engine that trains it."""

@@ -105,6 +105,17 @@ def test_logprobs_are_the_models_own_in_the_order_of_rows(
         np.testing.assert_allclose(ours, expected.numpy(), atol=1e-5)
 
 
+def test_rows_alone_come_out_with_the_same_bits_whatever_is_ready_with_them(
+    make_trainer: Make, make_rows: MakeRows
+) -> None:
+    """So a reference, which takes rows as they become ready, says the same whenever they do."""
+    rows, reference = make_rows(12), make_trainer(trainable=False, rows_alone=True)
+    together = reference.logprobs(rows)
+    for part in ([3], [0, 7, 11], list(range(6))):
+        for position, values in zip(part, reference.logprobs(rows.select(part)), strict=True):
+            assert values.tobytes() == together[position].tobytes()
+
+
 def test_logprobs_after_an_update_are_those_of_the_new_weights(make_trainer: Make, make_rows: MakeRows) -> None:
     trainer, rows = make_trainer(lr=1e-2), make_rows(4)
     before = trainer.logprobs(rows)

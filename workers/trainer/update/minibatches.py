@@ -34,10 +34,14 @@ class Cutter:
     config: TrainerConfig
     max_length: int | None
     """Of prompt and response, in tokens; None: any."""
+    rows_alone: bool = False
+    """In a pass without a loss each row is a micro-batch: sums in matrix products depend on the shape, so among others
+    a row may come out with other last bits."""
 
     def microbatches(self, rows: Rows) -> list[MicroBatch]:
         """All rows, for a pass without a loss."""
-        batches = self._cut(rows, np.arange(len(rows)), ())
+        parts = np.arange(len(rows)).reshape(-1, 1) if self.rows_alone else [np.arange(len(rows))]
+        batches = [batch for part in parts for batch in self._cut(rows, part, ())]
         count = max(self.ranks.gather(len(batches)))
         return batching.pad_plan(batches, count, self.ranks.device)
 
