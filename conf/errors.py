@@ -38,6 +38,10 @@ class ResourceError(PenstockError):
     exit_code = 2
 
 
+class CannotScale(ConfigError):
+    """A wish for more or fewer members of a run that cannot be granted."""
+
+
 class DataflowError(ConfigError):
     """A graph that cannot run: a column without a writer, a cycle, an impossible unit."""
 

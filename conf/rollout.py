@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from penstock.conf.checks import above, at_least, one_of, within
 
 ENGINES = ("vllm", "hf", "scripted")
+AUTO = "auto"
+"""For num_workers: as many as the cluster has room for."""
 
 
 @dataclass
@@ -56,8 +58,13 @@ class ScriptedConfig:
 class RolloutConfig:
     engine: str = "vllm"
     """vllm, hf (transformers; where vLLM is not to be had), scripted (a deterministic fake for tests)."""
-    num_workers: int = 1
-    """Rollout actors, each with an engine of its own."""
+    num_workers: int | str = 1
+    """Rollout actors, each with an engine of its own. auto: as many as the cluster has room for, and no more than there
+    are groups under way; every few seconds it is looked whether nodes have joined or left. Needs something that each
+    reserves (cluster.cpus_per_worker, num_gpus_per_worker). `penstock scale` changes a number while the run goes on."""
+    drain_s: float = 60.0
+    """An engine or reward actor that is asked to leave finishes what it has within so many seconds, and gives the rest
+    back for others to compute. Groups of a few seconds are all finished; what is given back is sampled again."""
     num_gpus_per_worker: float = 0
     """GPUs for each engine. 0: the CPU build."""
     tensor_parallel_size: int = 1
@@ -86,10 +93,25 @@ class RolloutConfig:
     def __post_init__(self) -> None:
         one_of("rollout.engine", self.engine, ENGINES)
         one_of("rollout.dtype", self.dtype, ("float32", "bfloat16"))
-        for key in ("num_workers", "tensor_parallel_size", "max_concurrent_samples"):
+        if isinstance(self.num_workers, str):
+            one_of("rollout.num_workers", self.num_workers, (AUTO,))
+        else:
+            at_least("rollout.num_workers", self.num_workers, 1)
+        at_least("rollout.drain_s", self.drain_s, 0)
+        for key in ("tensor_parallel_size", "max_concurrent_samples"):
             at_least(f"rollout.{key}", getattr(self, key), 1)
         at_least("rollout.num_gpus_per_worker", self.num_gpus_per_worker, 0)
         at_least("rollout.max_model_len", self.max_model_len, 2)
         within("rollout.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
         for key in ("kv_cache_gib", "start_timeout_s", "generate_timeout_s"):
             above(f"rollout.{key}", getattr(self, key), 0)
+
+    @property
+    def follows_cluster(self) -> bool:
+        """There are as many engines as there is room for."""
+        return self.num_workers == AUTO
+
+    @property
+    def least_workers(self) -> int:
+        """Engines that the run cannot begin without."""
+        return self.num_workers if isinstance(self.num_workers, int) else 1

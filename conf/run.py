@@ -122,6 +122,16 @@ def validate(config: RunConfig) -> None:
             "engine over GPUs of which each belongs to another rank. Use rollout.tensor_parallel_size=1, or "
             "placement=disaggregated."
         )
+    if config.rollout.follows_cluster and config.placement == "colocated":
+        raise ConfigError(
+            "rollout.num_workers=auto: with placement=colocated each engine has the device of a rank. Use as many "
+            "engines as ranks, or placement=disaggregated."
+        )
+    if config.rollout.follows_cluster and not (config.cluster.cpus_per_worker or config.rollout.num_gpus_per_worker):
+        raise ConfigError(
+            "rollout.num_workers=auto counts what engines reserve, and with cluster.cpus_per_worker=0 and "
+            "rollout.num_gpus_per_worker=0 that is nothing. Raise one of them, or name a number of engines."
+        )
     if config.resume == "auto" and config.name is None:
         raise ConfigError(
             "resume=auto looks for checkpoints of the run called `name`, which is not set. Add name=RUN, or give "

@@ -53,7 +53,7 @@ def _check_adapter(wanted: str, config: Ends) -> None:
 
 def _natural(config: Ends) -> str:
     on_gpus = config.trainer.num_gpus_per_rank > 0 and config.rollout.num_gpus_per_worker > 0
-    if not on_gpus or config.rollout.engine != "vllm":
+    if not on_gpus or config.rollout.engine != "vllm" or config.rollout.follows_cluster:
         return "shm"
     if not shares_gpus(config):
         return "nccl"
@@ -61,11 +61,16 @@ def _natural(config: Ends) -> str:
 
 
 def _every_engine_has_a_rank(config: Ends) -> bool:
-    return config.rollout.tensor_parallel_size == 1 and config.rollout.num_workers <= config.trainer.num_ranks
+    return config.rollout.tensor_parallel_size == 1 and config.rollout.least_workers <= config.trainer.num_ranks
 
 
 def _check_stream(wanted: str, config: Ends) -> None:
     key = f"weights.transport={wanted}"
+    if config.rollout.follows_cluster:
+        raise ConfigError(
+            f"{key}: trainers and engines meet at the start, and rollout.num_workers=auto lets engines come later. Use "
+            "weights.transport=shm, or a number of engines."
+        )
     if config.rollout.engine != "vllm":
         raise ConfigError(
             f"{key}: only vLLM engines receive it, and rollout.engine={config.rollout.engine}. Use "

@@ -3,7 +3,7 @@ that take the place of one that died.
 """
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -56,15 +56,24 @@ class ActorMaker:
     def bring_files(self) -> None:
         """What actors read from the driver's disk, to the nodes that they are on. Raises `ResourceError`,
         `DeadlineExceeded`."""
-        config = self._config
         nodes = {role: {self._node_of(actor.name) for actor in self._plan if actor.role == role} for role in READERS}
         self._files.provide(self._model_path, nodes["rollout"] | nodes["trainer"])
         for stage in dict.fromkeys(actor.stage for actor in self._plan if actor.role == "scorer"):
             self._files.provide(self._scored_by(self._flow.stage(str(stage))), nodes["scorer"])
         if self._resumed is not None:
             self._files.provide(self._resumed.trainer, nodes["trainer"])
-        for file in filter(None, [*config.imports, _file_of(config.reward.function)]):
-            self._files.provide(file, nodes["reward"], is_code=True)
+        self._bring_code(nodes["reward"])
+
+    def bring_files_of(self, role: str, node: str) -> None:
+        """The same for one more engine or reward, on a node that may be new."""
+        if role == "rollout":
+            self._files.provide(self._model_path, {node})
+        else:
+            self._bring_code({node})
+
+    def _bring_code(self, nodes: Collection[str]) -> None:
+        for file in filter(None, [*self._config.imports, _file_of(self._config.reward.function)]):
+            self._files.provide(file, nodes, is_code=True)
 
     def local(self, name: str, path: str) -> str:
         """A path of the driver's, as the actor of that name is to say it."""
@@ -106,6 +115,7 @@ class ActorMaker:
             actor.name, config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor), config.seed,
             self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")), choose_transport(config),
             config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
+            1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._plan),
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:

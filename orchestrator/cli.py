@@ -1,4 +1,4 @@
-"""The command line: `penstock run|validate|report|status|export|recipes`.
+"""The command line: `penstock run|validate|report|status|scale|export|recipes`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -18,6 +18,8 @@ from penstock.conf.errors import ConfigError, PenstockError
 INTERRUPTED = 130
 OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value"
 RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from the newest checkpoint"
+WISHES_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all (of each reward stage), so many less"
+DRAIN_HELP = "seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)"
 EPILOG = """\
 examples:
   penstock run recipe=arithmetic                      a tiny model learns sums, on two CPU cores
@@ -74,6 +76,11 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="what a run's store is doing right now")
     status.add_argument("run", help="the run's directory")
     status.set_defaults(command=_status)
+    scale = commands.add_parser("scale", help="more or fewer engines and rewards for a run that goes on")
+    scale.add_argument("run", help="the run's directory")
+    scale.add_argument("wishes", nargs="+", metavar="role=N", help=WISHES_HELP)
+    scale.add_argument("--drain", type=float, default=None, metavar="S", help=DRAIN_HELP)
+    scale.set_defaults(command=_scale)
     export = commands.add_parser("export", help="write a checkpoint's weights as a HF model")
     export.add_argument("checkpoint", help="its directory, e.g. runs/NAME/checkpoints/global_step_50, or a run's")
     export.add_argument("directory", help="a new directory for the model")
@@ -138,6 +145,16 @@ def _status(arguments: argparse.Namespace) -> int:
 
     print_status(arguments.run, Console())
     return 0
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from penstock.orchestrator.elastic.asking import ask
+
+    done, problems = ask(arguments.run, arguments.wishes, arguments.drain)
+    print(*done, sep="\n")
+    for problem in problems:
+        _stderr("[bold red]not all[/]", problem)
+    return 1 if problems else 0
 
 
 def _export(arguments: argparse.Namespace) -> int:

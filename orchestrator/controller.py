@@ -26,10 +26,13 @@ from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.colocation import Turns
+from penstock.orchestrator.elastic.ear import Ear
+from penstock.orchestrator.elastic.following import Following
+from penstock.orchestrator.elastic.members import Members, catching_up
 from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.faults.recoveries import Recoveries
-from penstock.orchestrator.faults.supervisor import CatchUp, Supervisor, nothing_to_catch_up
+from penstock.orchestrator.faults.supervisor import Supervisor
 from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.faults.watch import Watch
 from penstock.orchestrator.fleet import Fleet
@@ -94,8 +97,9 @@ class Controller:
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
         self._supervisor = Supervisor(fleet, self.store, self._recoveries, directory, progress)
-        self._catch_up = catching_up(config, self._weights)
-        met = self._weights.connect if "rollout" in self._catch_up or not fleet.role("rollout") else None
+        catch_up = catching_up(config, self._weights)
+        self._members = Members(fleet, flow, config, self.store, self._supervisor, catch_up, directory, progress)
+        met = self._weights.connect if "rollout" in catch_up or not fleet.role("rollout") else None
         self._ranks = TrainerRecovery(
             fleet, self.store, self._supervisor, self._before, met, config.trainer.collective_timeout_s
         )
@@ -106,38 +110,16 @@ class Controller:
         """All steps. Raises the failure that explains the others."""
         try:
             async with asyncio.TaskGroup() as tasks:
-                watching = [
-                    tasks.create_task(held_back(self._watch(name, handle))) for name, handle in self.fleet.role("agent")
-                ]
-                watching.append(tasks.create_task(Watch(self.fleet, self.config, self.directory).run()))
-                self._start_serving(tasks, "prompts", "compute", "scorer", "reward")
+                self._members.begin(tasks)
+                self._members.until_end(Watch(self.fleet, self.config, self.directory).run())
+                self._members.serve("prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))
                 self._supervisor.close()
+                self._members.close()
                 await self.store.close("the run is complete")
-                for watch in watching:  # of agents too, which outlive the store
-                    watch.cancel()
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
         return self.outcome
-
-    def _start_serving(self, tasks: asyncio.TaskGroup, *roles: str) -> None:
-        """Let actors pull from the store by themselves. Engines and rewards that are there for evaluation only do
-        not."""
-        for role in roles:
-            if role not in ("rollout", "reward") or self.flow.of_kind(role):
-                for team in self.fleet.teams(role):
-                    keeping = self._supervisor.keep(role, team, self._catch_up.get(role))
-                    tasks.create_task(held_back(keeping))
-
-    async def _watch(self, name: str, handle: Any) -> None:
-        """An agent ends with its run and not before."""
-        try:
-            await handle.run.remote()
-            failure: Exception = PartnerGone(f"{name} has ended before the run was over.")
-        except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
-            failure = translate(error, name)
-        self._supervisor.beyond_help("agent", name, failure)
-        raise failure from None
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
         await self._weights.connect()
@@ -146,7 +128,8 @@ class Controller:
         else:
             await self._turns.generation()
         # No sooner: engines begin with version 0, and a resumed store has groups that are too young for its tokens.
-        self._start_serving(tasks, "rollout")
+        self._members.serve("rollout")
+        self._take_wishes()
         if not self._before:
             await self._first_evaluation()
         self._log.begin()
@@ -168,6 +151,13 @@ class Controller:
         if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
             await self._saving.begin(self.outcome.num_steps, self.outcome.last_metrics, is_last=True)
         await self._end()
+
+    def _take_wishes(self) -> None:
+        """From now on members may join and leave."""
+        if agents := self.fleet.role("agent"):
+            self._members.until_end(Ear(agents[0][1], self._members, self.config).run())
+        if self.config.rollout.follows_cluster:
+            self._members.until_end(Following(self.fleet.growth, self._members).run())
 
     async def _go_on(self) -> None:
         """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
@@ -293,7 +283,8 @@ class Controller:
     async def _evaluate(self) -> tuple[float, float]:
         assert self.evaluator is not None
         start = time.time()
-        accuracy = await self.evaluator.accuracy(self.fleet)
+        async with self._members.staying:
+            accuracy = await self.evaluator.accuracy(self.fleet)
         self.outcome.accuracies.append(accuracy)
         self.directory.timeline.span("engines", "evaluate", start, time.time())
         return accuracy, time.time() - start
@@ -328,13 +319,3 @@ class Controller:
         self.progress.phase("writing the model")
         await export_model(self.fleet, str(self.directory.model))
         self.directory.event("model_exported", path=str(self.directory.model))
-
-
-def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
-    """What actors of each role that take the place of others do before they serve. Roles that are not in it cannot be
-    replaced alone: engines that share their devices with trainers, or are sent weights by them, have met these at the
-    start."""
-    catching: dict[str, CatchUp] = dict.fromkeys(("prompts", "reward", "compute", "scorer"), nothing_to_catch_up)
-    if weights.takes_newcomers and config.placement != "colocated":
-        catching["rollout"] = weights.catch_up
-    return catching

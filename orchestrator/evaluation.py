@@ -43,8 +43,6 @@ class Evaluator:
         self._held_out = held_out
         self._sampling = Sampling.of(config.rollout.sampling).greedy()
         self._timeout_s = config.rollout.generate_timeout_s
-        self._num_rewards = config.reward.num_workers
-        """Of the first reward stage."""
 
     async def accuracy(self, fleet: Fleet) -> float:
         """In [0, 1]. A response whose reward fails counts as wrong. Where an actor dies meanwhile, all problems are
@@ -60,7 +58,7 @@ class Evaluator:
     async def _accuracy(self, fleet: Fleet) -> float:
         """Responses of an engine go to one reward actor."""
         rollouts = await fleet.present("rollout")
-        rewards = (await fleet.present("reward"))[: self._num_rewards]
+        rewards = await fleet.present("reward", fleet.first_stage("reward"))
         shares = [range(index, len(self._held_out.prompts), len(rollouts)) for index in range(len(rollouts))]
         parts = await asyncio.gather(
             *(

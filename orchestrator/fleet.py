@@ -22,12 +22,13 @@ from penstock.conf.errors import DeadlineExceeded, NotStarted
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.growth import Growth
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.node_files import NodeFiles
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.reservation import Reservation
-from penstock.orchestrator.ray_calls import answers, get_all
+from penstock.orchestrator.ray_calls import answers, get_all, outcomes
 from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
@@ -48,7 +49,8 @@ class Fleet:
     """Lifecycle: `create` makes the actors, `start` loads models and engines side by side, `close` ends them.
 
     `actors` maps the plan's names to handles; `role(...)` picks those of one role, in rank order. Those that died are
-    `remove`d, and others that `replace` them are there once they are `add`ed.
+    `remove`d, and others that `replace` them are there once they are `add`ed. One more is planned by `growth`, and
+    started by `replace`; one that is to leave is `take_out`, then `end`ed.
     """
 
     plan: list[ActorPlan]
@@ -65,6 +67,7 @@ class Fleet:
     actors: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self.plan = list(self.plan)  # it changes, and a fleet after this one begins as this one did
         self._reservation: Reservation | None = None
         self._files = NodeFiles(self.agents, self.config.cluster.files_timeout_s)
         self._maker: ActorMaker | None = None
@@ -72,6 +75,7 @@ class Fleet:
         """Actors so far, by name."""
         self._starting: dict[str, Any] = {}
         """Those that replace others, and are not added yet."""
+        self._growth: Growth | None = None
 
     @property
     def reservation(self) -> Reservation:
@@ -79,27 +83,39 @@ class Fleet:
             raise NotStarted("No actor has its node before the fleet's `create`.")
         return self._reservation
 
+    @property
+    def growth(self) -> Growth:
+        """Of members that join."""
+        if self._growth is None:
+            raise NotStarted("Nobody can join before the fleet's `create`.")
+        return self._growth
+
     def create(self) -> None:
         """Create every actor; models are not loaded yet."""
         timeout_s = self.config.rollout.start_timeout_s
         self._reservation = Reservation.make(self.plan, self.config, self.namespace, timeout_s)
         nodes = self._reservation.assignment.nodes
         self.agents.create([(node.id, node.address) for node in nodes])
-        cores = self._cores_of(nodes)
+        cores = dict(self._cores_of(nodes))
         self._maker = ActorMaker(
             self.plan, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
             self._files, cores, f"{self.agents.root}/{STATES}/{POLICY}",
         )  # fmt: skip
         if len(nodes) > 1:
             self._maker.bring_files()
+        self._growth = Growth(
+            self.plan, self.reservation, self.agents, self._maker, cores, self.config, self.namespace, self._made
+        )
         if self.with_store:
             spec = StoreSpec.of(self.flow, self.config)
             snapshot = self.resumed.store if self.resumed is not None else None
             options, ports = self.reservation.options(self._plan_of(STORE)), self.config.cluster.ports
-            rows = self.agents.rows_nodes(timeout_s) if len(nodes) > 1 else None
+            rows = self.agents.rows_nodes(timeout_s) if len(nodes) > 1 else None  # of those that stay
             self.store = create_store_actor(
                 spec, self.namespace, restore=snapshot, ports=ports, nodes=rows, options=options
             )
+        if self.config.rollout.follows_cluster:
+            self.growth.fill()
         for actor in self.plan:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue
@@ -121,6 +137,22 @@ class Fleet:
         if self.resumed is not None:
             loads, phase = self._resumes(self.role("trainer")), f"resume {self.resumed.directory}"
             get_all(loads, phase=phase, timeout_s=self.config.checkpoint.timeout_s)
+
+    def take_out(self, name: str) -> tuple[ActorPlan, Any]:
+        """It has left, and is in no role any more: its plan and its handle, for `end`. None: it was dead."""
+        actor = self._plan_of(name)
+        self.plan.remove(actor)
+        starting = self._starting.pop(name, None)
+        return actor, self.actors.pop(name, starting)
+
+    async def end(self, actor: ActorPlan, handle: Any) -> None:
+        """End the process of one that has left, and give its reservation back."""
+        if handle is not None:
+            grace_s = self.config.cluster.shutdown_timeout_s
+            await outcomes([(actor.name, handle.close.remote())], phase="close", timeout_s=grace_s)
+            with contextlib.suppress(RayError):
+                ray.kill(handle)
+        self.growth.vacate(actor)
 
     def teams(self, *roles: str) -> list[list[str]]:
         """Who starts together: all ranks of a model, or one actor. All roles if none is named."""
@@ -215,23 +247,29 @@ class Fleet:
     def relay_nodes(self) -> RelayNodes:
         """Between which publications go."""
         node_of = {name: node.id for name, node in self.reservation.assignment.node_of.items()}
-        return self.agents.relay_nodes(node_of, self.config.rollout.start_timeout_s)
+        engines = [actor.name for actor in self.plan if actor.role == "rollout"]
+        return self.agents.relay_nodes(node_of, engines, self.config.rollout.start_timeout_s)
 
-    def role(self, role: str) -> Members:
-        """Names and handles of one role; `agent`: those of the nodes."""
+    def first_stage(self, role: str) -> str | None:
+        """Of several that have members of a role."""
+        return next((actor.stage for actor in self.plan if actor.role == role), None)
+
+    def role(self, role: str, stage: str | None = None) -> Members:
+        """Names and handles of one role, and of one stage of it if one is named; `agent`: those of the nodes that the
+        run cannot do without, the driver's first."""
         if role == "agent":
-            return list(self.agents.members.values())
+            return [member for node, member in list(self.agents.members.items()) if not self.growth.can_lose(node)]
         return [
             (actor.name, self.actors[actor.name])
             for actor in self.plan
-            if actor.role == role and actor.name in self.actors
+            if actor.role == role and actor.name in self.actors and stage in (None, actor.stage)
         ]
 
-    async def present(self, role: str) -> Members:
+    async def present(self, role: str, stage: str | None = None) -> Members:
         """Those of a role that is never empty for long: where all have died, waits for the first that takes their
         place. Raises `DeadlineExceeded`."""
         deadline = time.monotonic() + self.config.rollout.start_timeout_s
-        while not (members := self.role(role)):
+        while not (members := self.role(role, stage)):
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
                     f"no {role} was there within {self.config.rollout.start_timeout_s:g} s (rollout.start_timeout_s)."

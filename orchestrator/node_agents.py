@@ -36,6 +36,7 @@ class NodeAgents:
         self._token = new_token()
         self.members: dict[str, tuple[str, Any]] = {}
         """Name and handle, by Ray's id of the node."""
+        self._num_made = 0
         self._facts: dict[str, NodeFacts] = {}
 
     def create(self, nodes: Sequence[tuple[str, str]]) -> None:
@@ -43,7 +44,8 @@ class NodeAgents:
         for node, address in nodes:
             name = f"Agent-{address}"
             if any(name == other for other, _ in self.members.values()):  # nodes that share a machine
-                name = f"{name}-{len(self.members)}"
+                name = f"{name}-{self._num_made}"
+            self._num_made += 1
             options = {
                 "name": name,
                 "namespace": self._namespace,
@@ -56,24 +58,34 @@ class NodeAgents:
 
     def facts(self, timeout_s: float) -> dict[str, NodeFacts]:
         """By node. Raises what an agent raised, and `DeadlineExceeded` naming those that did not start."""
-        if not self._facts:
-            calls = [(name, handle.facts.remote()) for name, handle in self.members.values()]
+        if new := {node: member for node, member in self.members.items() if node not in self._facts}:
+            calls = [(name, handle.facts.remote()) for name, handle in new.values()]
             answers = get_all(calls, phase="start", timeout_s=timeout_s)
-            self._facts = dict(zip(self.members, answers, strict=True))
+            self._facts = self._facts | dict(zip(new, answers, strict=True))
         return self._facts
 
-    def relay_nodes(self, node_of: Mapping[str, str], timeout_s: float) -> RelayNodes:
-        """`node_of`: each actor's. Nodes that share their memory have one relay."""
+    def forget(self, node: str) -> None:
+        """The node has left, or its agent did not start."""
+        self._facts = {other: fact for other, fact in self._facts.items() if other != node}
+        _, handle = self.members.pop(node)
+        with contextlib.suppress(RayError):
+            ray.kill(handle)
+
+    def relay_nodes(self, node_of: Mapping[str, str], engines: Sequence[str], timeout_s: float) -> RelayNodes:
+        """`node_of`: each actor's. `engines`: all that there are to be. Nodes that share their memory have one
+        relay."""
         facts = self.facts(timeout_s)
         owner = {fact.memory: node for node, fact in facts.items() if fact.owns_root}
         return RelayNodes(
             {name: owner[facts[node].memory] for name, node in node_of.items()},
-            self.members,
+            dict(self.members),
             {node: fact.address for node, fact in facts.items()},
+            engines,
         )
 
     def rows_nodes(self, timeout_s: float) -> RowsNodes:
-        """Where the store's large batches may lie. Nodes that share their memory have one server."""
+        """Where the store's large batches may lie: on nodes that are there now. Nodes that share their memory have one
+        server."""
         facts = self.facts(timeout_s)
         owner = {fact.memory: RowsNode(node, fact.rows, fact.address) for node, fact in facts.items() if fact.owns_root}
         return RowsNodes({node: owner[fact.memory] for node, fact in facts.items()}, self._token)

@@ -26,12 +26,12 @@ from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.controller import Outcome
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
+from penstock.orchestrator.recording.connection import note_connection
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import print_unfinished
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.sinks import Sink, close_sinks, make_sinks
-from penstock.orchestrator.reporting.status import note_connection
 from penstock.orchestrator.training import Training
 from penstock.workers.models.fresh import build_fresh_model
 

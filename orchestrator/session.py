@@ -20,7 +20,7 @@ from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
 from penstock.orchestrator.cluster import check_placement, connect
 from penstock.orchestrator.configuration.validate import check_run
+from penstock.orchestrator.elastic.by_hand import ByHand
+from penstock.orchestrator.elastic.members import catching_up
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.node_agents import NodeAgents
@@ -46,6 +48,8 @@ from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling
 from penstock.workers.rollout.worker import sample_seed
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -106,11 +110,10 @@ class Model:
 class Policy(Model):
     """The model that is trained, and the engines that sample from it."""
 
-    def __init__(self, fleet: Fleet, config: RunConfig) -> None:
+    def __init__(self, fleet: Fleet, config: RunConfig, weights: WeightSync) -> None:
         super().__init__(fleet.role("trainer"), config)
         self._fleet = fleet
-        self._engines = fleet.role("rollout")
-        self._weights = WeightSync(fleet, config)
+        self._weights = weights
         self._sampling = Sampling.of(config.rollout.sampling)
         self.version = 0
         """Version that the engines serve: the number of `publish` calls."""
@@ -123,10 +126,11 @@ class Policy(Model):
         samplings = [
             chosen.seeded(sample_seed(self._config.seed, prompt.index) if seeded else None) for prompt in prompts
         ]
-        engines = len(self._engines)
+        members = self._fleet.role("rollout")
+        engines = len(members)
         calls = [
             (name, handle.generate.remote([p.prompt_ids for p in prompts[i::engines]], n, samplings[i::engines]))
-            for i, (name, handle) in enumerate(self._engines)
+            for i, (name, handle) in enumerate(members)
         ]
         answers = get_all(calls, phase="generate", timeout_s=self._config.rollout.generate_timeout_s)
         groups: list[list[Completion]] = [[]] * len(prompts)
@@ -162,23 +166,43 @@ class Reward:
     """The run's reward, as a function of rows."""
 
     def __init__(self, fleet: Fleet, config: RunConfig) -> None:
-        self._actors = fleet.role("reward")[: config.reward.num_workers]  # of the first reward stage
+        self._fleet = fleet
         self._timeout_s = config.rollout.generate_timeout_s
         self.last_errors: list[str] = []
         """Why rewards of the last call failed."""
 
     def __call__(self, rows: Rows) -> np.ndarray:
         """`[len(rows)]` float32; NaN where the reward failed (see `last_errors`)."""
-        tasks, texts, num = rows.strings("task"), rows.strings("response_text"), len(self._actors)
+        actors = self._fleet.role("reward", self._fleet.first_stage("reward"))
+        tasks, texts, num = rows.strings("task"), rows.strings("response_text"), len(actors)
         calls = [
             (name, handle.score.remote(tasks[index::num], texts[index::num]))
-            for index, (name, handle) in enumerate(self._actors)
+            for index, (name, handle) in enumerate(actors)
         ]
         scores: list[Any] = [None] * len(rows)
         for index, part in enumerate(get_all(calls, phase="reward", timeout_s=self._timeout_s)):
             scores[index::num] = part
         self.last_errors = [str(score) for score in scores if not isinstance(score, float)]
         return np.array([score if isinstance(score, float) else np.nan for score in scores], np.float32)
+
+
+class Workers:
+    """Actors of one role, of which there may be more and fewer. Between two calls of the session, not beside one."""
+
+    def __init__(self, members: ByHand) -> None:
+        self._members = members
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def add(self, n: int = 1) -> list[str]:
+        """So many more; their names once they serve. Raises `CannotScale`, `ResourceError`; then none has come."""
+        return _run(self._members.added(n))
+
+    def remove(self, n: int = 1, drain_s: float | None = None) -> list[str]:
+        """The last that came leave; their names. `drain_s`: for each to finish calls that are under way in another
+        thread; None: `rollout.drain_s`. Raises `CannotScale`: one stays."""
+        return _run(self._members.removed(n, drain_s))
 
 
 @dataclass
@@ -190,6 +214,10 @@ class Session:
     policy: Policy
     prompts: Prompts
     reward: Reward
+    rollouts: Workers
+    """Engines: `add` and `remove` some."""
+    rewards: Workers
+    """The same of reward actors."""
     reference: Model | None
     """There if the dataflow has a log-probability stage."""
     sinks: list[Sink]
@@ -251,12 +279,16 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
             judged = {stage.name for stage in flow.of_kind("logprobs")[:1]}
             reference = {actor.name for actor in plan if actor.role == "scorer" and actor.stage in judged}
             ranks = [(name, handle) for name, handle in fleet.role("scorer") if name in reference]
+            weights = WeightSync(fleet, config)
+            catch_up = catching_up(config, weights)
             yield Session(
                 config,
                 directory.path,
-                Policy(fleet, config),
+                Policy(fleet, config, weights),
                 Prompts(open_source(config, model_path)),
                 Reward(fleet, config),
+                Workers(ByHand("rollout", fleet, config, catch_up.get("rollout"))),
+                Workers(ByHand("reward", fleet, config, catch_up["reward"])),
                 Model(ranks, config) if ranks else None,
                 sinks,
                 directory.losses,
@@ -267,10 +299,10 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
             close_sinks(sinks, directory.losses)
 
 
-def _run(work: Coroutine[Any, Any, None]) -> None:
+def _run(work: Coroutine[Any, Any, T]) -> T:
     """In a thread of its own: a notebook has an event loop in this one."""
     with ThreadPoolExecutor(1) as thread:
-        thread.submit(asyncio.run, work).result()
+        return thread.submit(asyncio.run, work).result()
 
 
 def _rows(prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]]) -> Rows:

@@ -25,10 +25,10 @@ from penstock.orchestrator.faults.recoveries import End, Recoveries
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.recording.connection import note_connection
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import Sink
-from penstock.orchestrator.reporting.status import note_connection
 
 
 class Training:

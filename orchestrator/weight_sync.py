@@ -8,16 +8,17 @@
 What the two sides do is `workers/weights/`'s business; here are the order of the calls, and their deadlines.
 """
 
+import asyncio
 import time
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.conf.errors import NotStarted, WeightError
+from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.conf.weights import STREAMS, SYNC_PHASES
 from penstock.orchestrator.faults.causes import is_recoverable
-from penstock.orchestrator.fleet import Fleet, Members
+from penstock.orchestrator.fleet import LOOK_S, Fleet, Members
 from penstock.orchestrator.ray_calls import answers, outcomes
 from penstock.orchestrator.weight_relays import WeightRelays
 from penstock.workers.protocols import Publication
@@ -46,8 +47,8 @@ class WeightSync:
             return
         if not self._streams:
             if self._relays is None:
-                self._relays = WeightRelays(self._fleet.relay_nodes, self._trainers, self._engines, self._timeout_s)
-            await self._relays.plan(self._trainers)
+                self._relays = WeightRelays(lambda: self._fleet.relay_nodes, self._timeout_s)
+            await self._relays.plan(self._trainers, self._engines)
             return
         name, first = self._trainers[0]
         (address,) = await answers([(name, first.free_address.remote())], phase="connect", timeout_s=self._timeout_s)
@@ -67,7 +68,7 @@ class WeightSync:
             return Publication("", version)
         phase = f"publish version {version}"
         if not self._streams:
-            await self._between_nodes.begin(version)
+            await self._between_nodes.begin(version, self._trainers, self._engines)
             publications = await self._all(self._trainers, "publish", (str(self._root), version), phase, SYNC_PHASES)
             return cast(Delivery, publications[0])
         delivery = cast(Delivery, (await self._all(self._trainers, "prepare", (version,), phase))[0])
@@ -81,8 +82,8 @@ class WeightSync:
         it in time, is ended: whoever keeps the engines serving makes another."""
         start = time.time()
         if self._has_engines and not self._streams:
-            self._newest = delivery
             await self._between_nodes.wait(delivery.version)
+            self._newest = delivery
             phase = f"load version {delivery.version}"
             calls = [(name, handle.load.remote(delivery)) for name, handle in self._engines]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
@@ -92,15 +93,27 @@ class WeightSync:
 
     async def catch_up(self, members: Members) -> None:
         """Engines that have just started load the version that the others serve. From when this returns until they are
-        added to the fleet nothing may be waited for. Raises `WeightError`, `DeadlineExceeded`, `WorkerDied`."""
+        added to the fleet nothing may be waited for. On a node that no version was brought to yet that is the next
+        one. Raises `WeightError`, `DeadlineExceeded`, `WorkerDied`."""
         loaded: Delivery | None = None
         while self._newest is not None and loaded is not self._newest:
+            await self._reached(members)
             loaded = self._newest
             try:
                 await self._all(members, "load", (loaded,), f"load version {loaded.version}", SYNC_PHASES)
             except WeightError:
                 if loaded is self._newest:
                     raise  # else its file has been used again meanwhile
+
+    async def _reached(self, members: Members) -> None:
+        """Wait until the newest version lies where these engines are. Raises `DeadlineExceeded`."""
+        longest_s = self._config.trainer.step_timeout_s + SYNC_PHASES * self._timeout_s
+        give_up = time.monotonic() + longest_s
+        while not self._between_nodes.have_reached(members):
+            if time.monotonic() > give_up:
+                names = ", ".join(name for name, _ in members)
+                raise DeadlineExceeded(f"no version of the weights came to the node of {names} within {longest_s:g} s.")
+            await asyncio.sleep(LOOK_S)
 
     def _end_those_that(self, failed: Mapping[str, Any]) -> None:
         """By name: what each engine's call came to. Raises what no other engine would do better."""

@@ -16,11 +16,14 @@ class Serving:
     serving = Serving(worker.run)
     await serving.run(store)        # until the store closes
     await serving.run(other_store)  # meanwhile: the first call returns once its tasks have ended, then this one serves
+    await serving.drain(30.0)       # meanwhile: finish what is held, then `run` returns
     """
 
     def __init__(self, serve: Callable[[StoreClient], Awaitable[None]]) -> None:
         self._serve = serve
         self._running: asyncio.Task[None] | None = None
+        self._client: StoreClient | None = None
+        """Of the task that serves."""
         self._turn = asyncio.Lock()
 
     async def run(self, store: Any) -> None:
@@ -34,10 +37,23 @@ class Serving:
             if mine is self._running:  # it was this call that was cancelled
                 raise
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more leases, and finish those that are held; after so many seconds give the rest back. Then `run` has
+        returned. Nothing happens where nobody serves."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        if self._client is not None:
+            await self._client.retire()
+            await asyncio.wait([running], timeout=timeout_s)
+        running.cancel()
+        await asyncio.wait([running])
+
     async def _run(self, store: Any) -> None:
         async with self._turn:
-            client = StoreClient(store)
+            self._client = client = StoreClient(store)
             try:
                 await self._serve(client)
             finally:
+                self._client = None
                 await client.leave()

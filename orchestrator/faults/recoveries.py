@@ -93,6 +93,12 @@ class Recoveries:
         held = step if self._roles[title] == HOLDS_STEP else None
         return self._decided(title, self._members[title].failed(now, held), now, step)
 
+    def gone(self, title: str, now: float) -> None:
+        """It has left for good: if it was lost, it is no longer."""
+        self._members.pop(title, None)
+        if not self._is_suspended:
+            self._count(now)
+
     def returned(self, now: float) -> float:
         """The whole fleet serves again, from the last checkpoint on; seconds since that was decided."""
         assert self._return_since is not None, "no return is under way"

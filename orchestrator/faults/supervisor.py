@@ -46,7 +46,9 @@ class Supervisor:
         self._fleet, self._store, self._recoveries = fleet, store, recoveries
         self._directory, self._progress, self._clock = directory, progress, clock
         self._closing = False
-        self._replacing: set[asyncio.Task[None]] = set()
+        self._replacing: dict[str, asyncio.Task[None]] = {}
+        """By title, restarts under way."""
+        self._leaving: set[str] = set()
 
     async def keep(self, role: str, team: Sequence[str], catch_up: CatchUp | None = None) -> None:
         """Serve with an actor, or with all ranks of a gang, and with others in their place when they fail.
@@ -55,18 +57,22 @@ class Supervisor:
         Raises whatever ends the run, or takes it back to its checkpoint.
         """
         while (failure := await self._serve(team)) is not None:
+            if self._leaving.intersection(team):
+                return
             if not is_recoverable(failure):
                 raise failure
             if catch_up is None:
                 self.beyond_help(role, title_of(team), failure)
                 raise failure
             await self.check_partners(failure)
-            replacing = asyncio.ensure_future(self.replace(role, team, failure, catch_up))
-            self._replacing.add(replacing)
+            if self._leaving.intersection(team):
+                return
+            title, replacing = title_of(team), asyncio.ensure_future(self.replace(role, team, failure, catch_up))
+            self._replacing[title] = replacing
             try:
                 await replacing
             finally:
-                self._replacing.discard(replacing)
+                del self._replacing[title]
                 replacing.cancel()
 
     async def check_partners(self, failure: Exception) -> None:
@@ -121,8 +127,16 @@ class Supervisor:
     def close(self) -> None:
         """From now on members end because the store has closed, and nobody takes their place."""
         self._closing = True
-        for replacing in self._replacing:
+        for replacing in self._replacing.values():
             replacing.cancel()
+
+    def let_go(self, name: str) -> None:
+        """A member leaves because it was asked to, or with its node: its end is no fault, and nobody takes its
+        place."""
+        self._leaving.add(name)
+        if name in self._replacing:
+            self._replacing[name].cancel()
+        self._recoveries.gone(name, self._clock())
 
     async def _serve(self, team: Sequence[str]) -> Exception | None:
         """Why they serve no more; None: there is nothing more to serve."""
@@ -143,12 +157,12 @@ class Supervisor:
         return cause
 
     async def _run(self, name: str) -> None:
-        """One member's pull loop: it ends when the store closes and not before."""
+        """One member's pull loop: it ends when the store closes, or it was asked to leave, and not before."""
         try:
             await self._fleet.actors[name].run.remote(self._fleet.store)
         except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
             raise translate(error, name) from None
-        if not self._closing:
+        if not self._closing and name not in self._leaving:
             raise PartnerGone(f"{name} stopped serving before the run was over.")
 
     async def _start(self, team: Sequence[str], catch_up: CatchUp, title: str) -> None:

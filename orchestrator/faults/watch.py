@@ -54,6 +54,8 @@ class Watch:
                 verdict = watched.liveness.judge(time.monotonic())
                 if verdict.state is not State.ALIVE:
                     del self._watched[name]
+                    if self._fleet.actors.get(name) is not watched.handle:
+                        continue  # it has left meanwhile
                     await self._end(name, watched, verdict)
             await asyncio.sleep(max(0.0, began + beat_s - time.monotonic()))
 

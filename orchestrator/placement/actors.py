@@ -23,6 +23,8 @@ class ActorPlan:
     num_gpus: float = 0.0
     stage: str | None = None
     rank: int = 0
+    joins: bool = False
+    """It comes while the run goes on."""
 
 
 def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
@@ -33,7 +35,7 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     samples = bool(flow.of_kind("rollout") or config.evaluation.every_steps)
     if samples:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
-        for index in range(config.rollout.num_workers):
+        for index in range(config.rollout.least_workers):
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
     reward = config.reward
     scored = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * samples

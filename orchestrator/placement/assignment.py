@@ -42,6 +42,15 @@ class Assignment:
         known = titles(self.nodes)
         return {name: known[node.id] for name, node in self.node_of.items()}
 
+    def with_one(self, name: str, node: Node) -> "Assignment":
+        """The same with one more actor."""
+        is_known = any(other.id == node.id for other in self.nodes)
+        return Assignment(self.nodes if is_known else (*self.nodes, node), {**self.node_of, name: node})
+
+    def without(self, name: str) -> "Assignment":
+        """The same with one actor less. Its node still takes part."""
+        return Assignment(self.nodes, {other: node for other, node in self.node_of.items() if other != name})
+
     def names_on(self, node: Node) -> list[str]:
         """In the plan's order."""
         return [name for name, its in self.node_of.items() if its.id == node.id]

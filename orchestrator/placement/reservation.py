@@ -14,6 +14,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
@@ -23,7 +24,8 @@ from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.assignment import Assignment, assign
-from penstock.orchestrator.placement.nodes import NODE_ID, cluster_nodes, free_nodes, titles
+from penstock.orchestrator.placement.nodes import NODE_ID, Node, cluster_nodes, free_nodes, titles
+from penstock.orchestrator.placement.one_more import open_nodes, place_one
 from penstock.orchestrator.placement.sharing import plan_sharing
 
 PATIENCE_S = 5.0
@@ -33,12 +35,37 @@ RUN_PREFIX = "penstock-"
 _LOG = logging.getLogger("penstock")
 
 
+@dataclass(frozen=True)
+class Claim:
+    """Room for one more actor. `group` and `bundle`: what is reserved for it; None where it reserves nothing. `is_own`:
+    the group has nothing else."""
+
+    node: Node
+    group: PlacementGroup | None = None
+    bundle: int = 0
+    is_own: bool = False
+
+    def release(self) -> None:
+        """Give it back to the cluster, where it is a reservation of its own."""
+        if self.group is not None and self.is_own:
+            remove_placement_group(self.group)
+
+
 class Reservation:
-    """Lifecycle: `make` before the actors are created, `options` for each of them, `release` at the end."""
+    """Lifecycle: `make` before the actors are created, `options` for each of them, `release` at the end. Meanwhile
+    others may join: `claim`, then `accept`; and whoever leaves is `vacate`d.
+
+    What one that was there from the start has reserved stays the run's, for the next that joins in its role; what one
+    that joined has reserved is its own, and goes back to the cluster with it.
+    """
 
     def __init__(self, assignment: Assignment, index: Mapping[str, int], group: PlacementGroup | None) -> None:
         self.assignment = assignment
-        self._index, self._group = index, group
+        self._group = group
+        self._claims = {name: Claim(assignment.node_of[name], group, bundle) for name, bundle in index.items()}
+        """Of those that have reserved something."""
+        self._vacant: list[tuple[ActorPlan, Claim]] = []
+        """Those of the start, and who had them."""
 
     @classmethod
     def make(cls, actors: Sequence[ActorPlan], config: RunConfig, name: str, timeout_s: float) -> "Reservation":
@@ -66,12 +93,55 @@ class Reservation:
 
     def options(self, actor: ActorPlan) -> dict[str, Any]:
         """What Ray is told about where the actor goes."""
-        if self._group is not None and actor.name in self._index:
-            return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, self._index[actor.name])}
+        claim = self._claims.get(actor.name)
+        if claim is not None and claim.group is not None:
+            return {"scheduling_strategy": PlacementGroupSchedulingStrategy(claim.group, claim.bundle)}
         node = self.assignment.node_of[actor.name]
         return {"scheduling_strategy": NodeAffinitySchedulingStrategy(node.id, soft=False)}
 
+    def claim(self, actor: ActorPlan, actors: Sequence[ActorPlan], config: RunConfig, name: str) -> Claim:
+        """Room for one more actor, now. `actors`: of the run; `name`: its namespace. Blocks for seconds. Raises
+        `ResourceError` if there is none."""
+        living = {node.id for node in cluster_nodes()}
+        for number, (like, claim) in enumerate(self._vacant):
+            is_alike = (like.role, like.num_cpus, like.num_gpus) == (actor.role, actor.num_cpus, actor.num_gpus)
+            if is_alike and claim.node.id in living:
+                del self._vacant[number]
+                return claim
+        roles_on: dict[str, list[str]] = defaultdict(list)
+        for other in actors:
+            if other.name in self.assignment.node_of:
+                roles_on[self.assignment.node_of[other.name].id].append(other.role)
+        node = place_one(actor, open_nodes(actor.role, free_nodes(), config.cluster), roles_on)
+        if node is not None and not _resources([actor]):
+            return Claim(node)
+        if node is not None:
+            alone = Assignment((node,), {actor.name: node})
+            if group := _reserved([[actor]], alone, name, PATIENCE_S):
+                return Claim(node, group, is_own=True)
+        raise ResourceError(
+            f"No node that {actor.role} may be on has room for one more, which reserves "
+            f"{_amount(_resources([actor]))}. {holders()} Add a node, or end what is not needed."
+        )
+
+    def accept(self, actor: ActorPlan, claim: Claim) -> None:
+        """It has joined, or is about to."""
+        self._claims[actor.name] = claim
+        self.assignment = self.assignment.with_one(actor.name, claim.node)
+
+    def vacate(self, actor: ActorPlan) -> None:
+        """It has left."""
+        self.assignment = self.assignment.without(actor.name)
+        if (claim := self._claims.pop(actor.name, None)) is None:
+            return
+        claim.release()
+        if claim.group is not None and not claim.is_own:
+            self._vacant.append((actor, claim))
+
     def release(self) -> None:
+        for claim in self._claims.values():
+            claim.release()
+        self._claims.clear()
         if self._group is not None:
             remove_placement_group(self._group)
             self._group = None

@@ -5,16 +5,14 @@ described by what it logged last.
 """
 
 import asyncio
-import json
-import logging
-import os
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from penstock.conf.errors import ConfigError, ResourceError
+from penstock.conf.errors import ConfigError
+from penstock.orchestrator.recording.connection import at_run
 from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
@@ -23,22 +21,9 @@ ANSWER_S = 20.0
 """Deadline of the store's answer."""
 MAX_LEASES = 12
 """Leases shown, those that expire first before others."""
-AUTH_MODE = "RAY_AUTH_MODE"
-"""Ray sets it in the process that starts a cluster; whoever joins must have the same."""
 MAX_DROPS = 5
 """Drops shown with what their workers said, the newest."""
 STATES = ("waiting", "free", "leased", "done")
-
-
-def note_connection(directory: RunDirectory, namespace: str) -> None:
-    """Write where the run that this process drives can be found. Ray must be up."""
-    advice = "`penstock status` will not find the run."
-    import ray
-
-    address = ray.get_runtime_context().gcs_address
-    content = {"address": address, "namespace": namespace, "pid": os.getpid(), "auth_mode": os.environ.get(AUTH_MODE)}
-    with directory.losses.tolerating("cluster.json", advice):
-        directory.write_text(directory.cluster_file.name, json.dumps(content) + "\n")
 
 
 def print_status(run: str, console: Console) -> None:
@@ -108,24 +93,11 @@ def _leases(leases: list[dict[str, Any]]) -> Table:
 
 
 def _ask(directory: RunDirectory) -> dict[str, Any]:
-    found = json.loads(directory.cluster_file.read_text())
-    if found["auth_mode"] is not None:
-        os.environ.setdefault(AUTH_MODE, found["auth_mode"])
-    import ray  # late: it reads its environment now
+    with at_run(directory, "the store") as found:
+        import ray
 
-    try:
-        quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
-        ray.init(address=found["address"], namespace=found["namespace"], **quiet)
-        client = StoreClient(ray.get_actor(STORE))
+        client = StoreClient(ray.get_actor(STORE, namespace=found["namespace"]))
         return asyncio.run(asyncio.wait_for(client.describe(), ANSWER_S))
-    except (ConnectionError, ValueError, TimeoutError, ray.exceptions.RayError) as error:
-        raise ResourceError(
-            f"the store of {directory.path.name} does not answer at {found['address']} ({type(error).__name__}). Is "
-            f"process {found['pid']} still there? A run that was killed says no more; its numbers are in "
-            f"{directory.metrics_file}."
-        ) from None
-    finally:
-        ray.shutdown()
 
 
 def _last_step(directory: RunDirectory) -> str:

@@ -46,7 +46,7 @@ class StepLog:
     ) -> dict[str, Any]:
         """The step's line. `phases`: seconds of what it had besides its update."""
         usage = await self._usage.since_last(QUICK_S)
-        store = await self._store.stats() | usage.dropped | usage.groups
+        store = await self._store.stats() | usage.dropped | usage.groups | usage.members
         now, train_s = time.time(), max(report.train_s for report in reports)
         kept_s = max(report.seconds.get("keep", 0.0) for report in reports)
         times = StepTimes(

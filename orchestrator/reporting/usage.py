@@ -1,7 +1,7 @@
 """Who was busy how long since the last step: counters of all workers, asked once a step, as differences."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,8 @@ Counters = Mapping[str, float]
 PHASES = {"rollout": "rollout", "reward": "reward", "scorer": "reference", "compute": "compute"}
 """What the seconds of each role that computes count for. The prompts' counters are asked for as well, for what they
 leave out."""
+COUNTS = {"rollout": "rollout/num_engines", "reward": "reward/num_workers"}
+"""What the members of roles that may come and go count as."""
 
 
 @dataclass
@@ -27,6 +29,8 @@ class StepUsage:
     """`dropped/<reason>` before the store: rows of the dataset, cumulative."""
     groups: dict[str, float] = field(default_factory=dict)
     """`rollout/groups/<engine>` and `rollout/groups_spread`, since the process began."""
+    members: dict[str, float] = field(default_factory=dict)
+    """`rollout/num_engines` and `reward/num_workers`: those that are there."""
 
 
 class Usage:
@@ -39,11 +43,15 @@ class Usage:
         self._last: dict[str, Counters] = defaultdict(dict)
         self._groups: dict[str, float] = defaultdict(float)
         """Sampled by each engine, and by those before it in its place."""
+        self._throughout: set[str] = set()
+        """Engines that have been there since the first call: what others have sampled compares with nothing."""
 
     async def since_last(self, timeout_s: float) -> StepUsage:
         """Seconds and lengths since the previous call. Each worker's `stats()` has busy_s; a rollout's also tokens,
         samples. A worker that has died says nothing, and another in its place counts from 0."""
         roles = [*self._roles, "prompts"]
+        engines = {name for [name] in self._fleet.teams("rollout")}
+        self._throughout = engines if not self._last else self._throughout & engines
         asked = [(role, name, handle) for role in roles for name, handle in self._fleet.role(role)]
         calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for _, name, handle in asked]
         answers = await outcomes(calls, phase="collect metrics", timeout_s=timeout_s)
@@ -66,7 +74,13 @@ class Usage:
             if role == "rollout" and "groups" in now:
                 self._groups[name] += gained["groups"]
         means = {phase: sum(values) / max(1, len(values)) for phase, values in seconds.items()}
-        return StepUsage(means, tokens / samples if samples else None, dropped, group_metrics(self._groups))
+        return StepUsage(
+            means,
+            tokens / samples if samples else None,
+            dropped,
+            group_metrics(self._groups, self._throughout),
+            {key: float(sum(role == other for other, _, _ in asked)) for role, key in COUNTS.items() if role in roles},
+        )
 
 
 def gained_since(before: Counters, now: Counters) -> Counters:
@@ -80,13 +94,17 @@ def gained_since(before: Counters, now: Counters) -> Counters:
     return {key: value - (0.0 if is_another else before.get(key, 0.0)) for key, value in numbers.items()}
 
 
-def group_metrics(groups: Mapping[str, float]) -> dict[str, float]:
-    """Groups sampled by each engine, and how unevenly: the busiest one's over the laziest one's.
+def group_metrics(groups: Mapping[str, float], throughout: Collection[str]) -> dict[str, float]:
+    """Groups sampled by each engine, and how unevenly: the busiest one's over the laziest one's. `throughout`: those
+    that were there all the time, which alone can be compared.
 
-    >>> group_metrics({"Rollout-0": 6.0, "Rollout-1": 4.0})
+    >>> group_metrics({"Rollout-0": 6.0, "Rollout-1": 4.0}, ["Rollout-0", "Rollout-1"])
     {'rollout/groups/Rollout-0': 6.0, 'rollout/groups/Rollout-1': 4.0, 'rollout/groups_spread': 1.5}
+    >>> group_metrics({"Rollout-0": 6.0, "Rollout-1": 4.0}, ["Rollout-0"])
+    {'rollout/groups/Rollout-0': 6.0, 'rollout/groups/Rollout-1': 4.0}
     """
     metrics = {f"rollout/groups/{name}": count for name, count in groups.items()}
-    if len(groups) > 1:
-        metrics["rollout/groups_spread"] = max(groups.values()) / max(1.0, min(groups.values()))
+    compared = [count for name, count in groups.items() if name in throughout]
+    if len(compared) > 1:
+        metrics["rollout/groups_spread"] = max(compared) / max(1.0, min(compared))
     return metrics

@@ -63,6 +63,8 @@ class StoreClient:
         self._columns: dict[str, Column] = {}
         self._stages: dict[str, StageSpec] = {}
         self._undoing: set[asyncio.Task[None]] = set()
+        self.has_retired = False
+        """It asks for no more leases."""
 
     def _connect(self, handle: "Store | Any", node: str | None) -> None:
         self._link = link_to(handle, self._name, node)
@@ -105,7 +107,7 @@ class StoreClient:
 
         What is free is shared among those that ask (`service/waiting/sharing.py`). `owner`: who it is, for `describe`
         and `abandon`. `max_held`: for a client that asks whenever it holds fewer units of the stage, one of
-        `num_peers`. None when the store is closed.
+        `num_peers`. None when the store is closed, or this client has retired.
         """
         leases = await self._ask(LeaseRequest(stage, max_units, owner, max_held=max_held, num_peers=num_peers))
         return leases[0] if leases else None
@@ -229,6 +231,12 @@ class StoreClient:
         """Waiting leases return None, waiting producers raise `StoreClosed`."""
         await self._link.call("close", reason)
 
+    async def retire(self) -> None:
+        """Ask for no more leases: requests that wait, and all later ones, return None. What is held may be finished."""
+        self.has_retired = True
+        if self._known is not None:  # else nothing was asked
+            await self._link.call("retire", self._name)
+
     async def leave(self) -> None:
         """This end is no more, as if its process had ended: what it holds goes back, and what waits for a store of
         another process raises `PartnerGone`. A second time changes nothing."""
@@ -248,6 +256,8 @@ class StoreClient:
     async def _ask(self, ask: LeaseRequest) -> list[Lease] | None:
         """None when the store has closed. Whatever else goes wrong, it leaves nobody waiting and nothing leased."""
         await self.spec()
+        if self.has_retired:
+            return None
         ask = replace(ask, client=self._name, ticket=next(self._tickets))
         self._heartbeat.asked(ask.ticket)
         try:

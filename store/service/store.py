@@ -176,6 +176,10 @@ class Store:
         self._consumers[stage].withdraw(client, ticket)
         self._release_all(self._clients.given(client, (ticket,)))
 
+    async def retire(self, client: str) -> None:
+        """It asks for no more leases: its requests return None, and others share without it. What it holds stays."""
+        self._waiters.retire(client)
+
     async def lease_shared(
         self, stage: str, number: int, rank: int, num_ranks: int, max_units: int, owner: str
     ) -> Granted | None:

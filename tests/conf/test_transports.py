@@ -30,6 +30,7 @@ ALONE = LoraConfig(rank=8, publish="adapter")
     [
         (run(), "shm"),
         (run(trainer_gpus=1), "shm"),
+        (run(trainer_gpus=1, engine_gpus=1, num_workers="auto"), "shm"),  # engines that come later cannot meet ranks
         (run(engine_gpus=1), "shm"),
         (run(trainer_gpus=1, engine_gpus=1), "nccl"),
         (run(trainer_gpus=0.5, engine_gpus=0.5), "ipc"),
@@ -62,6 +63,7 @@ def test_auto_takes_what_fits_the_placement(config, expected):
         (run("ipc", 1, 1), r"transport=ipc: .* must share a GPU, and trainer.num_gpus_per_rank=1 and .*=1 give"),
         (run("nccl", 0.5, 0.5), r"transport=nccl: NCCL cannot connect two processes on one GPU"),
         (run("ipc", 0.5, 0.5, num_workers=2), r"rollout.num_workers=2 engines .* trainer.num_ranks=1"),
+        (run("nccl", 1, 1, num_workers="auto"), r"transport=nccl: .* rollout.num_workers=auto lets engines come later"),
         (run("ipc", 0.5, 0.5, ranks=2, tensor_parallel_size=2), r"tensor_parallel_size=2 meet trainer.num_ranks=2"),
         (run("nccl", 1, 1, lora=ALONE), r"transport=nccl: it streams whole models, and trainer.lora.publish=adapter"),
         (run("ipc", 0.5, 0.5, lora=ALONE), r"transport=ipc: it streams whole models"),

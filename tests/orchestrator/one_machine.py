@@ -20,7 +20,7 @@ class OneMachine:
     def teams(self, *roles: str) -> list[list[str]]:
         return [[name] for role in roles for name, _ in self._role(role)]
 
-    async def present(self, role: str) -> list[tuple[str, Any]]:
+    async def present(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
         return list(self._role(role))
 
     def remove(self, names: Collection[str]) -> None:

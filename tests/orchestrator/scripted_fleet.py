@@ -21,6 +21,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller
+from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import JsonLines, Sink
@@ -35,6 +36,7 @@ from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
 from penstock.workers.rollout.worker import RolloutWorker
+from penstock.workers.serving import Serving
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from tests.orchestrator.one_machine import OneMachine
 from tests.orchestrator.one_node import on_one_node
@@ -122,16 +124,22 @@ class Prompts(Member):
 class Rollout(Member):
     """The real pull loop over a scripted engine, which like any engine starts with version 0."""
 
-    def __init__(self, name: str, config: RunConfig, group_size: int, random: Random, pause: Pause) -> None:
+    def __init__(
+        self, name: str, config: RunConfig, group_size: int, random: Random, pause: Pause, num_peers: int
+    ) -> None:
         self._pause = pause
         self.engine = ScriptedEngine(TimeModel(tokens_per_s=10.0), length=lambda *_: int(random.paretovariate(1.2) * 3))
         self.worker = RolloutWorker(
             self.engine, Sampling.of(config.rollout.sampling), name, 0, num_samples=group_size,
-            max_concurrent_samples=config.rollout.max_concurrent_samples, num_workers=config.rollout.num_workers,
+            max_concurrent_samples=config.rollout.max_concurrent_samples, num_workers=num_peers,
         )  # fmt: skip
+        self._serving = Serving(self.worker.run)
 
     async def run(self, store: Any) -> None:
-        await self.worker.run(StoreClient(store))
+        await self._serving.run(store)
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._serving.drain(timeout_s)
 
     async def load(self, publication: Publication) -> None:
         await self._pause(2.0)
@@ -146,9 +154,15 @@ class Stage(Member):
 
     def __init__(self, name: str, stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause) -> None:
         self._name, self._stage, self._values, self._pause = name, stage, values, pause
+        self._serving = Serving(self._serve)
 
     async def run(self, store: Any) -> None:
-        client = StoreClient(store)
+        await self._serving.run(store)
+
+    async def drain(self, timeout_s: float) -> None:
+        await self._serving.drain(timeout_s)
+
+    async def _serve(self, client: StoreClient) -> None:
         async with client.leases(self._stage, 4, self._name) as leases:
             async for lease in leases:
                 await self._pause(0.5)
@@ -199,16 +213,23 @@ class ScriptedFleet(OneMachine):
         self.flow, self.store, self.resumed, self.model_path = flow, store, resumed, "/"
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
-        self._pause = pause
+        self._pause, self._joined = pause, 0
         size, num_ranks = flow.samples_per_prompt, config.trainer.num_ranks
         self._makers: dict[str, tuple[str, Callable[[], Member]]] = {}
         """Role, and what makes one, by name."""
         self._is("prompts", "Prompts", lambda _: Prompts(config.trainer.groups_per_step))
-        for index in range(config.rollout.num_workers):
-            self._is("rollout", f"Rollout-{index}", lambda name: Rollout(name, config, size, random, pause))
+        num_engines = config.rollout.least_workers
+        self._more: dict[str, Callable[[str], Member]] = {
+            "rollout": lambda name: Rollout(name, config, size, random, pause, 1),
+            "reward": lambda name: Stage(name, "reward", _reward, pause),
+        }
+        """What makes one more of a role."""
+        for index in range(num_engines):
+            name = f"Rollout-{index}"
+            self._is("rollout", name, lambda name: Rollout(name, config, size, random, pause, num_engines))
         for rank in range(num_ranks):
             self._is("trainer", f"Trainer-{rank}", lambda _, rank=rank: Trainer(store, rank, num_ranks, pause))
-        self._is("reward", "Reward-0", lambda name: Stage(name, "reward", _reward, pause))
+        self._is("reward", "Reward-0", self._more["reward"])
         for stage in flow.stages:
             if stage.kind == "compute" and not stage.is_in_trainer:
                 values = _column(stage.writes[0].name)
@@ -219,14 +240,18 @@ class ScriptedFleet(OneMachine):
     def _is(self, role: str, name: str, make: Callable[[str], Member]) -> None:
         self._makers[name] = role, partial(make, name)
 
-    def role(self, role: str) -> list[tuple[str, Any]]:
+    def role(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
         return [(name, handle) for name, handle in self._handles.items() if self._makers[name][0] == role]
+
+    @property
+    def plan(self) -> list[ActorPlan]:
+        return [ActorPlan(name, role, stage=role) for name, (role, _) in self._makers.items()]
 
     @property
     def actors(self) -> dict[str, Any]:
         return self._handles
 
-    async def present(self, role: str) -> list[tuple[str, Any]]:
+    async def present(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
         while not (members := self.role(role)):
             await asyncio.sleep(0.1)
         return members
@@ -263,6 +288,36 @@ class ScriptedFleet(OneMachine):
 
     def add(self, members: list[tuple[str, Any]]) -> None:
         self._handles |= dict(members)
+
+    # Members that join and leave: what a fleet's `growth` does.
+
+    @property
+    def growth(self) -> "ScriptedFleet":
+        return self
+
+    later_nodes = ()
+
+    def first_stage(self, role: str) -> str:
+        return role
+
+    def place_of(self, name: str) -> str:
+        return "node"
+
+    async def enlarge(self, role: str, stage: str | None) -> str:
+        await self._pause(2.0)
+        self._joined += 1
+        name = f"{role.title()}-{100 + self._joined}"
+        self._is(role, name, self._more[role])
+        return name
+
+    def take_out(self, name: str) -> tuple[str, Any]:
+        del self._makers[name]
+        return name, self._handles.pop(name, None)
+
+    async def end(self, name: str, handle: Any) -> None:
+        await self._pause(1.0)
+        if handle is not None:
+            handle.kill()
 
 
 def _stage(stage: str, values: Callable[[Any], dict[str, Any]], pause: Pause, name: str) -> Stage:

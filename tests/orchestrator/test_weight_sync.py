@@ -2,9 +2,12 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from penstock.conf.errors import WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
 from penstock.orchestrator.weight_relays import RelayNodes
@@ -52,4 +55,64 @@ def test_between_nodes_relays_are_told_of_a_version_before_it_is_written_and_wai
         "x begin_version", "y begin_version", "a begin_version", "trainer-0 publish", "trainer-1 publish",
         "a wait_for_version", "y wait_for_version", "rollout-0 load", "rollout-1 load",
         "x reclaim_versions", "y reclaim_versions", "a reclaim_versions",
+    ]  # fmt: skip
+
+
+def test_an_engine_on_a_node_that_joins_is_sent_the_next_version_and_loads_that() -> None:
+    actors = NotingActors({"trainer": 1, "rollout": 1})
+    where = {"trainer-0": "x", "rollout-0": "x", "rollout-1": "a"}
+    agents = {node: (node, actors.handle(node)) for node in "xa"}
+    addresses = {node: Address(node, 1) for node in "xa"}
+    actors.relay_nodes = RelayNodes(where, agents, addresses)
+    newcomer = [("rollout-1", actors.handle("rollout-1"))]
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        await sync.load(await sync.publish(1))
+        assert actors.said == ["trainer-0 publish", "rollout-0 load", "x reclaim_versions"]
+        actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
+        coming = asyncio.ensure_future(sync.catch_up(newcomer))
+        await asyncio.sleep(0.2)
+        assert not coming.done()
+        actors.said.clear()
+        await sync.load(await sync.publish(2))
+        await coming
+
+    asyncio.run(body())
+    assert actors.said == [
+        "trainer-0 plan_chunks", "x plan_chunks", "a plan_chunks", "x begin_version", "a begin_version",
+        "trainer-0 publish", "a wait_for_version", "x wait_for_version", "rollout-0 load", "x reclaim_versions",
+        "a reclaim_versions", "rollout-1 load",
+    ]  # fmt: skip
+
+
+def test_a_node_whose_engines_are_gone_is_told_nothing_and_one_that_dies_holds_nobody_up() -> None:
+    actors = NotingActors({"trainer": 1, "rollout": 1})
+    where = {"trainer-0": "x", "rollout-0": "x", "rollout-1": "a"}
+    agents = {node: (node, actors.handle(node)) for node in "xa"}
+    addresses = {node: Address(node, 1) for node in "xa"}
+    actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
+
+    class Dead:
+        def __getattr__(self, method: str) -> Any:
+            async def remote(*_: Any) -> None:
+                raise WorkerDied("Agent-a has died")
+
+            return SimpleNamespace(remote=remote)
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        actors.relay_nodes = RelayNodes(where, agents | {"a": ("a", Dead())}, addresses, ["rollout-0", "rollout-1"])
+        actors.said.clear()
+        await sync.load(await sync.publish(1))
+        assert actors.said[-2:] == ["rollout-0 load", "x reclaim_versions"]
+        actors.relay_nodes = RelayNodes(where, {"x": agents["x"]}, addresses, ["rollout-0"])
+        actors.said.clear()
+        await sync.load(await sync.publish(2))
+
+    asyncio.run(body())
+    assert actors.said == [
+        "x begin_version", "trainer-0 publish", "x wait_for_version", "rollout-0 load", "x reclaim_versions",
     ]  # fmt: skip

@@ -128,6 +128,33 @@ def test_an_engine_goes_on_with_another_store_and_gives_up_what_was_in_flight() 
     run(body)
 
 
+@pytest.mark.parametrize(("drain_s", "finished"), [(10.0, 4), (0.0, 0)])
+def test_who_drains_finishes_what_it_has_in_time_takes_nothing_more_and_gives_back_the_rest(
+    drain_s: float, finished: int
+) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        engine = Watched(TimeModel(latency_s=0.2))
+        worker = RolloutWorker(engine, Sampling(max_tokens=3), "Rollout-1", 0, num_samples=2, max_concurrent_samples=8)
+        serving = Serving(worker.run)
+        running = asyncio.create_task(serving.run(store))
+        await client.put_groups([group(), group()])
+        await asyncio.sleep(0.05)
+        draining = asyncio.create_task(serving.drain(drain_s))
+        await asyncio.sleep(0.01)
+        await client.put_groups([group(), group()])
+        other = StoreClient(store)  # it needs not wait for one that takes nothing more
+        lease = await asyncio.wait_for(other.lease("rollout", 4, "Rollout-2", max_held=4), 1)
+        assert lease is not None
+        await asyncio.wait_for(draining, 5)
+        await running  # without an error
+        assert (await store.stats()).get("completed/rollout", 0) == finished
+        assert engine.given_up == (0 if finished else 2)
+        assert [held.owner for held in store.ledger.residents.leases.held.values()] == ["Rollout-2"]
+        await serving.drain(1.0)  # nothing to do
+
+    run(body)
+
+
 def test_an_actor_whose_store_was_killed_serves_the_next(tmp_path: Path) -> None:
     config = RolloutConfig(engine="scripted", sampling=SamplingConfig(max_tokens=3))
     spec = RolloutSpec("Rollout-1", config, "", 1, 0, group_size=2)

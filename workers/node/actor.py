@@ -5,6 +5,7 @@
 import asyncio
 import os
 from pathlib import Path
+from typing import Any
 
 import ray
 
@@ -13,6 +14,7 @@ from penstock.workers import processes, stacks
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_set import FileSet
+from penstock.workers.node.mailbox import Mailbox
 from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.chain.plan import ChunkPlan
@@ -31,6 +33,7 @@ class NodeAgent:
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
         self._agent = agent.NodeAgent(root, node, ray.util.get_node_ip_address(), token, span, files_dir, spill_dir)
         self._closed = asyncio.Event()
+        self._mailbox = Mailbox()
 
     async def facts(self) -> NodeFacts:
         return self._agent.facts
@@ -38,6 +41,18 @@ class NodeAgent:
     async def run(self) -> None:
         """Returns when it is closed: a call that fails before says that the node, or the agent, is gone."""
         await self._closed.wait()
+
+    async def ask(self, question: Any) -> Any:
+        """Of the run's controller, on the driver's node. Plain data. None: the run has ended."""
+        return await self._mailbox.ask(question)
+
+    async def take_question(self) -> tuple[int, Any]:
+        """The controller: the next question and its number."""
+        return await self._mailbox.take()
+
+    async def answer(self, number: int, answer: Any) -> None:
+        """The controller, to a question."""
+        self._mailbox.answer(number, answer)
 
     async def plan_chunks(self, plan: ChunkPlan) -> None:
         """Of every version of the weights from now on."""
@@ -118,5 +133,6 @@ class NodeAgent:
 
     async def close(self) -> None:
         """Remove the run's directory of this node."""
+        self._mailbox.close()
         await asyncio.to_thread(self._agent.close)
         self._closed.set()

@@ -54,6 +54,11 @@ class Reward:
     async def run(self, store: Any) -> None:
         await self._serving.run(store)
 
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more samples and finish those that are here; what is not done after so many seconds goes back. Then
+        `run` has returned."""
+        await self._serving.drain(timeout_s)
+
     async def score(self, tasks: Sequence[str], responses: Sequence[str]) -> list[Result]:
         """One reward a response; `tasks` are the rows' `task` column (JSON)."""
         return await self._worker.score(tasks, responses)

@@ -5,6 +5,7 @@ call after each training step; `generate` serves evaluation and the imperative A
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -22,6 +23,9 @@ from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
 from penstock.workers.weights.streaming.engine_calls import ReceivingEngine
 from penstock.workers.weights.transport import Delivery, Info, Part
+
+LOOK_S = 0.05
+"""Between two looks at an engine that is to finish."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,8 @@ class RolloutSpec:
     """Those are adapters of this kind; None: whole models."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
     """Of each phase of a weight sync."""
+    num_peers: int = 1
+    """Engines that start with this one, itself included: they share the groups from the first on."""
 
 
 class Rollout:
@@ -73,7 +79,7 @@ class Rollout:
             max_concurrent_samples=spec.config.max_concurrent_samples,
             generate_timeout_s=spec.config.generate_timeout_s,
             greedy=greedy,
-            num_workers=spec.config.num_workers,
+            num_workers=spec.num_peers,
         )
 
     async def start(self) -> None:
@@ -83,6 +89,14 @@ class Rollout:
     async def run(self, store: Any) -> None:
         """Serve the store's rollout stages until it closes."""
         await self._serving.run(store)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more groups, finish those that are here, and the calls of `generate`; what is not done after so many
+        seconds goes back. Then `run` has returned."""
+        give_up = time.monotonic() + timeout_s
+        await self._serving.drain(timeout_s)
+        while self._engine.sampled().num_in_flight and time.monotonic() < give_up:
+            await asyncio.sleep(LOOK_S)
 
     async def generate(
         self, prompts: Sequence[Sequence[int]], num_samples: int, samplings: Sequence[Sampling]

@@ -65,12 +65,14 @@ class RolloutWorker:
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0}
 
     async def run(self, store: StoreClient) -> None:
-        """Raises `WorkerDied` and `DeadlineExceeded` of the engine. However it ends, groups in flight are cancelled."""
+        """Raises `WorkerDied` and `DeadlineExceeded` of the engine. However it ends, groups in flight are cancelled; a
+        client that has retired finishes them first."""
         groups: set[asyncio.Task[None]] = set()
         asking: asyncio.Task[Lease | None] | None = None
         try:
-            while True:
-                if asking is None and len(groups) < self._max_groups:
+            takes_more = True
+            while takes_more or groups:
+                if takes_more and asking is None and len(groups) < self._max_groups:
                     asking = asyncio.create_task(self._ask(store))
                 waits = groups | ({asking} if asking is not None else set())
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
@@ -79,9 +81,12 @@ class RolloutWorker:
                     task.result()
                 if asking is not None and asking in done:
                     lease, asking = asking.result(), None
-                    if lease is None:
+                    if lease is not None:
+                        groups |= self._started(store, lease)
+                    elif store.has_retired:
+                        takes_more = False
+                    else:
                         return
-                    groups |= self._started(store, lease)
         finally:
             await cancel_all(groups | ({asking} if asking is not None else set()))
 

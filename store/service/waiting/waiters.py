@@ -31,10 +31,14 @@ class Waiters:
 
     def left(self, client: str) -> None:
         """It waits for nothing, and those that are left share without it."""
+        self._puts.left(client)
+        self.retire(client)
+
+    def retire(self, client: str) -> None:
+        """The same, of leases alone: it will not ask for any again."""
         for consumers in self.consumers.values():
             consumers.left(client)
             consumers.withdraw(client)
-        self._puts.left(client)
         self._pump.wake_all_stages()
 
     def describe(self) -> dict[str, Any]:

@@ -37,6 +37,17 @@ def test_losses_are_counted_by_role_and_seconds_once_however_many_are_lost() -> 
     assert book.metrics(100.0) == {"faults/reward": 1.0, "faults/rollout": 2.0, "faults/lost_s": 11.5}
 
 
+def test_who_leaves_while_it_is_lost_is_lost_no_longer() -> None:
+    book = book_of()
+    lose(book, "Rollout-0", 10.0, 1)
+    lose(book, "Rollout-1", 10.0, 1)
+    book.gone("Rollout-1", 12.0)
+    bring_back(book, "Rollout-0", 13.0)
+    assert book.metrics(100.0) == {"faults/rollout": 2.0, "faults/lost_s": 3.0}
+    book.gone("Reward-0", 101.0)  # one that was never lost
+    assert book.state("Rollout-1") is State.SERVING
+
+
 def test_a_run_without_losses_has_lost_no_time() -> None:
     assert book_of().metrics(50.0) == {"faults/lost_s": 0.0}
 

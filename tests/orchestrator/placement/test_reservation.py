@@ -1,6 +1,7 @@
 """Actors of a run are where the plan says, on nodes of Ray that share this machine: scheduling is real, memory is not
 apart."""
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -52,6 +53,30 @@ def test_every_actor_of_a_fleet_is_on_its_node(three_nodes: str, small_run: list
         ]
         found = dict(zip(handles, ray.get(calls, timeout=120), strict=True))
         assert found == {name: node.id for name, node in expected.node_of.items()}
+    finally:
+        fleet.close()
+
+
+def test_a_fleet_that_follows_the_cluster_fills_it_and_gives_back_what_joined(
+    three_nodes: str, small_run: list[str], tmp_path: Path
+) -> None:
+    config = load_config([*small_run, "rollout.engine=hf", "rollout.num_workers=auto", f"output_dir={tmp_path}"])
+    flow = build_dataflow(config.algorithm)
+    agents = NodeAgents("follows", "follows", config.cluster)
+    fleet = Fleet(plan_actors(flow, config), config, flow, config.model.path, "follows", agents)
+    try:
+        fleet.create()
+        names = [name for name, _ in fleet.role("rollout")]
+        assert names == [f"Rollout-{number}" for number in range(4)]  # groups of a step
+        assert len({fleet.growth.place_of(name) for name in names}) >= 2
+        assert fleet.growth.num_engines_more() == 0
+        for name in ("Rollout-3", "Rollout-0"):
+            asyncio.run(fleet.end(*fleet.take_out(name)))
+        assert fleet.growth.num_engines_more() == 2
+        free = sum(node.cpus for node in free_nodes())
+        more = [asyncio.run(fleet.growth.enlarge("rollout", "rollout")) for _ in range(2)]
+        assert more == ["Rollout-4", "Rollout-5"]
+        assert sum(node.cpus for node in free_nodes()) == free - 1  # one has what Rollout-0 had
     finally:
         fleet.close()
 

@@ -1,0 +1,50 @@
+"""`penstock scale RUN rollout=+2`: carries a wish to the run's controller, from another process, and tells what came
+of it.
+
+The run is found by its `cluster.json`; the agent on the driver's node has the mailbox that the controller empties
+(`ear.py`). The wish is granted whether or not anybody waits for the answer.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from penstock.conf.errors import CannotScale, ResourceError
+from penstock.orchestrator.elastic.wishes import Wish
+from penstock.orchestrator.recording.connection import at_run
+from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
+
+PATIENCE_S = 60.0
+"""Beyond what starting and draining may take."""
+
+
+def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[list[str], list[str]]:
+    """What was done, one line a role, and what was not. Raises `CannotScale` for what cannot be, `ConfigError` if `run`
+    is no run, `ResourceError` if it does not answer."""
+    for text in texts:
+        Wish.of(text)
+    directory = RunDirectory.open(run)
+    turns = [event for event in directory.read_events() if event["kind"] in (*STARTS, *ENDS)]
+    if turns and turns[-1]["kind"] in ENDS:
+        raise CannotScale(f"{directory.path.name}: the run is over ({turns[-1]['kind']} at {turns[-1]['time']}).")
+    if not directory.cluster_file.is_file():
+        raise CannotScale(f"{directory.path.name}: it has not started its actors yet. Ask again in a moment.")
+    rollout = yaml.safe_load(directory.config_file.read_text())["rollout"]
+    longest_s = PATIENCE_S + 2 * rollout["start_timeout_s"] + (rollout["drain_s"] if drain_s is None else drain_s)
+    with at_run(directory, "the controller") as found:
+        import ray  # late: it reads its environment when it is imported
+
+        agent = ray.get_actor(f"Agent-{found['host']}", namespace=found["namespace"])
+        try:
+            answer: Any = ray.get(agent.ask.remote((list(texts), drain_s)), timeout=longest_s)
+        except ray.exceptions.GetTimeoutError:
+            raise ResourceError(
+                f"{directory.path.name}: no answer within {longest_s:g} s. The run goes on with it: see `joined` and "
+                f"`left` in {directory.path}/events.jsonl."
+            ) from None
+    if answer is None:
+        raise CannotScale(f"{directory.path.name}: the run ended before it could be done.")
+    if answer["refused"]:
+        raise CannotScale(answer["refused"])
+    return answer["done"], answer["problems"]

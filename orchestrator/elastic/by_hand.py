@@ -1,0 +1,74 @@
+"""`session.rollouts` and `session.rewards`: more or fewer of them, in a loop of one's own. Used by `session.py`."""
+
+import asyncio
+from typing import Any
+
+from penstock.conf.errors import CannotScale, PenstockError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.elastic.wishes import Wish, change_of, who_leaves
+from penstock.orchestrator.faults.supervisor import CatchUp
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.ray_calls import outcomes
+
+GRACE_S = 30.0
+"""Beyond its drain time, for a member to say that it has finished."""
+
+
+class ByHand:
+    """The members of one role.
+
+    session.rollouts.add(2)                    # returns once they serve the newest weights
+    session.rollouts.remove(1, drain_s=30.0)   # the last that came
+    """
+
+    def __init__(self, role: str, fleet: Fleet, config: RunConfig, catch_up: CatchUp | None) -> None:
+        """`catch_up`: what new ones do before they are there; None: there can be none."""
+        self._role, self._fleet, self._config, self._catch_up = role, fleet, config, catch_up
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    async def added(self, count: int) -> list[str]:
+        """Their names. Raises `CannotScale`, `ResourceError`, and what one of them failed with; then none has come."""
+        self._check(count, is_more=True)
+        assert self._catch_up is not None
+        names: list[str] = []
+        try:
+            for _ in range(count):
+                names.append(await self._fleet.growth.enlarge(self._role, self._fleet.first_stage(self._role)))
+            teams = await asyncio.gather(*(self._fleet.replace([name]) for name in names))
+            members = [member for team in teams for member in team]
+            await self._catch_up(members)
+        except PenstockError:
+            for name in names:
+                await self._fleet.end(*self._fleet.take_out(name))
+            raise
+        self._fleet.add(members)
+        return names
+
+    async def removed(self, count: int, drain_s: float | None) -> list[str]:
+        """Their names. Raises `CannotScale`."""
+        self._check(-count, is_more=False)
+        drain_s = self._config.rollout.drain_s if drain_s is None else drain_s
+        leaving = who_leaves(self._names, count)
+        members = [(name, handle) for name, handle in self._fleet.role(self._role) if name in leaving]
+        taken = [self._fleet.take_out(name) for name in leaving]
+        calls: list[tuple[str, Any]] = [(name, handle.drain.remote(drain_s)) for name, handle in members]
+        await outcomes(calls, phase="drain", timeout_s=drain_s + GRACE_S)
+        await asyncio.gather(*(self._fleet.end(*one) for one in taken))
+        return leaving
+
+    @property
+    def _names(self) -> list[str]:
+        stage = self._fleet.first_stage(self._role)
+        return [actor.name for actor in self._fleet.plan if (actor.role, actor.stage) == (self._role, stage)]
+
+    def _check(self, change: int, *, is_more: bool) -> None:
+        if (is_more and change < 1) or (not is_more and change > -1):
+            raise CannotScale(f"{self._role}: {abs(change)} is no number of members to add or remove.")
+        if self._catch_up is None:
+            raise CannotScale(
+                f"{self._role}: engines and the trainer's ranks met at the start, as they share devices "
+                "(placement=colocated) or stream weights (weights.transport). Start with another rollout.num_workers."
+            )
+        change_of(Wish(self._role, change, is_change=True), len(self), {})

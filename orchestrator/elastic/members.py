@@ -1,0 +1,261 @@
+"""Who serves in a run: those of the start, those that join while it goes on, and those that leave.
+
+    join   room and a node (`growth.py`) ─▶ another starts ─▶ it loads the newest weights ─▶ serving
+    leave  it takes no more leases ─▶ finishes what it has ─▶ gives back the rest ─▶ its process ends
+
+Nobody else waits for any of it. Who joins is kept serving like the others (`faults/supervisor.py`). A node that is
+there for members that joined may leave: they are gone with it, and the run goes on. Used by `controller.py`.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import CannotScale, PartnerGone, PenstockError
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.elastic.wishes import ROLES, Done, Wish, change_of, who_leaves
+from penstock.orchestrator.failures import first_line, held_back
+from penstock.orchestrator.faults.supervisor import CatchUp, Supervisor, nothing_to_catch_up
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.ray_calls import outcomes, translate
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.weight_sync import WeightSync
+from penstock.store.client.client import StoreClient
+from penstock.store.errors import StoreError
+
+GRACE_S = 30.0
+"""Beyond its drain time, for a member to say that it has finished."""
+
+
+class Members:
+    """Lifecycle: `begin` in the controller's task group, `serve` the roles one after the other, then `change` any
+    number of times, `close`."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        flow: Dataflow,
+        config: RunConfig,
+        store: StoreClient,
+        supervisor: Supervisor,
+        catch_up: Mapping[str, CatchUp],
+        directory: RunDirectory,
+        progress: Progress,
+    ) -> None:
+        """`catch_up`: what new members of a role do before they serve; roles that are not in it take none."""
+        self.staying = asyncio.Lock()
+        """Held by who needs those that are there to stay for a while."""
+        self._fleet, self._flow, self._config, self._store = fleet, flow, config, store
+        self._supervisor, self._catch_up = supervisor, catch_up
+        self._directory, self._progress = directory, progress
+        self._tasks: asyncio.TaskGroup | None = None
+        self._until_end: list[asyncio.Task[Any]] = []
+        self._watched: set[str] = set()
+        """Nodes that may leave."""
+        self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
+        self._joining: dict[str, asyncio.Task[str]] = {}
+        """By name."""
+
+    def begin(self, tasks: asyncio.TaskGroup) -> None:
+        self._tasks = tasks
+        for name, handle in self._fleet.role("agent"):
+            self.until_end(held_back(self._watch(name, handle)))
+
+    def until_end(self, work: Any) -> None:
+        """A task that ends with the serving, and whose failure ends the run."""
+        assert self._tasks is not None
+        self._until_end.append(self._tasks.create_task(work))
+
+    def serve(self, *roles: str) -> None:
+        """Let actors pull from the store by themselves. Engines and rewards that are there for evaluation only do
+        not."""
+        for role in roles:
+            if role not in ROLES or self._flow.of_kind(role):
+                for team in self._fleet.teams(role):
+                    self._keep(role, team)
+        self._watch_later_nodes()
+
+    def close(self) -> None:
+        """Nobody joins or leaves any more."""
+        for task in self._until_end:
+            task.cancel()
+
+    def num_present(self, role: str) -> int:
+        """Those that are there or to come: of one stage."""
+        stages = self._stages(role)
+        return len(stages[0][1]) if stages else 0
+
+    async def change(self, wishes: Sequence[Wish], drain_s: float | None = None) -> list[Done]:
+        """Grant wishes, one role each, all of them or none: what came of each. `drain_s`: for those that leave to
+        finish what they have; None: `rollout.drain_s`. Raises `CannotScale`."""
+        async with self._changing:
+            if len({wish.role for wish in wishes}) < len(wishes):
+                raise CannotScale(f"{' '.join(map(str, wishes))}: one wish a role.")
+            refusals = self._refusals()
+            changes = [(wish.role, change_of(wish, self.num_present(wish.role), refusals)) for wish in wishes]
+            drain_s = self._config.rollout.drain_s if drain_s is None else drain_s
+            return list(await asyncio.gather(*(self._change(role, change, drain_s) for role, change in changes)))
+
+    async def _change(self, role: str, change: int, drain_s: float) -> Done:
+        done = Done(role, self.num_present(role))
+        if change > 0:
+            names = await self._make_room(role, change, done)
+            for name in names:
+                self._joining[name] = asyncio.ensure_future(self._join(role, name))
+            joining = [self._joining[name] for name in names]
+            try:
+                results = await asyncio.gather(*joining, return_exceptions=True)
+            finally:
+                for name, task in zip(names, joining, strict=True):
+                    task.cancel()
+                    del self._joining[name]
+            for name, result in zip(names, results, strict=True):
+                if isinstance(result, str):
+                    done.joined.append(f"{name} on {result}")
+                elif isinstance(result, PenstockError):
+                    done.problems.append(f"{name} did not start: {first_line(result)}")
+                elif isinstance(result, asyncio.CancelledError):
+                    done.problems.append(f"{name} is gone with its node.")
+                else:
+                    raise result
+        leaving = [name for _, names in self._stages(role) for name in who_leaves(names, -change)] if change < 0 else []
+        await asyncio.gather(*(self._leave(role, name, drain_s) for name in leaving))
+        done.left = leaving
+        done.after = self.num_present(role)
+        return done
+
+    async def _make_room(self, role: str, count: int, done: Done) -> list[str]:
+        """Names of those that can join, one after the other planned. What keeps others from it is a problem."""
+        names: list[str] = []
+        for _ in range(count):
+            for stage, _ in self._stages(role):
+                try:
+                    async with self._making_room:
+                        names.append(await self._fleet.growth.enlarge(role, stage))
+                except PenstockError as error:
+                    done.problems.append(str(error))
+                    self._directory.event("join_failed", role=role, error=type(error).__name__, message=str(error))
+                    return names
+                self._watch_later_nodes()
+        return names
+
+    async def _join(self, role: str, name: str) -> str:
+        """Its node. Raises why it does not serve."""
+        began, place = time.monotonic(), self._fleet.growth.place_of(name)
+        try:
+            members = await self._fleet.replace([name])
+            await self._catch_up[role](members)
+            self._fleet.add(members)
+        except BaseException as error:
+            if self._is_planned(name):
+                await self._fleet.end(*self._fleet.take_out(name))
+            if isinstance(error, PenstockError):
+                facts = {"role": role, "member": name, "node": place, "error": type(error).__name__}
+                self._directory.event("join_failed", **facts, message=str(error))
+                self._progress.note(f"{name} cannot join: {first_line(error)}")
+            raise
+        self._keep(role, [name])
+        self._tell("joined", role, name, place, time.monotonic() - began)
+        return place
+
+    async def _leave(self, role: str, name: str, drain_s: float) -> None:
+        began, place = time.monotonic(), self._fleet.growth.place_of(name)
+        self._supervisor.let_go(name)
+        if (handle := self._fleet.actors.get(name)) is not None:  # else it was lost, and has nothing to finish
+            await outcomes([(name, handle.drain.remote(drain_s))], phase="drain", timeout_s=drain_s + GRACE_S)
+        async with self.staying:
+            if not self._is_planned(name):  # its node has left meanwhile
+                return
+            taken = self._fleet.take_out(name)
+        await self._fleet.end(*taken)
+        with contextlib.suppress(StoreError):  # what it could not give back itself
+            await self._store.abandon(name)
+        self._tell("left", role, name, place, time.monotonic() - began)
+
+    def _tell(self, kind: str, role: str, name: str, place: str, seconds: float) -> None:
+        step = self._supervisor.step
+        self._directory.event(kind, role=role, member=name, node=place, step=step, seconds=round(seconds, 3))
+        self._progress.note(f"{name} has {kind} on {place}, after {seconds:.1f} s")
+
+    def _keep(self, role: str, team: Sequence[str]) -> None:
+        assert self._tasks is not None
+        keeping = self._supervisor.keep(role, team, self._catch_up.get(role))
+        self._tasks.create_task(held_back(keeping))
+
+    def _stages(self, role: str) -> list[tuple[str | None, list[str]]]:
+        """Names of a role by stage, in the order in which they came."""
+        stages: dict[str | None, list[str]] = {}
+        for actor in self._fleet.plan:
+            if actor.role == role:
+                stages.setdefault(actor.stage, []).append(actor.name)
+        return list(stages.items())
+
+    def _refusals(self) -> dict[str, str]:
+        """Of roles that cannot change, why."""
+        found = {}
+        for role in ROLES:
+            if not self._flow.of_kind(role):
+                found[role] = f"the dataflow of {self._config.algorithm.name} has no {role} stage."
+            elif role not in self._catch_up:
+                found[role] = (
+                    "engines and the trainer's ranks met at the start, as they share devices (placement=colocated) or "
+                    "stream weights (weights.transport). Start the run with another rollout.num_workers."
+                )
+        return found
+
+    async def _watch(self, name: str, handle: Any) -> None:
+        """The agent of a node that the run stands on ends with it and not before."""
+        failure = await self._ended(name, handle)
+        self._supervisor.beyond_help("agent", name, failure)
+        raise failure from None
+
+    async def _watch_later(self, node: str, name: str, handle: Any) -> None:
+        """A node that may leave: its members are gone with it."""
+        failure = await self._ended(name, handle)
+        self._directory.event("node_left", node=name.removeprefix("Agent-"), message=first_line(failure))
+        gone = self._fleet.growth.names_on(node)
+        for member in gone:
+            if member in self._joining:
+                self._joining[member].cancel()
+            self._supervisor.let_go(member)
+            role, place = self._role_of(member), self._fleet.growth.place_of(member)
+            self._fleet.remove([member])
+            await self._fleet.end(*self._fleet.take_out(member))
+            with contextlib.suppress(StoreError):
+                await self._store.abandon(member)
+            self._tell("left", role, member, place, 0.0)
+        self._watched.discard(node)
+        self._fleet.growth.forget_node(node)
+
+    def _watch_later_nodes(self) -> None:
+        for node, name, handle in self._fleet.growth.later_nodes:
+            if node not in self._watched:
+                self._watched.add(node)
+                self.until_end(self._watch_later(node, name, handle))
+
+    async def _ended(self, name: str, handle: Any) -> Exception:
+        try:
+            await handle.run.remote()
+        except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
+            return translate(error, name)
+        return PartnerGone(f"{name} has ended before the run was over.")
+
+    def _is_planned(self, name: str) -> bool:
+        return any(actor.name == name for actor in self._fleet.plan)
+
+    def _role_of(self, name: str) -> str:
+        return next(actor.role for actor in self._fleet.plan if actor.name == name)
+
+
+def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
+    """What actors of each role that take the place of others, or join, do before they serve. Roles that are not in it
+    cannot be replaced alone: engines that share their devices with trainers, or are sent weights by them, have met
+    these at the start."""
+    catching: dict[str, CatchUp] = dict.fromkeys(("prompts", "reward", "compute", "scorer"), nothing_to_catch_up)
+    if weights.takes_newcomers and config.placement != "colocated":
+        catching["rollout"] = weights.catch_up
+    return catching

@@ -1,0 +1,77 @@
+"""What people wish: more or fewer members of a role. Pure: what a wish means for those that are there, why one cannot
+be granted, and how what came of it is told.
+
+    rollout=+2   two more       rollout=3   three in all       reward=-1   one less, of each reward stage
+
+Used by `members.py`, which does it, and by `asking.py`, which carries a wish there.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from penstock.conf.errors import CannotScale, suggest
+
+ROLES = ("rollout", "reward")
+"""That may have more members, and fewer."""
+PATTERN = re.compile(r"(?P<role>[a-z]+)=(?P<sign>[+-]?)(?P<number>\d+)")
+
+
+@dataclass(frozen=True)
+class Wish:
+    """`number` members in all, or so many more than there are."""
+
+    role: str
+    number: int
+    is_change: bool = False
+
+    @classmethod
+    def of(cls, text: str) -> "Wish":
+        """As it is typed. Raises `CannotScale`."""
+        found = PATTERN.fullmatch(text)
+        if found is None:
+            raise CannotScale(f"{text}: no wish. Write rollout=+2 for two more, rollout=-1 for one less, rollout=3.")
+        role, sign, number = found["role"], found["sign"], int(found["number"])
+        if role not in ROLES:
+            raise CannotScale(f"{text}: no role that may change while a run goes on{suggest(role, ROLES)}")
+        return cls(role, -number if sign == "-" else number, bool(sign))
+
+    def __str__(self) -> str:
+        return f"{self.role}={self.number:{'+' if self.is_change else ''}d}"
+
+
+def change_of(wish: Wish, num_present: int, refusals: Mapping[str, str]) -> int:
+    """How many more there are to be, or fewer. `refusals`: of roles that cannot change, why. Raises `CannotScale`."""
+    if wish.role in refusals:
+        raise CannotScale(f"{wish}: {refusals[wish.role]}")
+    change = wish.number if wish.is_change else wish.number - num_present
+    if num_present + change < 1:
+        raise CannotScale(f"{wish}: {num_present} there now, and one has to stay. To end the run, interrupt it.")
+    return change
+
+
+def who_leaves(names: Sequence[str], count: int) -> list[str]:
+    """The last that came: what the others reserve stays the run's. `names`: in the order in which they came."""
+    return list(reversed(names[len(names) - count :]))
+
+
+@dataclass
+class Done:
+    """What came of a wish."""
+
+    role: str
+    before: int
+    after: int = 0
+    joined: list[str] = field(default_factory=list)
+    """With their nodes: `Rollout-1 on node-2`."""
+    left: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Why it is not all that was wished for."""
+
+    def __str__(self) -> str:
+        """
+        >>> str(Done("rollout", 1, 3, ["Rollout-1 on node-2", "Rollout-2 on node-1"]))
+        'rollout: 1 -> 3 (Rollout-1 on node-2, Rollout-2 on node-1)'
+        """
+        moved = [*self.joined, *(f"{name} has left" for name in self.left)]
+        return f"{self.role}: {self.before} -> {self.after}" + (f" ({', '.join(moved)})" if moved else "")
