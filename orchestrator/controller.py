@@ -156,7 +156,7 @@ class Controller:
         """From now on members may join and leave."""
         if agents := self.fleet.role("agent"):
             self._members.until_end(Ear(agents[0][1], self._members, self.config).run())
-        if self.config.rollout.follows_cluster:
+        if self.config.rollout.follows_cluster and self.flow.of_kind("rollout"):
             self._members.until_end(Following(self.fleet.growth, self._members).run())
 
     async def _go_on(self) -> None:

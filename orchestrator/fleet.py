@@ -258,7 +258,8 @@ class Fleet:
         """Names and handles of one role, and of one stage of it if one is named; `agent`: those of the nodes that the
         run cannot do without, the driver's first."""
         if role == "agent":
-            return [member for node, member in list(self.agents.members.items()) if not self.growth.can_lose(node)]
+            nodes = list(self.agents.members.items())
+            return [member for node, member in nodes if self._growth is None or not self._growth.can_lose(node)]
         return [
             (actor.name, self.actors[actor.name])
             for actor in self.plan

@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
+from ray.exceptions import RayError
+
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.actor_maker import ActorMaker
@@ -51,8 +53,11 @@ class Growth:
                 return
 
     def num_engines_more(self) -> int:
-        """How many more there is room for now, and use."""
-        return engines_to_add(self._plan, free_nodes(), self._config)
+        """How many more there is room for now, and use. None while Ray does not say."""
+        try:
+            return engines_to_add(self._plan, free_nodes(), self._config)
+        except RayError:
+            return 0
 
     async def enlarge(self, role: str, stage: str | None) -> str:
         """Plan one more member like those of a role and stage, on a node that has room now and is made ready for it.
@@ -97,7 +102,10 @@ class Growth:
 
     def _room_for(self, actor: ActorPlan) -> Claim:
         """Blocks: a node's agent starts and fetches files."""
-        claim = self._reservation.claim(actor, self._plan, self._config, self._namespace)
+        try:
+            claim = self._reservation.claim(actor, self._plan, self._config, self._namespace)
+        except RayError as error:
+            raise ResourceError(f"Ray could not say what is free on the cluster: {error}") from error
         node, is_new = claim.node, claim.node.id not in self._agents.members
         try:
             if is_new:

@@ -52,14 +52,15 @@ class WeightRelays:
         self._reached: set[str] = set()
         """Nodes that have the newest version that was waited for."""
         self._plan: ChunkPlan | None = None
-        """There once weights cross nodes."""
+        self._crosses_nodes = False
+        """Then there is a plan; it stays so."""
         self._told: set[str] = set()
         """Nodes that know the plan."""
         self._number = 0
 
     async def plan(self, trainers: Members, engines: Members) -> None:
         """The ranks are new. Raises `WeightError`, `DeadlineExceeded`."""
-        self._plan = None
+        self._crosses_nodes = False
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
 
@@ -67,7 +68,7 @@ class WeightRelays:
         """Before the ranks publish it. Raises `WeightError`, e.g. where a node has no room."""
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
-        if self._plan is None:
+        if not self._crosses_nodes:
             return
         self._number += 1
         addresses = {node: self._nodes.addresses[node] for node in self._used}
@@ -76,10 +77,10 @@ class WeightRelays:
 
     async def wait(self, version: int) -> None:
         """Until every node with engines has all of it. Raises `WeightError`, `DeadlineExceeded`."""
-        if self._plan is not None:
+        if self._crosses_nodes:
             phase = f"bring version {version} to nodes"
             await self._tell(self._receivers, "wait_for_version", version, self._timeout_s, phase=phase)
-        self._reached = set(self._receivers)
+        self._reached = set(self._receivers if self._crosses_nodes else self._used)
 
     async def reclaim(self) -> None:
         """Remove old publications once engines have loaded a newer one."""
@@ -102,7 +103,7 @@ class WeightRelays:
 
     async def _plan_if_needed(self, trainers: Members) -> None:
         """The ranks plan once; a node that is new is told what they have planned."""
-        if self._plan is None:
+        if not self._crosses_nodes:
             if len(self._used) == 1:
                 return
             num_receivers = len(self._receivers)
@@ -111,7 +112,7 @@ class WeightRelays:
                 for (name, handle), node in zip(trainers, self._sources, strict=True)
             ]
             self._plan = (await answers(calls, phase="plan publications", timeout_s=self._timeout_s))[0]
-            self._told = set()
+            self._crosses_nodes, self._told = True, set()
         if new := [node for node in self._used if node not in self._told]:
             await self._tell(new, "plan_chunks", self._plan, phase="plan publications")
             self._told |= set(new)

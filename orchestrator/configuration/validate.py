@@ -44,6 +44,9 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     yield Check(RESOURCES, lambda: _resources(config, plan))
     if any(actor.role == "rollout" for actor in plan):
         yield Check("weights", lambda: _weights(config))
+    if config.rollout.follows_cluster:
+        most = config.max_active_groups
+        yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
     yield Check("model", lambda: check_model(config))
     if any(stage.function is None for stage in flow.of_kind("reward")) or config.evaluation.every_steps:
         yield Check("reward", lambda: _reward(config))

@@ -36,7 +36,7 @@ def test_a_wish_is_told_as_it_would_be_typed(wish: Wish) -> None:
         ("rollout", "Write rollout=.2"),
         ("rollout=two", "no wish"),
         ("trainer=+1", "no role that may change"),
-        ("rolout=+1", "did you mean rollout"),
+        ("rolout=+1", "did you mean .rollout."),
     ],
 )
 def test_what_is_no_wish_is_told_by_what_it_should_be(text: str, told: str) -> None:
