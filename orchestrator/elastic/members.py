@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import CannotScale, PartnerGone, PenstockError
+from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.elastic.nodes import Nodes
 from penstock.orchestrator.elastic.wishes import ROLES, Done, Wish, change_of, who_leaves
 from penstock.orchestrator.failures import first_line, held_back
 from penstock.orchestrator.faults.supervisor import CatchUp, Supervisor, nothing_to_catch_up
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.ray_calls import outcomes, translate
+from penstock.orchestrator.ray_calls import outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.weight_sync import WeightSync
@@ -54,16 +55,14 @@ class Members:
         self._directory, self._progress = directory, progress
         self._tasks: asyncio.TaskGroup | None = None
         self._until_end: list[asyncio.Task[Any]] = []
-        self._watched: set[str] = set()
-        """Nodes that may leave."""
+        self._nodes = Nodes(fleet, supervisor, directory, self.until_end, self._lose)
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
         """By name."""
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        for name, handle in self._fleet.role("agent"):
-            self.until_end(held_back(self._watch(name, handle)))
+        self._nodes.begin()
 
     def until_end(self, work: Any) -> None:
         """A task that ends with the serving, and whose failure ends the run."""
@@ -77,7 +76,7 @@ class Members:
             if role not in ROLES or self._flow.of_kind(role):
                 for team in self._fleet.teams(role):
                     self._keep(role, team)
-        self._watch_later_nodes()
+        self._nodes.look()
 
     def close(self) -> None:
         """Nobody joins or leaves any more."""
@@ -103,7 +102,7 @@ class Members:
     async def _change(self, role: str, change: int, drain_s: float) -> Done:
         done = Done(role, self.num_present(role))
         if change > 0:
-            names = await self._make_room(role, change, done)
+            names = [name for name in await self._make_room(role, change, done) if self._is_planned(name)]
             for name in names:
                 self._joining[name] = asyncio.ensure_future(self._join(role, name))
             joining = [self._joining[name] for name in names]
@@ -140,7 +139,7 @@ class Members:
                     done.problems.append(str(error))
                     self._directory.event("join_failed", role=role, error=type(error).__name__, message=str(error))
                     return names
-                self._watch_later_nodes()
+                self._nodes.look()
         return names
 
     async def _join(self, role: str, name: str) -> str:
@@ -207,42 +206,17 @@ class Members:
                 )
         return found
 
-    async def _watch(self, name: str, handle: Any) -> None:
-        """The agent of a node that the run stands on ends with it and not before."""
-        failure = await self._ended(name, handle)
-        self._supervisor.beyond_help("agent", name, failure)
-        raise failure from None
-
-    async def _watch_later(self, node: str, name: str, handle: Any) -> None:
-        """A node that may leave: its members are gone with it."""
-        failure = await self._ended(name, handle)
-        self._directory.event("node_left", node=name.removeprefix("Agent-"), message=first_line(failure))
-        gone = self._fleet.growth.names_on(node)
-        for member in gone:
-            if member in self._joining:
-                self._joining[member].cancel()
-            self._supervisor.let_go(member)
-            role, place = self._role_of(member), self._fleet.growth.place_of(member)
-            self._fleet.remove([member])
-            await self._fleet.end(*self._fleet.take_out(member))
-            with contextlib.suppress(StoreError):
-                await self._store.abandon(member)
-            self._tell("left", role, member, place, 0.0)
-        self._watched.discard(node)
-        self._fleet.growth.forget_node(node)
-
-    def _watch_later_nodes(self) -> None:
-        for node, name, handle in self._fleet.growth.later_nodes:
-            if node not in self._watched:
-                self._watched.add(node)
-                self.until_end(self._watch_later(node, name, handle))
-
-    async def _ended(self, name: str, handle: Any) -> Exception:
-        try:
-            await handle.run.remote()
-        except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
-            return translate(error, name)
-        return PartnerGone(f"{name} has ended before the run was over.")
+    async def _lose(self, name: str) -> None:
+        """It is gone with its node."""
+        if name in self._joining:
+            self._joining[name].cancel()
+        self._supervisor.let_go(name)
+        role, place = self._role_of(name), self._fleet.growth.place_of(name)
+        self._fleet.remove([name])
+        await self._fleet.end(*self._fleet.take_out(name))
+        with contextlib.suppress(StoreError):
+            await self._store.abandon(name)
+        self._tell("left", role, name, place, 0.0)
 
     def _is_planned(self, name: str) -> bool:
         return any(actor.name == name for actor in self._fleet.plan)

@@ -1,6 +1,7 @@
 import pytest
 
 from penstock.conf.algorithms.base import GrpoConfig
+from penstock.conf.cluster import ClusterConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
@@ -60,3 +61,23 @@ def test_held_out_problems_need_a_seed_of_their_own():
 def test_a_minibatch_needs_at_least_one_group():
     with pytest.raises(ConfigError, match=r"trainer.num_minibatches=9 exceeds trainer.groups_per_step=8"):
         validate(config(trainer=TrainerConfig(num_minibatches=9)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"placement": "colocated"}, "placement=colocated each engine"),
+        ({"cluster": ClusterConfig(cpus_per_worker=0)}, "counts what engines reserve"),
+    ],
+)
+def test_engines_that_follow_the_cluster_need_devices_of_their_own_and_something_to_count(sections, message):
+    with pytest.raises(ConfigError, match=message):
+        validate(config(rollout=RolloutConfig(num_workers="auto"), **sections))
+
+
+def test_a_number_of_engines_is_a_number_or_auto():
+    assert RolloutConfig(num_workers="auto").least_workers == 1
+    assert RolloutConfig(num_workers=3).least_workers == 3
+    assert not RolloutConfig(num_workers=3).follows_cluster
+    with pytest.raises(ConfigError, match=r"rollout.num_workers=atuo: unknown; did you mean 'auto'"):
+        RolloutConfig(num_workers="atuo")

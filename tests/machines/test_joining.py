@@ -18,7 +18,7 @@ from tests.warm_workers import EXECUTABLE
 
 pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 
-STEPS = 14
+STEPS = 24
 NOTICED = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",

@@ -18,7 +18,7 @@ from tests.run_files import metrics_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-STEPS = 8
+STEPS = 12
 REWARD = '''
 import os, time
 
