@@ -7,13 +7,13 @@ A node's relay is in its agent (`workers/weights/chain/relay.py`). Where all ran
 memory none is needed. Used by `weight_sync.py`; what is where is the fleet's to say.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.network.connection import Address
-from penstock.orchestrator.failures import Kind, cause_of, kind_of
-from penstock.orchestrator.ray_calls import answers, outcomes
+from penstock.orchestrator.failures import Kind, kind_of
+from penstock.orchestrator.ray_calls import answers, translate
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.routes import Broadcast
 
@@ -118,15 +118,18 @@ class WeightRelays:
             self._told |= set(new)
 
     async def _tell(self, nodes: Sequence[str], method: str, *arguments: Any, phase: str) -> None:
-        """A node without ranks that is gone is told nothing: its engines are gone with it, and others do without."""
-        agents = [self._nodes.agents[node] for node in nodes]
-        calls = [(name, getattr(handle, method).remote(*arguments)) for name, handle in agents]
-        # A relay's own deadline comes first: it can say what is missing.
-        told = await outcomes(calls, phase=phase, timeout_s=2 * self._timeout_s)
-        failures = [
-            result
-            for node, result in zip(nodes, told, strict=True)
-            if isinstance(result, Exception) and (node in self._sources or kind_of(result) is not Kind.DEATH)
+        agents = [(node, *self._nodes.agents[node]) for node in nodes]
+        calls = [
+            (name, self._unless_gone(node, name, getattr(handle, method).remote(*arguments)))
+            for node, name, handle in agents
         ]
-        if failures:
-            raise cause_of(failures)
+        # A relay's own deadline comes first: it can say what is missing.
+        await answers(calls, phase=phase, timeout_s=2 * self._timeout_s)
+
+    async def _unless_gone(self, node: str, name: str, call: Awaitable[Any]) -> None:
+        """A node without ranks that is gone is told nothing: its engines are gone with it, and others do without."""
+        try:
+            await call
+        except Exception as error:
+            if node in self._sources or kind_of(translate(error, name)) is not Kind.DEATH:
+                raise
