@@ -32,6 +32,8 @@ PATIENCE_S = 5.0
 """How long a run waits for the nodes that it planned, before it looks whether others are free."""
 RUN_PREFIX = "penstock-"
 """Of a reservation's name: the namespace of its run."""
+OF_MEMBER = "/"
+"""Between that and the name of a member that has a reservation of its own."""
 _LOG = logging.getLogger("penstock")
 
 
@@ -117,7 +119,7 @@ class Reservation:
             return Claim(node)
         if node is not None:
             alone = Assignment((node,), {actor.name: node})
-            if group := _reserved([[actor]], alone, name, PATIENCE_S):
+            if group := _reserved([[actor]], alone, f"{name}{OF_MEMBER}{actor.name}", PATIENCE_S):
                 return Claim(node, group, is_own=True)
         raise ResourceError(
             f"No node that {actor.role} may be on has room for one more, which reserves "
@@ -225,7 +227,7 @@ def _groups() -> list[dict[str, Any]]:
 
 def _owner(name: str) -> str:
     """Of a reservation, by its name."""
-    is_run = name.startswith(RUN_PREFIX)
+    is_run, name = name.startswith(RUN_PREFIX), name.partition(OF_MEMBER)[0]
     return f"Run {name.removeprefix(RUN_PREFIX).rpartition('-')[0]}" if is_run else f"Placement group {name!r}"
 
 
