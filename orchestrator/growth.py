@@ -105,7 +105,7 @@ class Growth:
         try:
             claim = self._reservation.claim(actor, self._plan, self._config, self._namespace)
         except RayError as error:
-            raise ResourceError(f"Ray could not say what is free on the cluster: {error}") from error
+            raise ResourceError(f"Ray has not reserved room for {actor.name}: {error}") from error
         node, is_new = claim.node, claim.node.id not in self._agents.members
         try:
             if is_new:
