@@ -169,19 +169,19 @@ def wanted(bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment) -> st
 def holders() -> str:
     """Who has reserved what on the cluster, one sentence each, runs by their names."""
     nodes, free = cluster_nodes(), {node.id: node for node in free_nodes()}
-    names, sentences, used = titles(nodes), [], {}
+    names, used = titles(nodes), {}
+    of_owner: dict[str, dict[str, dict[str, float]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(float)))
     for node in nodes:
         left = free.get(node.id, node)
         used[node.id] = {"CPU": node.cpus - left.cpus, "GPU": node.gpus - left.gpus}
     for group in _groups():
-        of_run: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
         for number, node_id in group["bundles_to_node_id"].items():
             for kind in ("CPU", "GPU"):
                 amount = group["bundles"][number].get(kind, 0.0)
-                of_run[node_id][kind] += amount
+                of_owner[_owner(group["name"])][node_id][kind] += amount
                 if node_id in used:
                     used[node_id][kind] -= amount
-        sentences.append(f"{_owner(group['name'])} has {_places(of_run, names)}.")
+    sentences = [f"{owner} has {_places(own, names)}." for owner, own in of_owner.items()]
     others = {node_id: amounts for node_id, amounts in used.items() if any(a > 1e-3 for a in amounts.values())}
     if others:
         sentences.append(f"Other jobs have {_places(others, names)}.")
