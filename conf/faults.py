@@ -39,6 +39,10 @@ class FaultsConfig:
     stall_s: float = 300.0
     """An engine that has samples in flight and makes no token for so many seconds counts as lost. Far more than the
     longest prefill; loading weights is not counted."""
+    store_snapshot_s: float = 60.0
+    """The store writes what it holds to its node's disk every so many seconds, apart from checkpoints, so that another
+    goes on from there if its process is lost: what was sampled since, and not trained, is sampled again. 0: never, and
+    all that was not trained is sampled again."""
     keep_state: bool = True
     """Each rank keeps a copy of weights, optimizer and counters of the last two steps in its node's shared memory, so
     that a trainer that is lost goes on with the step that it was at. false: it returns to the last checkpoint. Costs
@@ -49,6 +53,7 @@ class FaultsConfig:
         above("faults.window_s", self.window_s, 0)
         within("faults.pause_s", self.pause_s, 0, LONGEST_PAUSE_S)
         at_least("faults.max_returns", self.max_returns, 0)
+        at_least("faults.store_snapshot_s", self.store_snapshot_s, 0)
         for key in ("heartbeat_s", "heartbeat_timeout_s", "stall_s"):
             above(f"faults.{key}", getattr(self, key), 0)
         if self.heartbeat_timeout_s <= self.heartbeat_s:

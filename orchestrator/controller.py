@@ -21,6 +21,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
@@ -32,6 +34,7 @@ from penstock.orchestrator.elastic.members import Members, catching_up
 from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.faults.recoveries import Recoveries
+from penstock.orchestrator.faults.store_recovery import StoreRecovery
 from penstock.orchestrator.faults.supervisor import Supervisor
 from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.faults.watch import Watch
@@ -41,23 +44,14 @@ from penstock.orchestrator.ray_calls import answer, answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, update_metrics
 from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.reporting.sample_log import SampleLog
 from penstock.orchestrator.reporting.sinks import Sink
 from penstock.orchestrator.reporting.step_log import QUICK_S, StepLog
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
+from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.weights.transport import Delivery
-
-SAMPLE_COLUMNS = (
-    "task",
-    "prompt_ids",
-    "response_ids",
-    "response_text",
-    "finish_reason",
-    "reward",
-    "advantage",
-    "token_versions",
-)
 
 
 @dataclass
@@ -96,7 +90,10 @@ class Controller:
         self._turns = Turns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
         self._recoveries = recoveries if recoveries is not None else Recoveries(config.faults)
-        self._supervisor = Supervisor(fleet, self.store, self._recoveries, directory, progress)
+        faults, timeout_s = config.faults, config.rollout.start_timeout_s
+        self._stores = StoreRecovery(fleet, self.store, self._before, faults.store_snapshot_s, timeout_s)
+        stays = self._stores if config.placement != "colocated" else None  # engines sleep while it is brought back
+        self._supervisor = Supervisor(fleet, self.store, self._recoveries, directory, progress, stores=stays)
         catch_up = catching_up(config, self._weights)
         self._members = Members(fleet, flow, config, self.store, self._supervisor, catch_up, directory, progress)
         met = self._weights.connect if "rollout" in catch_up or not fleet.role("rollout") else None
@@ -104,7 +101,16 @@ class Controller:
             fleet, self.store, self._supervisor, self._before, met, config.trainer.collective_timeout_s
         )
         self._stop = False
-        self._log = StepLog(fleet, flow, self.store, directory, progress, sinks, self._counters)
+        self._samples = SampleLog(config, flow, directory, self._last_batch)
+        self._log = StepLog(
+            fleet,
+            flow,
+            lambda: self._supervisor.with_store(self.store.stats),
+            directory,
+            progress,
+            sinks,
+            self._counters,
+        )
 
     async def run(self) -> Outcome:
         """All steps. Raises the failure that explains the others."""
@@ -112,11 +118,12 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 self._members.begin(tasks)
                 self._members.until_end(Watch(self.fleet, self.config, self.directory).run())
+                self._members.until_end(self._stores.take_snapshots())
                 self._members.serve("prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))
                 self._supervisor.close()
                 self._members.close()
-                await self.store.close("the run is complete")
+                await self._supervisor.with_store(lambda: self.store.close("the run is complete"))
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
         return self.outcome
@@ -138,7 +145,7 @@ class Controller:
             reports = await self._train(step)
             if finishing is not None:
                 await finishing
-            await self._write_samples(step)
+            await self._samples.write(step)
             phases = await self._save_if_due(step, reports)
             delivery, phases["publish"] = await self._publish(step)
             finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
@@ -164,20 +171,40 @@ class Controller:
         self.outcome.num_steps = self._before
         delivery, _ = await self._publish(self._before)
         await self._load(delivery)
-        await self.store.published(self._before)
+        await self._published(self._before)
 
     async def _train(self, step: int) -> list[StepReport]:
         """One update by all ranks; they lease its batch themselves, as soon as it is complete. Ranks that are lost are
-        replaced, and take the step again unless it was trained."""
+        replaced, and take the step again unless it was trained. So they do where the store was lost, which hears of a
+        step that it could not be told."""
         while True:
             self.progress.phase(f"step {step}")
             await self._turns.training(step)
+            stores = self._supervisor.stores_before
             try:
-                return await self._update(step)
+                reports = await self._update(step)
             except PenstockError as failure:
-                if await self._ranks.recover(failure) == step:
-                    trained = await self.store.last_batch(list(self.flow.stored_columns)[:1])
-                    return [StepReport.lost(step, trained.row_ids)]
+                if await self._supervisor.check_partners(failure, stores):
+                    continue
+                if await self._ranks.recover(failure) != step:
+                    continue
+                reports = [StepReport.lost(step, await self._trained_last(failure))]
+            self._stores.trained(step, reports)
+            if not all(report.is_acknowledged for report in reports):
+                unheard = PartnerGone(f"step {step} was trained, and the store cannot be told.")
+                if not await self._supervisor.check_partners(unheard, stores):
+                    raise unheard
+            return reports
+
+    async def _trained_last(self, failure: PenstockError) -> np.ndarray:
+        """Row ids. Raises the failure if the store does not know them any more."""
+        rows = await self._last_batch(list(self.flow.stored_columns)[:1])
+        if not len(rows):
+            raise failure
+        return rows.row_ids
+
+    async def _last_batch(self, columns: list[str]) -> Rows:
+        return await self._supervisor.with_store(lambda: self.store.last_batch(columns))
 
     async def _update(self, step: int) -> list[StepReport]:
         self._supervisor.step = step
@@ -237,10 +264,14 @@ class Controller:
         `phases`: seconds of what the step had besides its update."""
         phases["publish"] += await self._load(delivery)
         accuracy, evaluation_s = await self._evaluate_if_due(step)
-        await self.store.published(delivery.version)
+        await self._published(delivery.version)
         phases |= {"evaluation": evaluation_s} if accuracy is not None else {}
         self.outcome.last_metrics = await self._log.write(step, reports, phases, accuracy)
         self.outcome.num_steps = step
+
+    async def _published(self, version: int) -> None:
+        await self._supervisor.with_store(lambda: self.store.published(version))
+        self._stores.published(version)
 
     def _counters(self) -> dict[str, float]:
         counters = self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()
@@ -288,16 +319,6 @@ class Controller:
         self.outcome.accuracies.append(accuracy)
         self.directory.timeline.span("engines", "evaluate", start, time.time())
         return accuracy, time.time() - start
-
-    async def _write_samples(self, step: int) -> None:
-        every = self.config.tracking.samples_every_steps
-        if not every or ((step - 1) % every and step != self.config.trainer.max_steps):
-            return
-        columns = [name for name in SAMPLE_COLUMNS if name in self.flow.stored_columns]
-        rows = await answer(
-            self.store.last_batch(columns), name="Store", phase=f"samples of step {step}", timeout_s=QUICK_S
-        )
-        self.directory.write_samples(step, rows)
 
     async def _end(self) -> None:
         """The last checkpoint, then the exported model: it can be made of a checkpoint, and not the other way round.

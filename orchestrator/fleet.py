@@ -29,9 +29,9 @@ from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.reservation import Reservation
 from penstock.orchestrator.ray_calls import answers, get_all, outcomes
+from penstock.orchestrator.store_process import StoreProcess
 from penstock.orchestrator.weight_relays import RelayNodes
-from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
-from penstock.store.spec import StoreSpec
+from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 
 Members = list[tuple[str, Any]]
@@ -62,8 +62,6 @@ class Fleet:
     with_store: bool = True
     resumed: Checkpoint | None = None
     """What the run goes on from."""
-    store: Any = None
-    """The store's actor."""
     actors: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -76,6 +74,12 @@ class Fleet:
         self._starting: dict[str, Any] = {}
         """Those that replace others, and are not added yet."""
         self._growth: Growth | None = None
+        self.store_process: StoreProcess | None = None
+
+    @property
+    def store(self) -> Any:
+        """The store's actor; None where there is none."""
+        return self.store_process.handle if self.store_process is not None else None
 
     @property
     def reservation(self) -> Reservation:
@@ -107,13 +111,12 @@ class Fleet:
             self.plan, self.reservation, self.agents, self._maker, cores, self.config, self.namespace, self._made
         )
         if self.with_store:
-            spec = StoreSpec.of(self.flow, self.config)
-            snapshot = self.resumed.store if self.resumed is not None else None
-            options, ports = self.reservation.options(self._plan_of(STORE)), self.config.cluster.ports
-            rows = self.agents.rows_nodes(timeout_s) if len(nodes) > 1 else None  # of those that stay
-            self.store = create_store_actor(
-                spec, self.namespace, restore=snapshot, ports=ports, nodes=rows, options=options
-            )
+            actor = self._plan_of(STORE)
+            self.store_process = StoreProcess(
+                self.config, self.flow, self.namespace, self.agents, self._node_of(STORE),
+                lambda: self.reservation.options(actor), len(nodes) > 1,
+            )  # fmt: skip
+            self.store_process.start(self.resumed.store if self.resumed is not None else None)
         if self.config.rollout.follows_cluster:
             self.growth.fill()
         for actor in self.plan:
@@ -194,6 +197,11 @@ class Fleet:
             phase = f"resume {self.resumed.directory}"
             await answers(self._resumes(trainers), phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
+    async def attach_trainers(self) -> None:
+        """To the store that is there now."""
+        timeout_s = self.config.rollout.start_timeout_s
+        await answers(self._attaches(self.role("trainer")), phase="attach", timeout_s=timeout_s)
+
     def add(self, members: Members) -> None:
         """They have taken the place of those before them."""
         for name, handle in members:
@@ -222,10 +230,7 @@ class Fleet:
     async def has_states(self, step: int, timeout_s: float) -> bool:
         """Whether each rank of the trainer has the copy of its state after a step on its node."""
         nodes = [self._node_of(actor.name) for actor in self.plan if actor.role == "trainer"]
-        agents = {node: self.agents.members[node] for node in nodes}
-        calls = [(name, handle.kept_states.remote(POLICY)) for name, handle in agents.values()]
-        found = await answers(calls, phase="look for kept states", timeout_s=timeout_s)
-        there = dict(zip(agents, found, strict=True))
+        there = await self.agents.kept_states(POLICY, nodes, timeout_s)
         return all(step in there[node].get(rank, []) for rank, node in enumerate(nodes))
 
     @property
@@ -292,14 +297,13 @@ class Fleet:
         for handle in handles:
             with contextlib.suppress(RayError):
                 ray.kill(handle)
-        if self.store is not None:  # nobody reads its files any more
-            end_store_actor(self.store, self.config.store.spill_dir, grace_s)
+        if self.store_process is not None:
+            self.store_process.end(grace_s)
         self.agents.close(grace_s)
         if self._reservation is not None:
             self._reservation.release()
         self.actors.clear()
         self._starting.clear()
-        self.store = None
 
     def _plan_of(self, name: str) -> ActorPlan:
         return next(actor for actor in self.plan if actor.name == name)

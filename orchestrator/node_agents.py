@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.network.handshake import new_token
-from penstock.orchestrator.ray_calls import get_all
+from penstock.orchestrator.ray_calls import answers, get_all
 from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.data.far.nodes import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
@@ -89,6 +89,15 @@ class NodeAgents:
         facts = self.facts(timeout_s)
         owner = {fact.memory: RowsNode(node, fact.rows, fact.address) for node, fact in facts.items() if fact.owns_root}
         return RowsNodes({node: owner[fact.memory] for node, fact in facts.items()}, self._token)
+
+    async def kept_states(
+        self, trainer: str, nodes: Sequence[str], timeout_s: float
+    ) -> dict[str, dict[int, list[int]]]:
+        """Steps after which each of these nodes has whole copies of a trainer's ranks, by node and by rank."""
+        agents = {node: self.members[node] for node in nodes}
+        calls = [(name, handle.kept_states.remote(trainer)) for name, handle in agents.values()]
+        found = await answers(calls, phase="look for kept states", timeout_s=timeout_s)
+        return dict(zip(agents, found, strict=True))
 
     def close(self, grace_s: float) -> None:
         """Have them remove the run's directories. Never raises for one that is dead: its directory goes with it."""

@@ -10,13 +10,14 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.conf.errors import PartnerGone, PenstockError
 from penstock.orchestrator.failures import CAUSE_GRACE_S, Kind, cause_of, first_line, kind_of
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.recovery import Restart
+from penstock.orchestrator.faults.store_recovery import StoreRecovery
 from penstock.orchestrator.fleet import Fleet, Members
 from penstock.orchestrator.ray_calls import outcomes, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
@@ -26,6 +27,8 @@ from penstock.store.errors import StoreError
 
 ANSWER_S = 15.0
 """Within which a store and agents that are there say so."""
+STORE_ROLE, STORE = "store", "Store"
+T = TypeVar("T")
 CatchUp = Callable[[Members], Awaitable[None]]
 
 
@@ -40,7 +43,9 @@ class Supervisor:
         directory: RunDirectory,
         progress: Progress,
         clock: Callable[[], float] = time.monotonic,
+        stores: StoreRecovery | None = None,
     ) -> None:
+        """`stores`: brings the store back; None where it cannot be."""
         self.step = 0
         """That the run is at."""
         self._fleet, self._store, self._recoveries = fleet, store, recoveries
@@ -49,6 +54,8 @@ class Supervisor:
         self._replacing: dict[str, asyncio.Task[None]] = {}
         """By title, restarts under way."""
         self._leaving: set[str] = set()
+        self._stores = stores
+        self._looking = asyncio.Lock()
 
     async def keep(self, role: str, team: Sequence[str], catch_up: CatchUp | None = None) -> None:
         """Serve with an actor, or with all ranks of a gang, and with others in their place when they fail.
@@ -56,15 +63,18 @@ class Supervisor:
         `catch_up`: what new ones do before they serve. None: nobody can take their place, and a failure is raised.
         Raises whatever ends the run, or takes it back to its checkpoint.
         """
-        while (failure := await self._serve(team)) is not None:
-            if self._leaving.intersection(team):
+        while True:
+            stores = self.stores_before
+            failure = await self._serve(team)
+            if failure is None or self._leaving.intersection(team):
                 return
             if not is_recoverable(failure):
                 raise failure
+            if await self.check_partners(failure, stores):
+                continue
             if catch_up is None:
                 self.beyond_help(role, title_of(team), failure)
                 raise failure
-            await self.check_partners(failure)
             if self._leaving.intersection(team):
                 return
             title, replacing = title_of(team), asyncio.ensure_future(self.replace(role, team, failure, catch_up))
@@ -75,28 +85,71 @@ class Supervisor:
                 del self._replacing[title]
                 replacing.cancel()
 
-    async def check_partners(self, failure: Exception) -> None:
-        """A partner is gone. Where that is the store, or a node with all that is on it, nobody can be helped alone:
-        raises the failure."""
+    async def with_store(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What the store answers, or the one that takes its place."""
+        while True:
+            stores = self.stores_before
+            try:
+                return await call()
+            except PenstockError as failure:
+                if not await self.check_partners(failure, stores):
+                    raise
+
+    @property
+    def stores_before(self) -> int:
+        """That were lost."""
+        return self._stores.generation if self._stores is not None else 0
+
+    async def check_partners(self, failure: Exception, stores: int) -> bool:
+        """Whether it comes of the loss of a store that another has taken the place of: it did since there had been
+        `stores`, or does now. Where neither can be, or a node is gone with all that is on it, nobody can be helped
+        alone: raises the failure."""
         if kind_of(failure) is not Kind.CONSEQUENCE:
-            return
+            return False
+        async with self._looking:
+            return stores != self.stores_before or await self._look(failure)
+
+    async def _look(self, failure: Exception) -> bool:
         agents = self._fleet.role("agent")
         calls: list[tuple[str, Awaitable[Any]]] = [("Store", self._store.stats())]
         calls += [(name, handle.stats.remote()) for name, handle in agents]
         store, *others = await outcomes(calls, phase="look who is there", timeout_s=ANSWER_S)
-        if isinstance(store, Exception):
-            self.beyond_help("store", "Store", failure)
-            raise failure
         for (name, _), answered in zip(agents, others, strict=True):
             if isinstance(answered, Exception):
                 self.beyond_help("agent", name, failure)
                 raise failure
+        if not isinstance(store, Exception):
+            return False
+        if self._stores is None:
+            self.beyond_help(STORE_ROLE, STORE, failure)
+            raise failure
+        stores = self._stores
+
+        async def start() -> None:
+            await stores.bring_back()
+            self._recoveries.started(STORE, self._clock())
+
+        await self._bring_back(STORE_ROLE, STORE, failure, start)
+        return True
 
     async def replace(self, role: str, team: Sequence[str], failure: Exception, catch_up: CatchUp) -> None:
         """Start others in the place of a team that has failed. Raises the failure if that is not to be tried, or tried
         again."""
-        began, title = self._clock(), title_of(team)
+        title = title_of(team)
+
+        async def start() -> None:
+            self._fleet.remove(team)  # those of a start that has failed, too
+            await self._start(team, catch_up, title)
+
         self._fleet.remove(team)
+        await self._bring_back(role, title, failure, start)
+
+    async def _bring_back(
+        self, role: str, title: str, failure: Exception, start: Callable[[], Awaitable[None]]
+    ) -> None:
+        """Start what takes the place of a member that is lost, as often as that is to be tried. Raises the failure if
+        it is not, or not any more."""
+        began = self._clock()
         self._directory.event("fault", **_facts(role, title, self.step, failure))
         self._progress.note(f"{title} is lost, another takes its place: {first_line(failure)}")
         decision = self._recoveries.lost(title, role, began, self.step)
@@ -104,12 +157,11 @@ class Supervisor:
             await asyncio.sleep(decision.after_s)
             self._recoveries.starting(title, self._clock())
             try:
-                await self._start(team, catch_up, title)
+                await start()
                 break
             except PenstockError as again:
                 if not is_recoverable(again):
                     raise
-                self._fleet.remove(team)
                 self._directory.event("fault", **_facts(role, title, self.step, again))
                 decision = self._recoveries.failed(title, self._clock(), self.step)
         else:

@@ -46,12 +46,12 @@ class TrainerRecovery:
         team = [name for name, _ in self._fleet.role(ROLE)] or self._fleet.teams(ROLE)[0]
         if not is_recoverable(failure):
             raise failure
-        await self._supervisor.check_partners(failure)
+        await self._supervisor.check_partners(failure, self._supervisor.stores_before)
         if self._met is None or (isinstance(failure, DeadlineExceeded) and await self._all_wait()):
             self._supervisor.beyond_help(ROLE, title_of(team), failure)
             raise failure
         self._fleet.remove(team)
-        trained = await self._store.settle(STAGE)
+        trained = await self._supervisor.with_store(lambda: self._store.settle(STAGE))
         if trained > self._before and not await self._fleet.has_states(trained, self._timeout_s):
             self._supervisor.beyond_help(ROLE, title_of(team), failure)
             raise failure

@@ -3,7 +3,7 @@ display. Used by `controller.py`.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -13,7 +13,6 @@ from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import Sink, log_to
 from penstock.orchestrator.reporting.usage import Usage
-from penstock.store.client.client import StoreClient
 from penstock.workers.trainer.report import StepReport
 
 QUICK_S = 60.0
@@ -27,14 +26,14 @@ class StepLog:
         self,
         fleet: Fleet,
         flow: Dataflow,
-        store: StoreClient,
+        stats: Callable[[], Awaitable[dict[str, float]]],
         directory: RunDirectory,
         progress: Progress,
         sinks: list[Sink],
         counters: Callable[[], Mapping[str, float]],
     ) -> None:
-        """`counters`: cumulative ones of the controller's own parts."""
-        self._usage, self._store, self._counters = Usage(fleet, flow), store, counters
+        """`stats`: of the store. `counters`: cumulative ones of the controller's own parts."""
+        self._usage, self._stats, self._counters = Usage(fleet, flow), stats, counters
         self._directory, self._progress, self._sinks = directory, progress, sinks
         self._began = 0.0
 
@@ -46,7 +45,7 @@ class StepLog:
     ) -> dict[str, Any]:
         """The step's line. `phases`: seconds of what it had besides its update."""
         usage = await self._usage.since_last(QUICK_S)
-        store = await self._store.stats() | usage.dropped | usage.groups | usage.members
+        store = await self._stats() | usage.dropped | usage.groups | usage.members
         now, train_s = time.time(), max(report.train_s for report in reports)
         kept_s = max(report.seconds.get("keep", 0.0) for report in reports)
         times = StepTimes(

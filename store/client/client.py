@@ -203,13 +203,14 @@ class StoreClient:
         granted = await self._link.call("last_batch", None if columns is None else list(columns))
         return await self._rows(granted)
 
-    async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
+    async def snapshot(self, root: str, number: int, keep: int = 2, is_apart: bool = False) -> str:
         """Write the store's state of the last `cut`, or of this moment, below `root`; the path. Nobody waits for it
         but the caller.
 
-        `keep`: so many of the newest snapshots stay. Restored by `Store(..., restore=path)`.
+        `keep`: so many of the newest snapshots stay. `is_apart`: of this moment, and the last `cut` stays for another
+        call. Restored by `Store(..., restore=path)`.
         """
-        return str(await self._link.call("snapshot", root, number, keep))
+        return str(await self._link.call("snapshot", root, number, keep, is_apart))
 
     async def batch_ready(self) -> bool:
         """Wait until as many groups are complete as the next step takes. False when the store is closed."""

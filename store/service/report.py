@@ -3,6 +3,7 @@
 from typing import Any
 
 from penstock.store.data.segments import Segments
+from penstock.store.ledger.catching_up import STORE_LOST
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.server import Server
 
@@ -41,6 +42,12 @@ def stats(ledger: Ledger) -> dict[str, float]:
         numbers[f"store/ready/{stage.name}"] = stage.num_free
         numbers[f"store/wait_s/{stage.name}"] = stage.mean_wait_s
     numbers.update({name if "/" in name else f"store/{name}": count for name, count in counters.items()})
+    if residents.past:  # they come again only to end
+        trained = sum(mask.bit_count() for mask, _ in residents.past.values())
+        lost = len(residents.past) * residents.size - trained
+        of_past = {"store/groups_admitted": len(residents.past), "store/rows_trained": trained}
+        for name, count in {**of_past, f"dropped/{STORE_LOST}": lost}.items():
+            numbers[name] = numbers.get(name, 0) + count
     generated, trained = counters["response_tokens_generated"], counters["response_tokens_trained"]
     rows_generated = max(1, counters["groups_admitted"] * residents.size)
     if generated and trained and counters["rows_trained"]:

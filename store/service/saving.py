@@ -24,12 +24,16 @@ class Saving:
         held = self._segments.hold(self._blocks.refs()) if self._segments is not None else None
         self._cut = snapshot.cut(self._ledger.spec, self._ledger, self._blocks), held
 
-    async def write(self, root: str, number: int, keep: int) -> str:
-        """Write the last cut, or else the state of this moment, in a thread; its path. Raises `StoreError`."""
+    async def write(self, root: str, number: int, keep: int, is_apart: bool) -> str:
+        """Write the last cut, or else the state of this moment, in a thread; its path. `is_apart`: the state of this
+        moment, and the last cut is another's. Raises `StoreError`."""
+        before = self._cut if is_apart else None
+        if is_apart:
+            self._cut = None
         if self._cut is None:
             self.cut()
         assert self._cut is not None
-        (state, held), self._cut = self._cut, None
+        (state, held), self._cut = self._cut, before
         resolve = held.resolve if held is not None else None
         try:
             return str(await asyncio.to_thread(snapshot.write, root, number, state, resolve, keep=keep))

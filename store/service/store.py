@@ -292,11 +292,11 @@ class Store:
         self._saving.cut()
         return self.ledger.residents.next_group
 
-    async def snapshot(self, root: str, number: int, keep: int = 2) -> str:
+    async def snapshot(self, root: str, number: int, keep: int = 2, is_apart: bool = False) -> str:
         """Write the state of the last `cut`, or else of this moment, as `ROOT/snapshot-<number>`, and go on meanwhile;
-        its path. `keep`: so many of the newest stay. See `snapshot.py`.
+        its path. `keep`: so many of the newest stay. `is_apart`: of this moment, whatever was cut. See `snapshot.py`.
         """
-        return await self._saving.write(root, number, keep)
+        return await self._saving.write(root, number, keep, is_apart)
 
     async def stats(self) -> dict[str, float]:
         numbers = stats(self.ledger)

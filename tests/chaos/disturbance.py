@@ -5,6 +5,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,10 @@ class Done:
     """Seconds, by the wall clock of the machine that the run was started on."""
 
 
+class _Over(Exception):
+    """The run has ended before the fault."""
+
+
 class Disturbed:
     """Lifecycle: `go` once. `command`: of the run, in words; `directory`: which it makes."""
 
@@ -55,7 +60,10 @@ class Disturbed:
             )
             try:
                 self._asked(finder, None)
-                done = [self._do(fault, run, finder) for fault in faults]
+                done = []
+                for fault in faults:
+                    with suppress(_Over):
+                        done.append(self._do(fault, run, finder))
                 assert run.wait(STEP_S) == 0, self._said()
             finally:
                 finder.kill()
@@ -66,7 +74,7 @@ class Disturbed:
         who, how = fault.target.who, fault.target.how
         deadline = time.monotonic() + STEP_S
         while (step := self._num_steps()) < fault.step:
-            assert run.poll() is None, f"the run ended before {fault}: {self._said()}"
+            self._check_runs(run)
             assert time.monotonic() < deadline, f"no step {fault.step} for {fault}: {self._said()}"
             time.sleep(0.02)
         time.sleep(fault.delay_s)
@@ -87,7 +95,7 @@ class Disturbed:
     ) -> float:
         """To a member, once it is there: another's death may have just taken it along."""
         for _ in range(TRIES):
-            assert run.poll() is None, f"the run ended before {who} was found: {self._said()}"
+            self._check_runs(run)
             found = self._asked(finder, who)
             if "pid" in found:
                 at = time.time()
@@ -95,6 +103,12 @@ class Disturbed:
                 return at
             time.sleep(PAUSE_S)
         raise AssertionError(f"{who} was never there: {found['why_not']}")
+
+    def _check_runs(self, run: "subprocess.Popen[str]") -> None:
+        """Raises `_Over` if it has come to its good end."""
+        if run.poll() == 0:
+            raise _Over
+        assert run.poll() is None, f"the run has failed: {self._said()}"
 
     def _asked(self, finder: "subprocess.Popen[str]", who: str | None) -> dict[str, Any]:
         """Who: None waits until it can be asked."""

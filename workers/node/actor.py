@@ -128,6 +128,10 @@ class NodeAgent:
         assert self._agent.relay is not None  # who has none is asked for nothing
         return self._agent.relay
 
+    async def clear_rows(self) -> None:
+        """The store is gone that knew what lies here of its rows: all of it goes."""
+        await asyncio.to_thread(self._agent.rows.clear)
+
     async def stats(self) -> dict[str, float]:
         return self._agent.stats()
 

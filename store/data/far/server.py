@@ -83,6 +83,14 @@ class RowsServer:
             for name in names:
                 self._files.pop(name, None)
 
+    def clear(self) -> None:
+        """All files go, whoever has written them."""
+        self._files.clear()
+        for place in (self._memory, self._disk):
+            for file in place.glob("*"):
+                with suppress(OSError):  # a directory, or gone meanwhile
+                    file.unlink()
+
     def close(self) -> None:
         self._files.clear()
         if self._takes_orders:

@@ -1,0 +1,85 @@
+"""Brings the store back when its process is lost, beside members that stay: another goes on from its last snapshot, and
+hears what was trained since.
+
+    snapshots, by themselves      every faults.store_snapshot_s
+    store lost ─▶ another from the snapshot ─▶ catch_up(rows trained since, by step) ─▶ members serve it
+
+Which rows each step has trained is known from the ranks' reports. What was not trained comes again, with its number and
+its seed (`store/ledger/catching_up.py`). Used by `supervisor.py`; told by `controller.py`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.ray_calls import answer
+from penstock.orchestrator.store_process import StoreProcess
+from penstock.store.client.client import StoreClient
+from penstock.workers.trainer.report import StepReport
+
+ROLE, TITLE, STAGE = "store", "Store", "train"
+
+
+class StoreRecovery:
+    """Lifecycle: told of each step `trained` and each version `published`; `take_snapshots` until it is cancelled;
+    `bring_back` when the store is gone."""
+
+    def __init__(self, fleet: Fleet, store: StoreClient, before: int, every_s: float, timeout_s: float) -> None:
+        """`before`: the last step before this process. `every_s`: seconds between snapshots; 0: none is taken, and it
+        is what the run began with that is gone back to. `timeout_s`: for one to be written, and read."""
+        self.generation = 0
+        """Stores before this one."""
+        self._fleet, self._store = fleet, store
+        self._every_s, self._timeout_s = every_s, timeout_s
+        self._rows: dict[int, np.ndarray] = {}
+        """Row ids by step, since the snapshot."""
+        self._last, self._version = before, before
+        self._snapshot = fleet.resumed.store if fleet.resumed is not None else None
+        self._lock = asyncio.Lock()
+
+    def trained(self, step: int, reports: Sequence[StepReport]) -> None:
+        self._rows[step] = np.concatenate([report.row_ids for report in reports])
+        self._last = step
+
+    def published(self, version: int) -> None:
+        self._version = version
+
+    async def take_snapshots(self) -> None:
+        """One that cannot be taken is left out: the one before stays, and whoever needs the store hears that it is
+        gone."""
+        number = 0
+        while self._every_s:
+            await asyncio.sleep(self._every_s)
+            with contextlib.suppress(PenstockError):
+                async with self._lock:
+                    number += 1
+                    await self._take(number)
+
+    async def bring_back(self) -> None:
+        """Another store is there, and ranks are attached to it. Raises what starting it raised."""
+        async with self._lock:
+            await self._process.replace(self._snapshot, self._timeout_s)
+            await self._store.move(self._fleet.store)
+            had = int(await self._in_time(self._store.settle(STAGE)))
+            steps = [self._rows[step].tolist() for step in range(had + 1, self._last + 1)]
+            await self._in_time(self._store.catch_up(steps, self._version))
+            await self._fleet.attach_trainers()
+            self.generation += 1
+
+    @property
+    def _process(self) -> StoreProcess:
+        assert self._fleet.store_process is not None  # who trains has one
+        return self._fleet.store_process
+
+    async def _take(self, number: int) -> None:
+        last, place = self._last, await self._process.scratch(self._timeout_s)
+        self._snapshot = await self._in_time(self._store.snapshot(place, number, is_apart=True))
+        self._rows = {step: rows for step, rows in self._rows.items() if step > last}
+
+    async def _in_time(self, call: Awaitable[Any]) -> Any:
+        return await answer(call, name=TITLE, phase="bring the store back", timeout_s=self._timeout_s)

@@ -1,0 +1,41 @@
+"""Some steps' samples, written for people to read. Used by `controller.py`."""
+
+from collections.abc import Awaitable, Callable
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.ray_calls import answer
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.step_log import QUICK_S
+from penstock.store.data.rows import Rows
+
+COLUMNS = (
+    "task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions",
+)  # fmt: skip
+
+
+class SampleLog:
+    """Lifecycle: `write` after each step, before the next one is trained."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        directory: RunDirectory,
+        last_batch: Callable[[list[str]], Awaitable[Rows]],
+    ) -> None:
+        """`last_batch`: columns of the rows that were trained last."""
+        self._every, self._last = config.tracking.samples_every_steps, config.trainer.max_steps
+        self._columns = [name for name in COLUMNS if name in flow.stored_columns]
+        self._directory, self._last_batch = directory, last_batch
+
+    async def write(self, step: int) -> None:
+        """If they are due."""
+        if not self._every or ((step - 1) % self._every and step != self._last):
+            return
+        call, phase = self._last_batch(self._columns), f"samples of step {step}"
+        rows = await answer(call, name="Store", phase=phase, timeout_s=QUICK_S)
+        if len(rows):
+            self._directory.write_samples(step, rows)
+        else:
+            self._directory.event("samples_lost", step=step, reason="they were with a store that was lost")

@@ -1,0 +1,75 @@
+"""The store of a run: its actor is made, and made again where it is lost. Used by `fleet.py`, and through it by
+`faults/store_recovery.py`.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.ray_calls import answer, answers
+from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
+from penstock.store.spec import StoreSpec
+
+DEAD_S = 1.0
+"""For a store that is lost to say that it is there all the same, before it is killed."""
+
+
+class StoreProcess:
+    """Lifecycle: `start`; `replace` any number of times; `end`."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        flow: Dataflow,
+        namespace: str,
+        agents: NodeAgents,
+        node: str,
+        options: Callable[[], Mapping[str, Any]],
+        crosses_nodes: bool,
+    ) -> None:
+        """`node`: Ray's id of the one that it is on. `options`: for Ray, at each start. `crosses_nodes`: large batches
+        may lie on several."""
+        self.handle: Any = None
+        self._config, self._flow, self._namespace = config, flow, namespace
+        self._agents, self._node, self._options = agents, node, options
+        self._crosses_nodes = crosses_nodes
+        self._num_made = 0
+        self._scratch = ""
+
+    def start(self, snapshot: str | None) -> None:
+        """`snapshot`: what it goes on from; None: nothing."""
+        self._num_made += 1
+        timeout_s = self._config.rollout.start_timeout_s
+        self.handle = create_store_actor(
+            StoreSpec.of(self._flow, self._config),
+            self._namespace,
+            STORE if self._num_made == 1 else f"{STORE}.{self._num_made}",
+            restore=snapshot,
+            ports=self._config.cluster.ports,
+            nodes=self._agents.rows_nodes(timeout_s) if self._crosses_nodes else None,
+            options=self._options(),
+        )
+
+    async def replace(self, snapshot: str | None, timeout_s: float) -> None:
+        """End it, with all rows that lie on nodes, and start another. Raises what that raises, `DeadlineExceeded`."""
+        await asyncio.to_thread(end_store_actor, self.handle, self._config.store.spill_dir, DEAD_S)
+        calls = [(name, handle.clear_rows.remote()) for name, handle in self._agents.members.values()]
+        await answers(calls, phase="clear rows", timeout_s=timeout_s)
+        await asyncio.to_thread(self.start, snapshot)
+        await answer(self.handle.endpoint.remote(), name=STORE, phase="start", timeout_s=timeout_s)
+
+    async def scratch(self, timeout_s: float) -> str:
+        """A directory on its node that stays until the run ends. Raises `ResourceError`, `DeadlineExceeded`."""
+        if not self._scratch:
+            name, agent = self._agents.members[self._node]
+            self._scratch = await answer(agent.scratch.remote(), name=name, phase="scratch", timeout_s=timeout_s)
+        return self._scratch
+
+    def end(self, grace_s: float) -> None:
+        """Nobody reads its files any more."""
+        if self.handle is not None:
+            end_store_actor(self.handle, self._config.store.spill_dir, grace_s)
+        self.handle = None
