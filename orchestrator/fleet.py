@@ -22,6 +22,7 @@ from penstock.conf.errors import DeadlineExceeded, NotStarted
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.growth import Growth
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.node_files import NodeFiles
@@ -198,9 +199,12 @@ class Fleet:
             await answers(self._resumes(trainers), phase=phase, timeout_s=self.config.checkpoint.timeout_s)
 
     async def attach_trainers(self) -> None:
-        """To the store that is there now."""
+        """To the store that is there now. Ranks that are dead are missed by who waits for them."""
         timeout_s = self.config.rollout.start_timeout_s
-        await answers(self._attaches(self.role("trainer")), phase="attach", timeout_s=timeout_s)
+        found = await outcomes(self._attaches(self.role("trainer")), phase="attach", timeout_s=timeout_s)
+        for error in found:
+            if isinstance(error, Exception) and not is_recoverable(error):
+                raise error
 
     def add(self, members: Members) -> None:
         """They have taken the place of those before them."""

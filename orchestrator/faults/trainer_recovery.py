@@ -63,7 +63,10 @@ class TrainerRecovery:
             calls = [(name, handle.restore.remote(trained)) for name, handle in members]
             await answers(calls, phase=f"restore step {trained}", timeout_s=self._timeout_s)
 
+        stores = self._supervisor.stores_before
         await self._supervisor.replace(ROLE, team, failure, catch_up)
+        if stores != self._supervisor.stores_before:  # they may have been attached to the one before
+            await self._fleet.attach_trainers()
         await self._met()
         return trained
 

@@ -34,7 +34,8 @@ def catch_up(residents: Residents, rounds: Rounds, steps: Sequence[Sequence[int]
         residents.counters["batches_formed"] += 1
         residents.counters["batches_trained"] += 1
     for group in _passed_by(sorted(ended), residents.spec.window, sorted(residents.waiting), residents.next_group):
-        ended[group] = 0, rounds.formed
+        if group not in residents.past:
+            ended[group] = 0, rounds.formed
     for number in sorted(ended):
         if number in residents.groups:
             end(residents, residents.groups[number], *ended[number], effects)

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import WorkerDied
+from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config
@@ -40,6 +40,7 @@ from penstock.workers.serving import Serving
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from tests.orchestrator.one_machine import OneMachine
 from tests.orchestrator.one_node import on_one_node
+from tests.orchestrator.scripted_store import MortalStore, ScriptedStoreProcess
 
 Pause = Callable[[float], Awaitable[None]]
 
@@ -179,11 +180,19 @@ class Trainer(Member):
         if lease is None:
             return None
         await self._pause(3.0)
-        await self._client.complete_shared(lease)
+        is_acknowledged = True
+        try:
+            await self._client.complete_shared(lease)
+        except PartnerGone:
+            is_acknowledged = False
         await self._pause(0.3)
         return StepReport(
-            step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {}, lease.rows.row_ids
-        )
+            step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {}, lease.rows.row_ids,
+            is_acknowledged=is_acknowledged,
+        )  # fmt: skip
+
+    async def attach(self, store: Any) -> None:
+        await self._client.move(store)
 
     async def restore(self, step: int) -> None:
         self.restored = step
@@ -210,6 +219,7 @@ class ScriptedFleet(OneMachine):
         async def pause(longest_s: float) -> None:
             await asyncio.sleep(random.uniform(0.0, longest_s))
 
+        self.config = config
         self.flow, self.store, self.resumed, self.model_path = flow, store, resumed, "/"
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
@@ -228,7 +238,7 @@ class ScriptedFleet(OneMachine):
             name = f"Rollout-{index}"
             self._is("rollout", name, lambda name: Rollout(name, config, size, random, pause, num_engines))
         for rank in range(num_ranks):
-            self._is("trainer", f"Trainer-{rank}", lambda _, rank=rank: Trainer(store, rank, num_ranks, pause))
+            self._is("trainer", f"Trainer-{rank}", lambda _, rank=rank: Trainer(self.store, rank, num_ranks, pause))
         self._is("reward", "Reward-0", self._more["reward"])
         for stage in flow.stages:
             if stage.kind == "compute" and not stage.is_in_trainer:
@@ -261,6 +271,18 @@ class ScriptedFleet(OneMachine):
         alone = [[name] for name, (role, _) in self._makers.items() if role in roles and role != "trainer"]
         ranks = [name for name, (role, _) in self._makers.items() if role == "trainer"]
         return [*alone, *([ranks] if "trainer" in roles else [])]
+
+    @property
+    def store_process(self) -> ScriptedStoreProcess:
+        def told(store: Store) -> None:
+            self.store = store
+
+        made = partial(store_of, self.config, self.flow)
+        return ScriptedStoreProcess(self.config, made, told, self._pause)
+
+    async def attach_trainers(self) -> None:
+        attaching = [handle.attach.remote(self.store) for _, handle in self.role("trainer")]
+        await asyncio.gather(*attaching, return_exceptions=True)
 
     async def has_states(self, step: int, timeout_s: float) -> bool:
         return True
@@ -364,4 +386,4 @@ def flow_of(config: RunConfig) -> Dataflow:
 
 def store_of(config: RunConfig, flow: Dataflow, restore: Any = None) -> Store:
     spec = StoreSpec.of(flow, config, strict=True)
-    return Store(spec, lambda: asyncio.get_running_loop().time(), restore=restore)
+    return MortalStore(spec, lambda: asyncio.get_running_loop().time(), restore=restore)

@@ -38,7 +38,11 @@ async def kill(fleet: ScriptedFleet, random: Random, roles: tuple[str, ...], kil
     while True:
         await asyncio.sleep(random.expovariate(1 / 8.0))
         names = [name for role in roles for name, _ in fleet.role(role)]
-        name = random.choice([*names, "nobody"])
+        name = random.choice([*names, "nobody", *(["Store"] if "store" in roles else [])])
+        if name == "Store":
+            fleet.store.die()
+            killed.append(name)
+            continue
         step = fleet.store.ledger.rounds.formed
         if name.startswith("Trainer") and {step - 1, step, step + 1} & lost:
             continue
@@ -57,17 +61,16 @@ def test_whoever_dies_and_whenever_each_row_is_trained_once_within_its_bound(
 
     async def main() -> dict[str, float]:
         flow = flow_of(config)
-        store = store_of(config, flow)
-        fleet = ScriptedFleet(store, config, flow, random)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, random)
         directory = RunDirectory.create(config)
         killing = asyncio.ensure_future(
-            kill(fleet, random, ("rollout", "reward", "compute", "prompts", "trainer"), killed)
+            kill(fleet, random, ("rollout", "reward", "compute", "prompts", "trainer", "store"), killed)
         )
         await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
         killing.cancel()
         directory.close()
-        store.ledger.check_invariants()
-        return await store.stats()
+        fleet.store.ledger.check_invariants()
+        return await fleet.store.stats()
 
     numbers = run_virtually(main())
     assert len(killed) >= 5
