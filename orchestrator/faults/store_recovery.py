@@ -52,13 +52,13 @@ class StoreRecovery:
     async def take_snapshots(self) -> None:
         """One that cannot be taken is left out: the one before stays, and whoever needs the store hears that it is
         gone."""
-        number = 0
+        number = 1
         while self._every_s:
             await asyncio.sleep(self._every_s)
             with contextlib.suppress(PenstockError):
                 async with self._lock:
-                    number += 1
                     await self._take(number)
+                number += 1  # only now: one that is not heard of must not push out the one before
 
     async def bring_back(self) -> None:
         """Another store is there, and ranks are attached to it. Raises what starting it raised."""

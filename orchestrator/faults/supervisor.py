@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from penstock.conf.errors import PartnerGone, PenstockError
@@ -220,7 +221,7 @@ class Supervisor:
     async def _start(self, team: Sequence[str], catch_up: CatchUp, title: str) -> None:
         with contextlib.suppress(StoreError):  # also what a machine holds that cannot say that it is gone
             for name in team:
-                await self._store.abandon(name)
+                await self.with_store(partial(self._store.abandon, name))
         members = await self._fleet.replace(team)
         self._recoveries.started(title, self._clock())
         await catch_up(members)

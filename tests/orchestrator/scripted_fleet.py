@@ -219,7 +219,10 @@ class ScriptedFleet(OneMachine):
         async def pause(longest_s: float) -> None:
             await asyncio.sleep(random.uniform(0.0, longest_s))
 
-        self.config = config
+        def told(store: Store) -> None:
+            self.store = store
+
+        self.store_process = ScriptedStoreProcess(config, partial(store_of, config, flow), told, pause)
         self.flow, self.store, self.resumed, self.model_path = flow, store, resumed, "/"
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
@@ -271,14 +274,6 @@ class ScriptedFleet(OneMachine):
         alone = [[name] for name, (role, _) in self._makers.items() if role in roles and role != "trainer"]
         ranks = [name for name, (role, _) in self._makers.items() if role == "trainer"]
         return [*alone, *([ranks] if "trainer" in roles else [])]
-
-    @property
-    def store_process(self) -> ScriptedStoreProcess:
-        def told(store: Store) -> None:
-            self.store = store
-
-        made = partial(store_of, self.config, self.flow)
-        return ScriptedStoreProcess(self.config, made, told, self._pause)
 
     async def attach_trainers(self) -> None:
         attaching = [handle.attach.remote(self.store) for _, handle in self.role("trainer")]

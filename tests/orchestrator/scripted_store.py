@@ -51,10 +51,12 @@ class ScriptedStoreProcess:
     ) -> None:  # fmt: skip
         self._place = Path(config.output_dir) / "scratch"
         self._made, self._told, self._pause = made, told, pause
+        self._num_lost = 0
 
     async def replace(self, snapshot: str | None, timeout_s: float) -> None:
+        self._num_lost += 1
         await self._pause(5.0)
         self._told(self._made(snapshot))
 
     async def scratch(self, timeout_s: float) -> str:
-        return str(self._place)
+        return str(self._place / str(self._num_lost))  # threads of a dead one may still write
