@@ -189,11 +189,11 @@ class Controller:
                 if await self._ranks.recover(failure) != step:
                     continue
                 reports = [StepReport.lost(step, await self._trained_last(failure))]
-            self._stores.trained(step, reports)
-            if not all(report.is_acknowledged for report in reports):
+            if not self._stores.trained(step, reports, stores):
                 unheard = PartnerGone(f"step {step} was trained, and the store cannot be told.")
                 if not await self._supervisor.check_partners(unheard, stores):
                     raise unheard
+                await self._supervisor.with_store(self._stores.tell)
             return reports
 
     async def _trained_last(self, failure: PenstockError) -> np.ndarray:

@@ -38,13 +38,18 @@ class StoreRecovery:
         self._every_s, self._timeout_s = every_s, timeout_s
         self._rows: dict[int, np.ndarray] = {}
         """Row ids by step, since the snapshot."""
-        self._last, self._version = before, before
+        self._last = self._told = self._version = before
+        """The step trained last, the last that the store knows, and the version published last."""
         self._snapshot = fleet.resumed.store if fleet.resumed is not None else None
         self._lock = asyncio.Lock()
 
-    def trained(self, step: int, reports: Sequence[StepReport]) -> None:
+    def trained(self, step: int, reports: Sequence[StepReport], generation: int) -> bool:
+        """Whether the store knows that this step was trained. `generation`: of the one that its batch came from."""
         self._rows[step] = np.concatenate([report.row_ids for report in reports])
         self._last = step
+        if generation == self.generation and all(report.is_acknowledged for report in reports):
+            self._told = step
+        return self._told == step
 
     def published(self, version: int) -> None:
         self._version = version
@@ -65,11 +70,17 @@ class StoreRecovery:
         async with self._lock:
             await self._process.replace(self._snapshot, self._timeout_s)
             await self._store.move(self._fleet.store)
-            had = int(await self._in_time(self._store.settle(STAGE)))
-            steps = [self._rows[step].tolist() for step in range(had + 1, self._last + 1)]
-            await self._in_time(self._store.catch_up(steps, self._version))
+            self._told = int(await self._in_time(self._store.settle(STAGE)))
+            await self.tell()
             await self._fleet.attach_trainers()
             self.generation += 1
+
+    async def tell(self) -> None:
+        """The store of all steps that were trained and that it does not know."""
+        last = self._last
+        steps = [self._rows[step].tolist() for step in range(self._told + 1, last + 1)]
+        await self._in_time(self._store.catch_up(steps, self._version))
+        self._told = last
 
     @property
     def _process(self) -> StoreProcess:

@@ -190,8 +190,8 @@ class StoreClient:
         self._connect(handle, None)
 
     async def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> None:
-        """To a store that was restored in another one's place, before any other call: ids of the rows that were trained
-        since its snapshot, by step, and the version published last. What was not trained comes again."""
+        """To a store that was restored in another one's place, before a batch is asked for: ids of the rows that were
+        trained since what it knows, by step, and the version published last. What was not trained comes again."""
         await self._link.call("catch_up", [list(map(int, rows)) for rows in steps], version)
 
     async def published(self, version: int) -> None:

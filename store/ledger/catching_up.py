@@ -2,6 +2,7 @@
 
     snapshot ── steps s + 1 … n were trained ──▶ the store dies        restore(snapshot) ─▶ catch_up(steps s + 1 … n)
 
+A step that was under way meanwhile may be told later, before the next batch is formed.
 What was trained ends, as if it had been trained here. What was not comes again: it is as it was when the snapshot was
 taken, or is admitted again under its number, and sampled with its seed. Groups are trained in order, so one that was
 passed by more than the window allows had been dropped: it ends as `dropped/store_lost`, since its reason is lost too.
@@ -20,10 +21,12 @@ STORE_LOST = "store_lost"
 
 
 def catch_up(residents: Residents, rounds: Rounds, steps: Sequence[Sequence[int]], effects: Effects) -> None:
-    """`steps`: row ids that were trained in each step after the snapshot's last, in order. Raises `StoreError` if
-    something is leased: work has begun."""
-    if residents.leases.held:
-        raise StoreError("catch_up: rows are leased already. It is the first call after a restore.")
+    """`steps`: row ids that were trained in each step after the last that is known, in order. Raises `StoreError` while
+    a batch is under way."""
+    if steps and any(not (made.ended or made.void) for made in rounds.batches()):
+        raise StoreError(
+            f"the batch of step {rounds.formed} is under way: steps that were trained elsewhere come first."
+        )
     if residents.train is not None and steps:
         effects.rounds |= 1 << residents.train.index
     ended: dict[int, tuple[int, int]] = {}

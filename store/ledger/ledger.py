@@ -222,8 +222,8 @@ class Ledger:
         return self.rounds.next_number(consumer), effects
 
     def catch_up(self, steps: Sequence[Sequence[int]], version: int) -> Effects:
-        """After a restore: rows that were trained since, by step, and the version published last. See `catching_up.py`.
-        Raises `StoreError`."""
+        """Rows that were trained elsewhere since the last step that is known, by step, and the version published last.
+        See `catching_up.py`. Raises `StoreError`."""
         catch_up(self.residents, self.rounds, steps, effects := Effects(credits=True))
         self.published(version)
         return effects

@@ -266,8 +266,8 @@ class Store:
         self._pump.carry_out(self.ledger.lost(cells, self._clock()))
 
     async def catch_up(self, steps: list[list[int]], version: int) -> None:
-        """Of a store that was restored in another one's place: rows that were trained since its snapshot, by step, and
-        the version published last. Before any other call. See `ledger/catching_up.py`."""
+        """Of a store that was restored in another one's place: rows that were trained since what it knows, by step, and
+        the version published last. See `ledger/catching_up.py`."""
         self._pump.carry_out(self.ledger.catch_up(steps, version))
 
     async def complete_shared(self, lease_id: int, rank: int) -> None:

@@ -176,13 +176,14 @@ class Trainer(Member):
         self.restored: int | None = None
 
     async def step(self, step: int) -> StepReport | None:
-        lease = await self._client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
+        client = self._client
+        lease = await client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
         if lease is None:
             return None
         await self._pause(3.0)
         is_acknowledged = True
         try:
-            await self._client.complete_shared(lease)
+            await client.complete_shared(lease)
         except PartnerGone:
             is_acknowledged = False
         await self._pause(0.3)
@@ -192,7 +193,7 @@ class Trainer(Member):
         )  # fmt: skip
 
     async def attach(self, store: Any) -> None:
-        await self._client.move(store)
+        self._client = StoreClient(store)
 
     async def restore(self, step: int) -> None:
         self.restored = step

@@ -366,15 +366,24 @@ class Histories(RuleBasedStateMachine):
         self.snapshot = (*self.state(), self.round, dict(self.sampled), deepcopy(self.lineage))
 
     @precondition(lambda self: self.snapshot)
-    @rule()
-    def replace_the_store(self) -> None:
-        """By one that has the newest snapshot, and hears what was trained since. Nobody's lease is known to it."""
+    @rule(num_late=st.integers(0, 2), count=st.integers(0, 3))
+    def replace_the_store(self, num_late: int, count: int) -> None:
+        """By one that has the newest snapshot, and hears what was trained since, of some steps when work has begun.
+        Nobody's lease is known to it."""
         assert self.snapshot is not None
         values, groups, step, sampled, lineage = self.snapshot
         self.sampled, self.lineage = dict(sampled), deepcopy(lineage)
         self.leases.clear()
         self.restore(values, groups)
-        self.ledger.catch_up(self.batches[step:], self.served)
+        steps = self.batches[step:]
+        late = steps[max(0, len(steps) - num_late) :]
+        self.ledger.catch_up(steps[: len(steps) - len(late)], min(self.served, self.round - len(late)))
+        if late:
+            self.lineage.prune(self.ledger)
+            self.admit(count)
+            self.lease("rollout", 2, "a")
+            self.work_off(WORKED[:2])
+        self.ledger.catch_up(late, self.served)
         assert self.ledger.settle("train") == self.round
         self.lineage.prune(self.ledger)
 
