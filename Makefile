@@ -1,6 +1,6 @@
 # The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak oracle check format bench-env bench clean
+.PHONY: help setup demo test soak chaos oracle check format bench-env bench clean
 
 BIN := .venv/bin
 
@@ -23,6 +23,12 @@ test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a q
 soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
 	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/workers/trainer/engines/test_layers.py \
 	  -k "histories or staleness or kills or layers" $(ARGS)
+
+LEGS := 10
+chaos: setup ## before a release: runs whose members, links and machines die at random moments from a seed; about an hour, LEGS=3 for less
+	rm -f chaos.jsonl
+	PENSTOCK_CHAOS=$(LEGS) PENSTOCK_CHAOS_FILE=$(CURDIR)/chaos.jsonl $(BIN)/python -m pytest tests/chaos $(ARGS)
+	$(BIN)/python -m tests.chaos.outcome chaos.jsonl
 
 oracle: .venv-oracle/.locked ## the formulas against verl and TRL, in an environment of their own; ARGS="-k gspo" for some
 	.venv-oracle/bin/python -m pytest tests/oracle $(ARGS)
@@ -53,6 +59,7 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.simulated_chain --json benchmarks/results/simulated_chain.json $(ARGS)
 	$(BIN)/python -m benchmarks.training --json benchmarks/results/training.json $(ARGS)
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json $(ARGS)
+	$(BIN)/python -m benchmarks.faults --json benchmarks/results/faults.json $(ARGS)
 	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
