@@ -14,6 +14,7 @@ living worker do not run out), `stream.py` (the next lease while this one is com
 
 import asyncio
 import itertools
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -35,7 +36,14 @@ from penstock.store.data.arena import Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
-from penstock.store.errors import LeaseExpired, MissingColumn, StoreError, UnknownColumn
+from penstock.store.errors import (
+    LeaseExpired,
+    MissingColumn,
+    RowsLost,
+    RowsUnreachable,
+    StoreError,
+    UnknownColumn,
+)
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.facts import Facts
 from penstock.store.service.calls import Granted, LeaseRequest, Write
@@ -44,6 +52,8 @@ from penstock.store.spec import StageSpec, StoreSpec
 
 ROOM = 1 << 14
 """Bytes of a batch beside its large columns: offsets, scalars."""
+PAUSE_S = 1.0
+"""Before rows are asked for again that lie on a node that does not answer."""
 
 
 class StoreClient:
@@ -194,6 +204,11 @@ class StoreClient:
         trained since what it knows, by step, and the version published last. What was not trained comes again."""
         await self._link.call("catch_up", [list(map(int, rows)) for rows in steps], version)
 
+    async def lost(self, node: str) -> None:
+        """A node, by Ray's id, is gone, with the large batches that were written there: they are made again, and
+        whoever could not read them gets them then."""
+        await self._link.call("lost", node)
+
     async def published(self, version: int) -> None:
         """All engines serve `version`: the groups trained by steps up to it return their credits."""
         await self._link.call("published", version)
@@ -255,8 +270,20 @@ class StoreClient:
         return self._known
 
     async def _ask(self, ask: LeaseRequest) -> list[Lease] | None:
-        """None when the store has closed. Whatever else goes wrong, it leaves nobody waiting and nothing leased."""
-        await self.spec()
+        """None when the store has closed. Rows on a node that does not answer go back and are asked for again, for as
+        long as a lease lasts: until the store hears that the node is gone they may be the next ones once more."""
+        spec, unreadable_since = await self.spec(), 0.0
+        while True:
+            try:
+                return await self._ask_once(ask)
+            except (RowsUnreachable, RowsLost):
+                unreadable_since = unreadable_since or time.monotonic()
+                if time.monotonic() - unreadable_since > spec.lease_timeout_s:
+                    raise
+            await asyncio.sleep(PAUSE_S)
+
+    async def _ask_once(self, ask: LeaseRequest) -> list[Lease] | None:
+        """Whatever goes wrong, it leaves nobody waiting and nothing leased."""
         if self.has_retired:
             return None
         ask = replace(ask, client=self._name, ticket=next(self._tickets))

@@ -174,6 +174,15 @@ class Segments:
                     with suppress(OSError):
                         file.unlink()
 
+    def node_lost(self, node: str) -> str | None:
+        """A node of Ray's is gone; what segments say that lay there. None if no large batch did: those of nodes that
+        share their memory are with one of them, and those of the store's own with the store."""
+        rows = self.nodes.by_id.get(node)
+        if rows is None or rows.id != node:
+            return None
+        self._orders.node_lost(rows.id)
+        return rows.id
+
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
         self._mappings.close()

@@ -23,8 +23,8 @@ from penstock.store.service.calls import Call, Result
 
 CALLS = (
     "spec", "put", "withdraw_put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared", "write",
-    "drop", "release", "renew", "abandon", "settle", "published", "last_batch", "cut", "snapshot", "stats", "describe",
-    "close", "become_source", "catch_up", "retire",
+    "drop", "release", "renew", "abandon", "settle", "lost", "published", "last_batch", "cut", "snapshot", "stats",
+    "describe", "close", "become_source", "catch_up", "retire",
 )  # fmt: skip
 """What clients call."""
 MANY = "many"

@@ -259,10 +259,13 @@ class Store:
         return lost
 
     async def lost(self, node: str) -> None:
-        """A node, as segments call it, is gone: what lay there is made again, and nothing is taken from there any
-        more. See `ledger/losses.py`."""
-        self._intake.lost_nodes.add(node)
-        cells = self._blocks.lose(lambda placed: placed.node == node)
+        """A node, by Ray's id, is gone: what lay there is made again, and nothing is taken from there any more. See
+        `ledger/losses.py`."""
+        lost = self.segments.node_lost(node) if self.segments is not None else None
+        if lost is None:
+            return
+        self._intake.lost_nodes.add(lost)
+        cells = self._blocks.lose(lambda placed: placed.node == lost)
         self._pump.carry_out(self.ledger.lost(cells, self._clock()))
 
     async def catch_up(self, steps: list[list[int]], version: int) -> None:

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 
-from penstock.network.connection import Address, Connection, connect
+from penstock.network.connection import Connection, connect
 from penstock.store.data.codec import Codec
 from penstock.store.data.far.nodes import ROWS, RowsNodes
 from penstock.store.data.far.server import DONE, ORDERS, Order
@@ -28,6 +28,8 @@ class Orders:
         self._addresses, self._token = nodes.addresses, nodes.token
         self._to: dict[str, queue.SimpleQueue[Order | None]] = {}
         self._closed = threading.Event()
+        self._gone: set[str] = set()
+        """Nodes that are told nothing more."""
         self.lost = 0
         """Orders to nodes that were gone."""
 
@@ -36,9 +38,13 @@ class Orders:
         waiting = self._to.get(node)
         if waiting is None:
             waiting = self._to[node] = queue.SimpleQueue()
-            arguments = self._addresses[node], waiting
+            arguments = node, waiting
             threading.Thread(target=self._tell_all, args=arguments, name="orders", daemon=True).start()
         waiting.put(order)
+
+    def node_lost(self, node: str) -> None:
+        """It counts as gone from now on, whether it can be reached or not."""
+        self._gone.add(node)
 
     def close(self) -> None:
         """Nothing is told any more: the nodes remove what they have at the end of the run."""
@@ -46,9 +52,8 @@ class Orders:
         for waiting in self._to.values():
             waiting.put(None)
 
-    def _tell_all(self, address: Address, waiting: "queue.SimpleQueue[Order | None]") -> None:
+    def _tell_all(self, node: str, waiting: "queue.SimpleQueue[Order | None]") -> None:
         connection: Connection | None = None
-        is_gone = False
         while (order := waiting.get()) is not None:
             together = [order]
             while len(together) < MANY and not waiting.empty():
@@ -56,18 +61,18 @@ class Orders:
                     waiting.put(None)
                     break
                 together.append(order)
-            connection = None if is_gone else self._told(address, connection, together)
+            connection = self._told(node, connection, together)
             if connection is None:
-                is_gone = True
+                self._gone.add(node)
                 self.lost += len(together)
         if connection is not None:
             connection.close()
 
-    def _told(self, address: Address, connection: Connection | None, orders: list[Order]) -> Connection | None:
+    def _told(self, node: str, connection: Connection | None, orders: list[Order]) -> Connection | None:
         """The connection that they were told over; None if the node is gone. Orders may be told twice."""
-        body = Codec().encode(orders)[0]
+        address, body = self._addresses[node], Codec().encode(orders)[0]
         give_up = time.monotonic() + PATIENCE_S
-        while not self._closed.is_set():
+        while not self._closed.is_set() and node not in self._gone:
             try:
                 connection = connection or connect(address, ROWS, self._token, CONNECT_S)
                 connection.send(ORDERS, body)
@@ -81,4 +86,7 @@ class Orders:
                 if time.monotonic() > give_up:
                     return None
                 self._closed.wait(PAUSE_S)
+        if connection is not None and node in self._gone:
+            connection.close()
+            return None
         return connection

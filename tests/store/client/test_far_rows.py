@@ -14,7 +14,7 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
-from penstock.store.errors import RowsUnreachable
+from penstock.store.errors import RowsUnreachable, StoreError
 from penstock.store.service.calls import LeaseRequest
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
@@ -205,6 +205,32 @@ def test_rows_of_a_node_that_is_gone_are_an_error_by_name_and_no_lease(tmp_path:
             await asyncio.sleep(0.01)
         assert store.segments is not None
         assert not any(+segment.uses for segment in store.segments.book.segments.values())
+
+    on_nodes(tmp_path, body, lease_timeout_s=0.2)
+
+
+def test_who_cannot_read_rows_of_a_node_waits_until_it_counts_as_lost(tmp_path: Path) -> None:
+    """Then the rows are made again, and come to whoever asked for them."""
+
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        producer, reader = StoreClient(endpoint, node="b"), StoreClient(endpoint, node="c")
+        await sampled(producer)
+        await asyncio.to_thread(far["b"].close)
+        asking = asyncio.create_task(reader.lease("reference", 4, "reader"))
+        await asyncio.sleep(0.1)
+        controller = StoreClient(endpoint)
+        await controller.lost("nobody has heard of it")
+        assert (await controller.stats())["completed/rollout"] == 4
+        await controller.lost("b")
+        await sampled(StoreClient(endpoint), [0, 1])  # the first two groups, again
+        lease = await asking
+        assert lease is not None
+        assert lease.rows.row_ids.tolist() == [0, 1, 2, 3]
+        check(lease.rows)
+        more = await producer.lease("rollout", 2, "engine")
+        assert more is not None
+        with pytest.raises(StoreError, match="counts as lost"):
+            await producer.write(more, more.rows.row_ids, long_responses(more))
 
     on_nodes(tmp_path, body)
 

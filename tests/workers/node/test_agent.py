@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.conf.errors import ResourceError, StoreError
+from penstock.network.connection import Address
 from penstock.network.handshake import new_token
 from penstock.store.data.arena import Arena
 from penstock.store.data.far.nodes import RowsNode, RowsNodes
@@ -122,6 +124,24 @@ def test_it_serves_the_rows_of_its_node_and_nothing_outside_of_them(tmp_path: Pa
     finally:
         agent.close()
     assert list(disk.iterdir()) == []
+
+
+def test_a_node_that_counts_as_lost_is_told_nothing_more() -> None:
+    """Though nobody answers there, what waits to be told is over at once."""
+    with socket.create_server((HOST, 0)) as silent:
+        address = Address(HOST, silent.getsockname()[1])
+        orders = Orders(RowsNodes({"ray": RowsNode("here", ("", ""), address)}, new_token()))
+        silent.close()
+        orders.give("here", Spill("writer-0"))
+        time.sleep(0.1)
+        assert orders.lost == 0
+        orders.node_lost("here")
+        orders.give("here", Spill("writer-1"))
+        give_up = time.monotonic() + 10
+        while orders.lost < 2 and time.monotonic() < give_up:
+            time.sleep(0.01)
+        assert orders.lost == 2
+        orders.close()
 
 
 def outside(placed: Placed) -> tuple[ColumnNote, ...]:
