@@ -48,12 +48,24 @@ class FaultsConfig:
     that a trainer that is lost goes on with the step that it was at. false: it returns to the last checkpoint. Costs
     twice the trainer's state in host memory, and the time to copy it once a step."""
 
+    straggler_factor: float = 0.0
+    """A group that an engine has had for longer than this many times the median time of a group is given to a second
+    engine that waits for work; the first answer counts, and the other engine's is thrown away. 0: never, the default,
+    since it pays only where engines differ in speed or hang, and samples of long responses are made twice otherwise.
+    3 is a good start for many engines with max_staleness > 0. With max_staleness=0 and engines that are not
+    deterministic (vLLM) which answer is trained depends on time, so runs cannot be repeated exactly."""
+
     def __post_init__(self) -> None:
         at_least("faults.max_restarts", self.max_restarts, 0)
         above("faults.window_s", self.window_s, 0)
         within("faults.pause_s", self.pause_s, 0, LONGEST_PAUSE_S)
         at_least("faults.max_returns", self.max_returns, 0)
         at_least("faults.store_snapshot_s", self.store_snapshot_s, 0)
+        if self.straggler_factor and not self.straggler_factor > 1:
+            raise ConfigError(
+                f"faults.straggler_factor={self.straggler_factor:g}: half of all groups take longer than the median. "
+                "Set it above 1, such as 3, or to 0 for off."
+            )
         for key in ("heartbeat_s", "heartbeat_timeout_s", "stall_s"):
             above(f"faults.{key}", getattr(self, key), 0)
         if self.heartbeat_timeout_s <= self.heartbeat_s:

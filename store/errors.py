@@ -7,6 +7,7 @@ from their message alone, so they pickle and cross Ray, and travel by name betwe
 from penstock.conf.errors import LeaseExpired, StalenessViolation, StoreError
 
 __all__ = [
+    "AnsweredByAnother",
     "BrokenInvariant",
     "CorruptSnapshot",
     "DuplicateRow",
@@ -80,6 +81,10 @@ class DuplicateRow(StoreError):
 
 class RowNotLeased(StoreError):
     """A row that the lease does not hold."""
+
+
+class AnsweredByAnother(LeaseExpired):
+    """Two engines had sampled the row, and the other one has written it first."""
 
 
 class RowsLost(StoreError):

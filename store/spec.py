@@ -38,6 +38,8 @@ class StoreSpec:
     inline_bytes: int = 2**16
     shared_bytes: int = 2**30
     spill_dir: str | None = None
+    straggler_factor: float = 0.0
+    """A group that an engine has for longer than so many times the median is offered to another; 0: never."""
     strict: bool = True
     """A staleness violation raises (tests) instead of evicting the group (production)."""
 
@@ -68,5 +70,6 @@ class StoreSpec:
             inline_bytes=config.store.inline_bytes,
             shared_bytes=config.store.shared_memory_mib * 2**20,
             spill_dir=config.store.spill_dir,
+            straggler_factor=config.faults.straggler_factor,
             strict=strict,
         )

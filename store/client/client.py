@@ -30,15 +30,15 @@ from penstock.store.client.call_batcher import CallBatcher
 from penstock.store.client.heartbeat import Heartbeat
 from penstock.store.client.lease import Lease, SharedLease, Values
 from penstock.store.client.links import link_to
-from penstock.store.client.put_batcher import PutBatcher
+from penstock.store.client.put_batcher import PutBatcher, by_column
 from penstock.store.client.stream import LeaseStream
 from penstock.store.data.arena import Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
 from penstock.store.errors import (
+    AnsweredByAnother,
     LeaseExpired,
-    MissingColumn,
     RowsLost,
     RowsUnreachable,
     StoreError,
@@ -95,7 +95,7 @@ class StoreClient:
         if not groups:
             return []
         spec = await self.spec()
-        values = _by_column(groups, spec.source_columns)
+        values = by_column(groups, spec.source_columns)
         batch, facts, slot = await self._encode(spec, values, list(range(len(groups))))
         try:
             check_group_bytes(spec.max_bytes, facts.row_bytes)  # here, as others' groups may travel in the same message
@@ -162,17 +162,29 @@ class StoreClient:
         """Results of some rows of a lease.
 
         A row is complete once it has all columns of the stage; the lease ends with its last row. Writing a row again
-        changes nothing. Raises `LeaseExpired` if the rows went to another, and what `encode` raises for values that do
-        not fit.
+        changes nothing. Raises `LeaseExpired` if the rows went to another, `AnsweredByAnother` if another engine was
+        first, and what `encode` raises for values that do not fit.
         """
         write = await self._prepare(lease, row_ids, columns)
         try:
             await self._calls.call("write", write)
+        except AnsweredByAnother:
+            self._heartbeat.finished(lease.id, write.row_ids)
+            raise
         except LeaseExpired:
             self._heartbeat.unhold(lease.id)
             raise
         if set(self._stages[lease.stage].writes) <= columns.keys():
             self._heartbeat.finished(lease.id, write.row_ids)
+
+    async def answered(self) -> list[tuple[int, int]] | None:
+        """Waits until others have answered groups that this client samples too: the leases and the groups, with which
+        nothing is left to do. None when the store is closed."""
+        answers: list[tuple[int, int]] | None = await self._link.call("answered", self._name)
+        size = (await self.spec()).group_size
+        for lease_id, group in answers or ():
+            self._heartbeat.finished(lease_id, range(group * size, (group + 1) * size))
+        return answers
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
         """These rows end here, counted under dropped/<reason>; `detail` is kept for `describe`."""
@@ -354,16 +366,3 @@ class StoreClient:
 
 def _ids(row_ids: "Sequence[int] | np.ndarray") -> list[int]:
     return [int(row) for row in row_ids]
-
-
-def _by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list[Any]]:
-    for number, group in enumerate(groups):
-        for name in source:
-            if name not in group:
-                raise MissingColumn(
-                    f"group {number} of {len(groups)} lacks column {name!r}. Give {', '.join(source)} for each."
-                )
-        for name in group:
-            if name not in source:
-                raise UnknownColumn(f"group {number}: the source writes no column {name!r}{suggest(name, source)}")
-    return {name: [group[name] for group in groups] for name in source}

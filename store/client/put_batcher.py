@@ -6,13 +6,17 @@ One call is under way at a time, so groups are admitted in the order in which th
 
 import asyncio
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 
+from penstock.conf.errors import suggest
+from penstock.store.client.lease import Values
 from penstock.store.client.links import Link
 from penstock.store.data.arena import Slot
+from penstock.store.errors import MissingColumn, UnknownColumn
 from penstock.store.ledger.facts import Facts
 
 
@@ -121,3 +125,17 @@ def _together(facts: list[Facts]) -> Facts:
         facts[0].token_column,
         joined("token_lengths"),
     )
+
+
+def by_column(groups: Sequence[Values], source: Sequence[str]) -> dict[str, list[Any]]:
+    """Of groups whose values are to be put: all of the source's columns, and no others."""
+    for number, group in enumerate(groups):
+        for name in source:
+            if name not in group:
+                raise MissingColumn(
+                    f"group {number} of {len(groups)} lacks column {name!r}. Give {', '.join(source)} for each."
+                )
+        for name in group:
+            if name not in source:
+                raise UnknownColumn(f"group {number}: the source writes no column {name!r}{suggest(name, source)}")
+    return {name: [group[name] for group in groups] for name in source}

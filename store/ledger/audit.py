@@ -16,6 +16,7 @@ def audit(residents: Residents, rounds: Rounds) -> None:
     _check_leases(residents)
     _check_credits(residents, rounds)
     _check_rows(residents, rounds)
+    _check_stragglers(residents)
 
 
 def _require(condition: bool, message: str) -> None:
@@ -60,7 +61,9 @@ def _check_leases(residents: Residents) -> None:
             _require(not mask & ~lease.granted[group_id], f"lease {lease.id} holds rows it was not granted")
             revoked = mask & lease.revoked.get(group_id, 0)
             _require(not revoked, f"lease {lease.id} holds rows {revoked:b} that were revoked")
-            _require(not held.get(key, 0) & mask, f"group {group_id}: lease {lease.id} holds rows of another lease")
+            may_share = lease.id in residents.stragglers.holders.get(group_id, ())
+            twice = 0 if may_share else held.get(key, 0) & mask
+            _require(not twice, f"group {group_id}: lease {lease.id} holds rows of another lease")
             _require(lease.id in (group.holders or ()), f"group {group_id} does not know its lease {lease.id}")
             held[key] = held.get(key, 0) | mask
     for group in residents.groups.values():
@@ -102,3 +105,12 @@ def _check_rows(residents: Residents, rounds: Rounds) -> None:
     last = {row // residents.size for row in rounds.last_batch}
     ended_groups = {group.id for group in residents.groups.values() if not group.live}
     _require(last == ended_groups, f"ended groups {ended_groups} are resident, the last batch has {last}")
+
+
+def _check_stragglers(residents: Residents) -> None:
+    held = residents.leases.held
+    for group_id, holders in residents.stragglers.holders.items():
+        _require(1 <= len(holders) <= 2, f"group {group_id} is sampled by {len(holders)} engines")
+        for lease_id in holders:
+            is_held = lease_id in held and bool(held[lease_id].open.get(group_id))
+            _require(is_held, f"group {group_id} is said to be sampled under lease {lease_id}, which does not hold it")

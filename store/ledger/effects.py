@@ -16,6 +16,8 @@ class Effects:
     """(group, mask of its rows): nobody will ask for their values again."""
     cleared: list[tuple[int, dict[str, int]]] = field(default_factory=list)
     """(group, mask of its rows by column): these values are gone, or worth nothing without one that is."""
+    answered: list[tuple[int, int]] = field(default_factory=list)
+    """(lease, group): another lease has answered the rows of the group that this one held."""
     stages: int = 0
     """Bit s: more of stage s is free, or somebody holds less of it: those that wait for leases may get one."""
     rounds: int = 0

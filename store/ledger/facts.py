@@ -7,7 +7,8 @@ import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.store.errors import TooLarge, WrongLength
+from penstock.conf.errors import suggest
+from penstock.store.errors import TooLarge, UnknownColumn, WrongLength
 from penstock.store.ledger.group import Group, bits, mask_of, spans_of
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
@@ -24,6 +25,23 @@ class Facts:
     token_column: str = ""
     token_lengths: list[int] | None = None
     """Entries of each row of `token_column`, any of the token columns written."""
+
+
+def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) -> list[int]:
+    """Numbers of the columns of a write. Raises `UnknownColumn` for those that the stage does not write."""
+    index = residents.readiness.column_index
+    for name in columns:
+        if name not in index:
+            raise UnknownColumn(
+                f"stage {stage.name!r} writes column {name!r}, which the dataflow lacks{suggest(name, index)}"
+            )
+        if index[name] not in stage.writes:
+            raise UnknownColumn(
+                f"stage {stage.name!r} may not write column {name!r}; it writes "
+                f"{', '.join(stage.spec.writes) or 'none'}. "
+                "Declare the column in the stage's writes."
+            )
+    return [index[name] for name in columns]
 
 
 def check_facts(residents: Residents, rows: Sequence[int], written: list[int], facts: Facts) -> None:

@@ -18,21 +18,19 @@ What it promises:
 
 from collections.abc import Sequence
 
-from penstock.conf.errors import suggest
 from penstock.store.errors import (
     DuplicateRow,
     LeaseExpired,
     RowNotLeased,
     RowsLost,
     StoreError,
-    UnknownColumn,
     UnknownStage,
 )
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.audit import audit
 from penstock.store.ledger.catching_up import catch_up, end
 from penstock.store.ledger.effects import Effects
-from penstock.store.ledger.facts import Facts, check_facts, note_facts
+from penstock.store.ledger.facts import Facts, check_facts, columns_written, note_facts
 from penstock.store.ledger.group import Group, row_ids
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.losses import Cells, lose
@@ -93,8 +91,15 @@ class Ledger:
             return None
         lease = self.residents.leases.open(consumer.index, owner, now + self.spec.lease_timeout_s)
         self.residents.readiness.take(consumer, max_units, lambda *rows: self.residents.hold(lease, *rows))
+        self.residents.stragglers.began(lease, now)
         self.counters[f"leases/{stage}"] += 1
         return lease
+
+    def offer(self, owner: str, now: float) -> HeldLease | None:
+        """A group that another engine has had for too long is leased to this one as well; None if there is none. Frees
+        and wakes nobody. See `stragglers.py`."""
+        self.residents.readiness.elapse(now)
+        return self.residents.hold_second(owner, now)
 
     def rows_of(self, lease: HeldLease) -> list[int]:
         """Ids of the rows that a lease hands out, by group and then by sample."""
@@ -107,12 +112,12 @@ class Ledger:
         """`columns` of `rows` are there. A row completes the stage once all of the stage's columns are.
 
         Returns the positions in `rows` whose values are to be kept; the others were there before, or the row has ended.
-        Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `RowNotLeased`, `UnknownRow`,
-        `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
+        Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `AnsweredByAnother`,
+        `RowNotLeased`, `UnknownRow`, `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """
         self.residents.readiness.elapse(now)
         producer = self.residents.stage(stage)
-        written = self._columns(producer, columns)
+        written = columns_written(self.residents, producer, columns)
         masks = self.residents.masks(list(rows))
         if sum(mask.bit_count() for mask in masks.values()) != len(rows):
             raise DuplicateRow(
@@ -120,6 +125,7 @@ class Ledger:
             )
         effects = Effects()
         lease = self._held(lease_id, producer, masks)
+        self.residents.check_not_beaten(lease_id, masks, sum(facts.response_tokens or ()))
         if lease is None:
             return [], effects
         check_facts(self.residents, rows, written, facts)
@@ -132,7 +138,7 @@ class Ledger:
         kept = note_facts(self.residents, producer, rows, fresh, written, facts)
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
-            self._complete(lease, producer, self.residents.groups[group_id], mask, written, effects)
+            self._complete(lease, producer, self.residents.groups[group_id], mask, written, now, effects)
         return kept, effects
 
     def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> Effects:
@@ -279,21 +285,6 @@ class Ledger:
         """For tests: recompute everything that is kept by counting. Raises `BrokenInvariant`."""
         audit(self.residents, self.rounds)
 
-    def _columns(self, stage: Stage, columns: Sequence[str]) -> list[int]:
-        index = self.residents.readiness.column_index
-        for name in columns:
-            if name not in index:
-                raise UnknownColumn(
-                    f"stage {stage.name!r} writes column {name!r}, which the dataflow lacks{suggest(name, index)}"
-                )
-            if index[name] not in stage.writes:
-                raise UnknownColumn(
-                    f"stage {stage.name!r} may not write column {name!r}; it writes "
-                    f"{', '.join(stage.spec.writes) or 'none'}. "
-                    "Declare the column in the stage's writes."
-                )
-        return [index[name] for name in columns]
-
     def _held(self, lease_id: int, stage: Stage, masks: dict[int, int]) -> HeldLease | None:
         """The lease, which must hold the rows; None if it is over and there is nothing left to do for any of them."""
         lease = self.residents.leases.held.get(lease_id)
@@ -322,16 +313,26 @@ class Ledger:
         return None
 
     def _complete(
-        self, lease: HeldLease, stage: Stage, group: Group, mask: int, written: list[int], effects: Effects
+        self,
+        lease: HeldLease,
+        stage: Stage,
+        group: Group,
+        mask: int,
+        written: list[int],
+        now: float,
+        effects: Effects,
     ) -> None:
         for column in written:
             group.have[column] |= mask
+        self.residents.answered(lease, group, mask, effects)
         finished = mask
         for column in stage.writes:
             finished &= group.have[column]
         if finished:
             group.done[stage.index] |= finished
             self.counters[f"completed/{stage.name}"] += finished.bit_count()
+            if finished == lease.open[group.id]:
+                self.residents.stragglers.completed(lease, group.id, now)
             self.residents.unhold(lease, group, finished, effects)
         for reader in stage.readers:
             effects.stages |= self.residents.readiness.refresh(group, reader)

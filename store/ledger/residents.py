@@ -7,12 +7,13 @@ credits and counters consistent with one another, and `audit.py` checks that the
 from collections import Counter
 
 from penstock.conf.errors import suggest
-from penstock.store.errors import UnknownRow, UnknownStage
+from penstock.store.errors import AnsweredByAnother, UnknownRow, UnknownStage
 from penstock.store.ledger.admission import Credits
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import Group, bits, masks_of
 from penstock.store.ledger.leases import HeldLease, LeaseBook
 from penstock.store.ledger.readiness import Readiness, Stage
+from penstock.store.ledger.stragglers import Stragglers, untouched
 from penstock.store.spec import StoreSpec
 
 
@@ -41,6 +42,9 @@ class Residents:
         self.counters: Counter[str] = Counter()
         """Every decision, by reason."""
         self.train = next((stage for stage in self.readiness.stages if stage.unit == "batch"), None)
+        self.sampling = next((stage for stage in self.readiness.stages if "response_ids" in stage.spec.writes), None)
+        """The stage of the engines."""
+        self.stragglers = Stragglers(spec.straggler_factor, self.sampling, self.leases)
         index = self.readiness.column_index
         self.source = [index[name] for name in spec.source_columns]
         """Columns that are there from the admission on."""
@@ -102,15 +106,53 @@ class Residents:
         group.holders.add(lease.id)
         self.readiness.refresh(group, stage)
 
+    def hold_second(self, owner: str, now: float) -> HeldLease | None:
+        """A lease on the group that another owner has sampled for too long, and on nothing else; None if there is none.
+        Whoever writes a row first has made it."""
+        for group_id, first in self.stragglers.slow(now):
+            stage, group = self.readiness.stages[first.stage], self.groups[group_id]
+            rows = untouched(group, first.open[group_id], stage.writes)
+            if rows and first.owner != owner:
+                lease = self.leases.open(stage.index, owner, now + self.spec.lease_timeout_s)
+                self.hold(lease, group, rows, rows)
+                self.stragglers.began(lease, now)
+                self.counters["stragglers/offered"] += 1
+                return lease
+        return None
+
+    def answered(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
+        """The lease has written something of these rows: nothing is awaited of another that holds them too."""
+        for rival in self.stragglers.rivals(lease, group.id):
+            if lost := rival.open.get(group.id, 0) & mask:
+                rival.revoked[group.id] = rival.revoked.get(group.id, 0) | lost
+                self.stragglers.beat(rival, group.id, lost)
+                if lost == rival.open[group.id]:
+                    effects.answered.append((rival.id, group.id))
+                    self.counters["stragglers/won"] += self.stragglers.is_second(lease, group.id)
+                self.unhold(rival, group, lost, effects)
+
+    def check_not_beaten(self, lease_id: int, masks: dict[int, int], num_tokens: int) -> None:
+        """Raises `AnsweredByAnother` if another lease has written all of these rows first. `num_tokens`: that were
+        sampled for them."""
+        if not self.stragglers.are_beaten(lease_id, masks):
+            return
+        self.counters["stragglers/late_rows"] += sum(mask.bit_count() for mask in masks.values())
+        self.counters["stragglers/late_tokens"] += num_tokens
+        raise AnsweredByAnother(
+            f"rows of groups {sorted(masks)}: lease {lease_id} came second, another engine has sampled them too. Throw "
+            "the result away."
+        )
+
     def unhold(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
         """Take open rows from a lease, which ends with its last one. The caller refreshes readiness."""
         effects.stages |= 1 << lease.stage  # its owner holds less, and may be due more
         rest = lease.open.get(group.id, 0) & ~mask
-        group.leased[lease.stage] &= ~mask
+        group.leased[lease.stage] &= ~mask | self.stragglers.of_others(lease, group.id)
         if rest:
             lease.open[group.id] = rest
             return
         lease.open.pop(group.id, None)
+        self.stragglers.ended(lease, group.id)
         if group.holders:
             group.holders.discard(lease.id)
         if not lease.open:
@@ -157,6 +199,7 @@ class Residents:
     def forget(self, group: Group, effects: Effects) -> None:
         """Nothing refers to a group any more."""
         self.credits.bytes -= group.nbytes
+        self.stragglers.forget(group.id)
         del self.groups[group.id]
         effects.freed.append((group.id, self.all_rows))
         effects.credits = True

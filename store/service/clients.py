@@ -66,6 +66,10 @@ class Clients:
         self._dead |= clients
         return clients
 
+    def of_lease(self, lease_id: int) -> str | None:
+        """Who was given it, unless it has left."""
+        return next((client for client, leases in self._leases.items() if lease_id in leases), None)
+
     def owner_of(self, client: object) -> str:
         """For people."""
         return next((owner for owner, clients in self._of_owner.items() if client in clients), "?")

@@ -35,6 +35,7 @@ from penstock.store.service.waiting.expiry import Expiry
 from penstock.store.service.waiting.nearness import Nearness, Nowhere, OnNodes
 from penstock.store.service.waiting.pump import Pump
 from penstock.store.service.waiting.puts import Puts
+from penstock.store.service.waiting.slow import Slow
 from penstock.store.service.waiting.waiters import Waiters
 from penstock.store.spec import StoreSpec
 
@@ -86,10 +87,12 @@ class Store:
         nearness: Nearness = Nowhere()
         if segments is not None and segments.nodes.by_id:
             nearness = OnNodes(self.ledger, self._blocks, segments)
-        self._waiters = waiters = Waiters(self.ledger, self._clients, self._puts, pump, nearness)
+        self._slow = Slow(self.ledger, clock, pump.wake_stage)
+        self._waiters = waiters = Waiters(self.ledger, self._clients, self._puts, pump, nearness, self._slow)
         self._consumers, self._ranks = waiters.consumers, waiters.ranks
         self._expiry = Expiry(self.ledger, clock, pump.carry_out)
-        pump.connect([*self._consumers.values()], [*self._ranks.values()], self._puts.wake, self._settled)
+        consumers, ranks = [*self._consumers.values()], [*self._ranks.values()]
+        pump.connect(consumers, ranks, self._puts.wake, self._settled, waiters.answered.tell)
         self._last_drops: deque[str] = deque(maxlen=LAST_DROPS)
         self._closed: str | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -155,20 +158,15 @@ class Store:
             return None
 
         def take() -> list[Granted] | None:
-            granted: list[Granted] = []
-            share = consumers.share_of(ask)
-            while share > 0 and len(granted) < max(1, ask.max_leases):
-                lease = self.ledger.lease(ask.stage, min(share, ask.max_units), ask.owner, self._clock())
-                if lease is None:
-                    break
-                num_units = self._clients.units_of(lease)
-                share -= num_units
-                consumers.took(ask, num_units)
-                self._clients.gave(ask, lease.id)
-                granted.append(self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)))
-            return granted or None
+            leases = consumers.take(ask, self._clock())
+            return [self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)) for lease in leases] or None
 
         return await consumers.wait(take, ask)
+
+    async def answered(self, client: str) -> list[tuple[int, int]] | None:
+        """Waits until others have answered groups that this client has leases on: those leases and groups. None when
+        the store is closed."""
+        return await self._waiters.answered.wait(client)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:
         """The request of that ticket is no more: its call returns None, and what it was given goes back."""
@@ -327,6 +325,7 @@ class Store:
         if self._closed is None:
             self._closed = reason
         self._expiry.cancel()
+        self._slow.cancel()
         if self._server is not None:
             self._server.close()
         self._waiters.close(self._closed)
@@ -351,3 +350,4 @@ class Store:
     def _settled(self) -> None:
         if self._closed is None:
             self._expiry.arm()
+            self._slow.arm()

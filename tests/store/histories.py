@@ -16,16 +16,19 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from penstock.store.errors import LeaseExpired, StoreError
+from penstock.store.errors import AnsweredByAnother, LeaseExpired, StoreError
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.rounds import Round
 from penstock.store.ledger.state import living_groups, restore, scalars, values_of
+from penstock.store.ledger.stragglers import ENOUGH
 from tests.store.checked_ledger import CheckedLedger
 from tests.store.driver import Driver, facts_for, facts_of, make_spec
 from tests.store.lineage import Lineage
 
 WORKED = ("rollout", "reward", "reference", "group_advantage")
 NODES = 3
+MEDIAN_S = 0.5
+"""That groups take in these histories, as far as the store knows at their beginning."""
 SHARED = WORKED[1:]
 """Stages whose rows are shared by ranks in these histories; rollout could be as well, but no engine does that."""
 
@@ -41,6 +44,7 @@ class Histories(RuleBasedStateMachine):
         num_ranks=st.integers(1, 3),
         max_bytes=st.sampled_from([60, 10**9]),
         nodes=st.randoms(use_true_random=False),
+        straggler_factor=st.sampled_from([0.0, 3.0]),
     )
     def start(
         self,
@@ -51,6 +55,7 @@ class Histories(RuleBasedStateMachine):
         num_ranks: int,
         max_bytes: int,
         nodes: Random,
+        straggler_factor: float,
     ) -> None:
         behind = math.ceil((window - 1) / groups_per_step)
         self.spec = make_spec(
@@ -60,10 +65,12 @@ class Histories(RuleBasedStateMachine):
             max_staleness=behind + slack,
             max_active_groups=(slack + 1) * groups_per_step,
             max_bytes=max_bytes,
+            straggler_factor=straggler_factor,
         )
         self.num_ranks = num_ranks
         self.driver = Driver(self.spec)
         self.ledger = self.driver.ledger
+        self.know_the_median()
         self.now = 0.0
         self.lineage = Lineage(self.spec)
         self.nodes = nodes
@@ -74,6 +81,8 @@ class Histories(RuleBasedStateMachine):
         """Oldest version of each row whose response was accepted."""
         self.admitted_under: dict[int, int] = {}
         """Version served when each group was admitted."""
+        self.answered: dict[int, set[int]] = {}
+        """Leases that have brought something of a response of each row."""
         self.trained: list[int] = []
         self.trained_groups: list[int] = []
         self.batches: list[list[int]] = []
@@ -127,6 +136,9 @@ class Histories(RuleBasedStateMachine):
         undone = {row for row in some if self.is_undone(row, stage)}
         try:
             kept = self.ledger.write(lease.id, stage, some, columns, facts, self.now)
+        except AnsweredByAnother:
+            assert all(self.answered[row] - {lease.id} for row in some)
+            return
         except LeaseExpired:
             assert over
             assert undone
@@ -134,6 +146,9 @@ class Histories(RuleBasedStateMachine):
         assert not (over and undone), "a late writer was not told"
         assert {some[position] for position in kept} <= undone, "a result was taken twice, or for a row that has ended"
         self.lineage.written(self.ledger, lease, [some[position] for position in kept], columns, self.any_node)
+        if stage == "rollout":
+            for position in kept:
+                self.answered.setdefault(some[position], set()).add(lease.id)
         if "token_versions" in columns:
             for position in kept:
                 self.sampled.setdefault(some[position], version)
@@ -185,6 +200,33 @@ class Histories(RuleBasedStateMachine):
                 self.lineage.written(self.ledger, lease, done, columns, self.any_node)
                 if stage == "rollout":
                     self.sampled.update((rows[position], self.served) for position in kept)
+                    for position in kept:
+                        self.answered.setdefault(rows[position], set()).add(lease.id)
+
+    @rule(owner=st.sampled_from("ab"))
+    def offer(self, owner: str) -> None:
+        """An engine that waits takes a group that another has had for long, and one has only once."""
+        before = {group: dict(holders) for group, holders in self.ledger.residents.stragglers.holders.items()}
+        lease = self.ledger.offer(owner, self.now)
+        if lease is None:
+            return
+        (holders,) = (before[group] for group in lease.open)
+        ((first, began),) = holders.items()
+        assert began + MEDIAN_S * self.spec.straggler_factor <= self.now
+        assert self.ledger.residents.leases.held[first].owner != owner
+        self.lineage.read(lease, "rollout")
+        self.leases.append((lease, "rollout", self.ledger.rows_of(lease)))
+
+    @rule(data=st.data(), first_comes_first=st.booleans())
+    def sample_twice(self, data: st.DataObject, first_comes_first: bool) -> None:
+        """Two engines answer a group, one after the other, whole or in part."""
+        self.admit(2)
+        self.lease("rollout", 1, "a")
+        self.pass_time(2.0)
+        self.offer("b")
+        for lease in [self.leases[-2:], self.leases[:-3:-1]][first_comes_first]:
+            self.leases.append(lease)
+            self.write(data, data.draw(st.booleans()))
 
     @rule(shuffled=st.randoms(use_true_random=False))
     def straggle(self, shuffled: Random) -> None:
@@ -355,6 +397,10 @@ class Histories(RuleBasedStateMachine):
                 made = self.ledger.lease_shared(stage, number - 1, self.num_ranks, 1, "c", self.now)
                 assert not any(self.ledger.share(made, rank) for rank in range(self.num_ranks))
 
+    def know_the_median(self) -> None:
+        for _ in range(ENOUGH):
+            self.ledger.residents.stragglers.took(MEDIAN_S)
+
     def any_node(self) -> int:
         return self.nodes.randrange(NODES)
 
@@ -395,6 +441,7 @@ class Histories(RuleBasedStateMachine):
 
     def restore(self, values: Any, groups: Any) -> None:
         self.ledger = self.driver.ledger = CheckedLedger(self.spec)
+        self.know_the_median()
         restore(self.ledger, values, groups)
         self.rounds.clear()
         self.again.clear()

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -84,9 +85,11 @@ class HfEngine:
         await self._awake.wait()
         call = asyncio.get_running_loop().run_in_executor
         self._num_in_flight += num_samples
+        is_over = threading.Event()
         try:
-            return await call(executor, self.generate_group, prompt_ids, num_samples, sampling)
+            return await call(executor, partial(self.generate_group, prompt_ids, num_samples, sampling, is_over))
         finally:
+            is_over.set()
             self._num_in_flight -= num_samples
 
     async def load(self, publication: Publication) -> None:
@@ -149,8 +152,11 @@ class HfEngine:
         self._eos_ids = frozenset(token for token in (*eos_ids, self._tokenizer.eos_token_id) if token is not None)
 
     @torch.inference_mode()
-    def generate_group(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """n responses to one prompt, in this thread. Needs `open_model` (or `start`) before."""
+    def generate_group(
+        self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling, is_over: threading.Event | None = None
+    ) -> list[Completion]:
+        """n responses to one prompt, in this thread. Needs `open_model` (or `start`) before. `is_over`: set from
+        another thread when nobody waits for the responses any more; they end then."""
         from transformers import DynamicCache
 
         num_tokens = self._room(prompt_ids, sampling)
@@ -171,7 +177,7 @@ class HfEngine:
             for row, token, logprob in zip(active, chosen_B.tolist(), chosen_logprobs_B.tolist(), strict=True):
                 self._extend(responses[row], token, logprob, sampling)
             going_on = [index for index, row in enumerate(active) if responses[row].finish_reason is None]
-            if not going_on:
+            if not going_on or (is_over is not None and is_over.is_set()):
                 break
             if len(going_on) < len(active):
                 cache.batch_select_indices(torch.tensor(going_on, device=self._model.device))

@@ -8,11 +8,13 @@ import asyncio
 from collections.abc import Callable
 from functools import partial
 
+from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.calls import Granted, LeaseRequest
 from penstock.store.service.clients import Clients
 from penstock.store.service.waiting.nearness import Nearness
 from penstock.store.service.waiting.sharing import PATIENCE_S, Sharing
+from penstock.store.service.waiting.slow import Slow
 from penstock.store.service.waiting.wait_queue import WaitQueue
 
 
@@ -20,10 +22,12 @@ class Consumers:
     """Lifecycle: `wait` for each request, `wake` whenever the stage may have become ready, `close`."""
 
     def __init__(
-        self, stage: str, ledger: Ledger, clients: Clients, schedule: Callable[[], None], nearness: Nearness
+        self, stage: str, ledger: Ledger, clients: Clients, schedule: Callable[[], None], nearness: Nearness, slow: Slow
     ) -> None:
         """`schedule`: has `wake` called soon."""
         self._stage = ledger.residents.stage(stage)
+        self._slow = slow if self._stage is ledger.residents.sampling else None
+        self._ledger, self._clients = ledger, clients
         self._schedule, self._nearness = schedule, nearness
         self._queue = WaitQueue(schedule)
         self._sharing = Sharing()
@@ -45,6 +49,23 @@ class Consumers:
         self._sharing.asked(ask)
         return await self._queue.wait(take, ask.client, ask.ticket, ask)
 
+    def take(self, ask: LeaseRequest, now: float) -> list[HeldLease]:
+        """What it gets now: its share of what is free, or else a group that another has had for too long."""
+        leases: list[HeldLease] = []
+        share = self.share_of(ask)
+        while share > 0 and len(leases) < max(1, ask.max_leases):
+            lease = self._ledger.lease(ask.stage, min(share, ask.max_units), ask.owner, now)
+            if lease is None:
+                break
+            share -= self._clients.units_of(lease)
+            leases.append(lease)
+        if not leases and self._may_help(ask) and (lease := self._ledger.offer(ask.owner, now)) is not None:
+            leases.append(lease)
+        for lease in leases:
+            self._sharing.took(ask.client, self._clients.units_of(lease))
+            self._clients.gave(ask, lease.id)
+        return leases
+
     def share_of(self, ask: LeaseRequest) -> int:
         """Units of what is free now that this one may take. 0 with units free: they are kept for others, which come
         or are given up soon."""
@@ -56,8 +77,10 @@ class Consumers:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._lose_patience)
         return share
 
-    def took(self, ask: LeaseRequest, num_units: int) -> None:
-        self._sharing.took(ask.client, num_units)
+    def _may_help(self, ask: LeaseRequest) -> bool:
+        """It has nothing to do, and may take a group that another has had for too long."""
+        has_room = not ask.max_held or self._held_by(ask.client) < ask.max_held
+        return self._slow is not None and not self._stage.num_free and has_room
 
     def withdraw(self, client: str, ticket: int | None = None) -> None:
         """Its request of that ticket, or all, are no more: their calls return None."""
@@ -73,6 +96,8 @@ class Consumers:
             self._queue.wake_first(self._priority(self._nearness.of_next(self._stage) if len(self) > 1 else None))
         else:
             self._be_patient_again()
+            if self._slow is not None and (priority := self._slow.priority(self._held_by)) is not None:
+                self._queue.wake_first(priority)
 
     def _priority(self, node: str | None) -> Callable[[LeaseRequest], tuple[float, bool, int]]:
         """`node`: of the rows that are next."""

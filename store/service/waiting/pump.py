@@ -41,10 +41,12 @@ class Pump:
         ranks: Sequence[RoundWaiters],
         wake_puts: Callable[[], None],
         settled: Callable[[], None],
+        answered: Callable[[list[tuple[int, int]]], None],
     ) -> None:
-        """`consumers`, `ranks`: in the order of the stages. `settled`: called after each wake-up."""
+        """`consumers`, `ranks`: in the order of the stages. `settled`: called after each wake-up. `answered`: who is
+        told of groups that another lease has answered."""
         self._consumers, self._ranks = consumers, ranks
-        self._wake_puts, self._settled = wake_puts, settled
+        self._wake_puts, self._settled, self._answered = wake_puts, settled, answered
         self.every_stage = (1 << len(consumers)) - 1
 
     def carry_out(self, effects: Effects) -> None:
@@ -53,6 +55,7 @@ class Pump:
             self._blocks.free(group, mask)
         for group, columns in effects.cleared:
             self._blocks.clear(group, columns)
+        self._answered(effects.answered)
         due = self._due
         due.stages |= effects.stages
         due.rounds |= effects.rounds

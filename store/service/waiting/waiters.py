@@ -5,23 +5,28 @@ from typing import Any
 
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.clients import Clients
+from penstock.store.service.waiting.answered import Answered
 from penstock.store.service.waiting.consumers import Consumers
 from penstock.store.service.waiting.nearness import Nearness
 from penstock.store.service.waiting.pump import Pump
 from penstock.store.service.waiting.puts import Puts
 from penstock.store.service.waiting.ranks import Ranks
+from penstock.store.service.waiting.slow import Slow
 
 
 class Waiters:
     """Lifecycle: made before the first call, then told who leaves, `close`."""
 
-    def __init__(self, ledger: Ledger, clients: Clients, puts: Puts, pump: Pump, nearness: Nearness) -> None:
+    def __init__(
+        self, ledger: Ledger, clients: Clients, puts: Puts, pump: Pump, nearness: Nearness, slow: Slow
+    ) -> None:
         self._clients, self._puts, self._pump = clients, puts, pump
+        self.answered = Answered(clients)
         self.consumers: dict[str, Consumers] = {}
         self.ranks: dict[str, Ranks] = {}
         for index, stage in enumerate(ledger.spec.stages):
             schedule = partial(pump.wake_stage, index)
-            self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, nearness)
+            self.consumers[stage.name] = Consumers(stage.name, ledger, clients, schedule, nearness, slow)
             self.ranks[stage.name] = Ranks(stage.name, ledger, schedule)
         self._queues: list[Consumers | Ranks] = [*self.consumers.values(), *self.ranks.values()]
 
@@ -32,6 +37,7 @@ class Waiters:
     def left(self, client: str) -> None:
         """It waits for nothing, and those that are left share without it."""
         self._puts.left(client)
+        self.answered.left(client)
         self.retire(client)
 
     def retire(self, client: str) -> None:
@@ -49,5 +55,6 @@ class Waiters:
 
     def close(self, reason: str) -> None:
         self._puts.close(reason)
+        self.answered.close()
         for queue in self._queues:
             queue.close()

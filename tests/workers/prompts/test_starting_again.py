@@ -172,7 +172,7 @@ def test_sources_that_are_killed_at_any_moment_put_what_one_would(tmp_path: Path
         await asyncio.wait({replacing})
 
     serve(tmp_path, body)
-    assert num_started > 3
+    assert num_started > 5
     assert taken == [group["prompt_ids"] for group in following(path, too_long).next_groups(30)]
 
 

@@ -1,0 +1,146 @@
+"""Groups that are sampled for much longer than most, and are offered to a second engine. Pure: time is an argument.
+
+    leased ─ longer than straggler_factor x the median ─▶ offered ─▶ leased twice ─ first write of a row ─▶ the other
+                                                                                    lease holds it no more
+
+A group is leased by two engines at most. The time of a group is that from the lease of whoever completed it. Kept by
+`residents.py`, fed and asked by `ledger.py`; off with factor 0, when nothing is noted either.
+"""
+
+import heapq
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Iterator
+
+from penstock.store.ledger.group import Group
+from penstock.store.ledger.leases import HeldLease, LeaseBook
+from penstock.store.ledger.readiness import Stage
+
+RECENT = 101
+"""Groups that the median is of. Lengths of responses change slowly while a policy learns."""
+ENOUGH = 8
+"""Groups that must have been completed before any is called slow."""
+
+
+class Stragglers:
+    """Lifecycle of a group: `began` with each lease of it, `completed` or nothing, `ended` with each lease."""
+
+    def __init__(self, factor: float, stage: Stage | None, leases: LeaseBook) -> None:
+        """`stage`: of the engines, which take whole groups; None: there is none."""
+        is_on = factor and stage is not None and stage.unit == "group"
+        self._factor, self._leases = factor, leases
+        self._stage = stage.index if is_on and stage is not None else None
+        self.holders: dict[int, dict[int, float]] = {}
+        """Group -> lease -> when it began."""
+        self._recent: deque[float] = deque()
+        self._sorted: list[float] = []
+        """The same, ascending."""
+        self._young: list[tuple[float, int, int]] = []
+        """Heap of when, group and lease: those that were not slow when last looked at, and some that have ended."""
+        self._slow: dict[int, int] = {}
+        """Group -> its only lease, in the order in which they became slow; some have ended."""
+        self._beaten: dict[int, dict[int, int]] = {}
+        """Group -> lease -> mask of its rows that another one has answered; kept while the group is resident."""
+
+    def began(self, lease: HeldLease, now: float) -> None:
+        if lease.stage != self._stage:
+            return
+        for group in lease.open:
+            self.holders.setdefault(group, {})[lease.id] = now
+            heapq.heappush(self._young, (now, group, lease.id))
+
+    def completed(self, lease: HeldLease, group: int, now: float) -> None:
+        """The lease has written the last of what it held of the group. Before `ended`."""
+        began = self.holders.get(group, {}).get(lease.id)
+        if began is None:
+            return
+        self.took(now - began)
+
+    def took(self, seconds: float) -> None:
+        """A group was completed in so many seconds."""
+        if len(self._recent) == RECENT:
+            del self._sorted[bisect_left(self._sorted, self._recent.popleft())]
+        self._recent.append(seconds)
+        insort(self._sorted, seconds)
+
+    def ended(self, lease: HeldLease, group: int) -> None:
+        """The lease holds nothing of the group any more. One that is left may straggle in its turn."""
+        holders = self.holders.get(group, {})
+        if holders.pop(lease.id, None) is None:
+            return
+        if not holders:
+            del self.holders[group]
+        for other, began in holders.items():
+            heapq.heappush(self._young, (began, group, other))
+
+    def beat(self, lease: HeldLease, group: int, mask: int) -> None:
+        """Another lease has answered rows that this one holds."""
+        beaten = self._beaten.setdefault(group, {})
+        beaten[lease.id] = beaten.get(lease.id, 0) | mask
+
+    def are_beaten(self, lease_id: int, masks: dict[int, int]) -> bool:
+        """All of these rows, by group, were answered by others than this lease, which has held them."""
+        return all(not mask & ~self._beaten.get(group, {}).get(lease_id, 0) for group, mask in masks.items())
+
+    def forget(self, group: int) -> None:
+        """It is not resident any more."""
+        self._beaten.pop(group, None)
+
+    def rivals(self, lease: HeldLease, group: int) -> list[HeldLease]:
+        """The other leases of the group."""
+        holders = self.holders.get(group, {})
+        if lease.id not in holders:
+            return []
+        return [self._leases.held[other] for other in holders if other != lease.id]
+
+    def is_second(self, lease: HeldLease, group: int) -> bool:
+        """Somebody else was leased the group before."""
+        return next(iter(self.holders.get(group, ())), lease.id) != lease.id
+
+    def of_others(self, lease: HeldLease, group: int) -> int:
+        """Mask of the rows that other leases of the stage hold."""
+        mask = 0
+        for rival in self.rivals(lease, group):
+            mask |= rival.open.get(group, 0)
+        return mask
+
+    @property
+    def limit_s(self) -> float | None:
+        """A group is slow from then on; None while too few were completed to say."""
+        if not self._factor or len(self._sorted) < ENOUGH:
+            return None
+        return self._factor * self._sorted[len(self._sorted) // 2]
+
+    def slow(self, now: float) -> Iterator[tuple[int, HeldLease]]:
+        """Groups that one lease holds, and has for too long; those that became slow first come first."""
+        limit_s = self.limit_s
+        while limit_s is not None and self._mend() and self._young[0][0] + limit_s <= now:
+            _, group, lease_id = heapq.heappop(self._young)
+            self._slow[group] = lease_id
+        for group, lease_id in list(self._slow.items()):
+            if self._alone(group, lease_id):
+                yield group, self._leases.held[lease_id]
+            else:
+                del self._slow[group]
+
+    def next_slow(self) -> float | None:
+        """When the next group will be slow, of those that were not when last asked; None if none may be."""
+        limit_s = self.limit_s
+        return self._young[0][0] + limit_s if limit_s is not None and self._mend() else None
+
+    def _alone(self, group: int, lease_id: int) -> bool:
+        holders = self.holders.get(group, {})
+        return lease_id in holders and len(holders) == 1
+
+    def _mend(self) -> bool:
+        """The first of the young is one whose only lease that is; False if there is none."""
+        while self._young and not self._alone(*self._young[0][1:]):
+            heapq.heappop(self._young)
+        return bool(self._young)
+
+
+def untouched(group: Group, mask: int, columns: tuple[int, ...]) -> int:
+    """Rows of the mask of which nobody has written any of the columns."""
+    for column in columns:
+        mask &= ~group.have[column]
+    return mask

@@ -1,0 +1,40 @@
+"""Groups that an engine has had for too long, and the engines that wait and may take them as well: a timer for the next
+one, and who of those that wait tries first. Used by `service/store.py` and `consumers.py`; `ledger/stragglers.py`
+decides.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from penstock.store.ledger.ledger import Ledger
+from penstock.store.service.calls import LeaseRequest
+
+
+class Slow:
+    """Lifecycle: `arm` after any event, `cancel`."""
+
+    def __init__(self, ledger: Ledger, clock: Callable[[], float], wake: Callable[[int], None]) -> None:
+        """`wake`: of a stage, by number, soon; called when a group has become slow."""
+        self._ledger, self._clock, self._wake = ledger, clock, wake
+        self._timer: asyncio.TimerHandle | None = None
+
+    def owners(self) -> set[str]:
+        """Of the groups that may be taken by another."""
+        return {lease.owner for _, lease in self._ledger.residents.stragglers.slow(self._clock())}
+
+    def priority(self, held_by: Callable[[str], int]) -> Callable[[LeaseRequest], tuple[bool, int]] | None:
+        """The lowest is next: one that can take a group, and holds the fewest. None if there is nothing to take."""
+        owners = self.owners()
+        return (lambda ask: (owners == {ask.owner}, held_by(ask.client))) if owners else None
+
+    def arm(self) -> None:
+        self.cancel()
+        stragglers, stage = self._ledger.residents.stragglers, self._ledger.residents.sampling
+        if stage is not None and (due := stragglers.next_slow()) is not None:
+            wait_s = max(0.0, due - self._clock())
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake, stage.index)
+
+    def cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
