@@ -55,6 +55,7 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
 	$(BIN)/python -m benchmarks.store --json benchmarks/results/store.json $(ARGS)
 	$(BIN)/python -m benchmarks.weights --json benchmarks/results/weights.json $(ARGS)
+	$(BIN)/python -m benchmarks.stragglers --json benchmarks/results/stragglers.json $(ARGS)
 	$(BIN)/python -m benchmarks.machines --json benchmarks/results/machines.json $(ARGS)
 	$(BIN)/python -m benchmarks.simulated_chain --json benchmarks/results/simulated_chain.json $(ARGS)
 	$(BIN)/python -m benchmarks.training --json benchmarks/results/training.json $(ARGS)

@@ -140,9 +140,12 @@ class Controller:
         if not self._before:
             await self._first_evaluation()
         self._log.begin()
+        self._recoveries.time.begin(self._before, len(self.fleet.role("rollout")), time.monotonic())
         finishing: asyncio.Task[None] | None = None
         for step in range(self._before + 1, self.config.trainer.max_steps + 1):
             reports = await self._train(step)
+            tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
+            self._recoveries.time.trained(step, tokens, time.monotonic())
             if finishing is not None:
                 await finishing
             await self._samples.write(step)

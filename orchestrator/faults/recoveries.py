@@ -11,6 +11,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from penstock.conf.faults import FaultsConfig
+from penstock.orchestrator.faults.effective_time import EffectiveTime
 from penstock.orchestrator.faults.recovery import Recovery, Restart, Return, State
 
 
@@ -22,6 +23,7 @@ class End:
 
 
 Decision = Restart | Return | End
+SAMPLES = "rollout"
 HOLDS_STEP = "trainer"
 """The role with which a step is lost. That another's member dies twice during one step tells nothing: steps are long,
 and engines many."""
@@ -37,6 +39,8 @@ class Recoveries:
 
     def __init__(self, config: FaultsConfig) -> None:
         self._config = config
+        self.time = EffectiveTime()
+        """Told of the steps by the controller."""
         self._members: dict[str, Recovery] = {}
         self._faults: Counter[str] = Counter()
         self._roles: dict[str, str] = {}
@@ -57,6 +61,10 @@ class Recoveries:
         if self._is_suspended or self.state(title) is not State.SERVING:
             return self._end
         self._roles[title] = role
+        if role == HOLDS_STEP:
+            self.time.lost(now)
+        elif role == SAMPLES:
+            self.time.away(title, now)
         member = self._members.setdefault(title, Recovery(self._config))
         return self._decided(title, member.lost(now, step if role == HOLDS_STEP else None), now, step)
 
@@ -84,6 +92,10 @@ class Recoveries:
         if not self._is_suspended:
             member.caught_up()
             self._count(now)
+            if self._roles[title] == HOLDS_STEP:
+                self.time.found(now)
+            else:
+                self.time.back(title, now)
         return now - member.lost_at
 
     def failed(self, title: str, now: float, step: int) -> Decision | None:
@@ -117,10 +129,13 @@ class Recoveries:
         return decision
 
     def metrics(self, now: float) -> dict[str, float]:
-        """Cumulative: losses and failed restarts by role, and the seconds in which any member was lost."""
+        """Cumulative: losses and failed restarts by role, the seconds in which any member was lost, and the share of
+        the time in which the run trained."""
         self._count(now)
         counts = {f"faults/{role}": float(count) for role, count in sorted(self._faults.items())}
-        return counts | {"faults/lost_s": self._lost_s}
+        share = self.time.share(now)
+        effective = {} if share is None else {"faults/effective_time": share}
+        return counts | {"faults/lost_s": self._lost_s} | effective
 
     @property
     def _is_suspended(self) -> bool:
@@ -140,6 +155,7 @@ class Recoveries:
             return self._end
         self._returns.append((now, step))
         self._return_since = now
+        self.time.lost(now)
         self._due = Return(reason)
         self._count(now)
         return self._due

@@ -26,7 +26,7 @@ class Answered:
 
     async def wait(self, client: str) -> list[Answer] | None:
         """What has been answered since the last time. None once closed."""
-        return await self._queue.wait(lambda: self._due.pop(client, None), client)
+        return await self._queue.wait(lambda: self._due.pop(client, None), client, at_once=True)
 
     def left(self, client: str) -> None:
         self._due.pop(client, None)

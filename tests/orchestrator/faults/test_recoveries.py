@@ -48,6 +48,23 @@ def test_who_leaves_while_it_is_lost_is_lost_no_longer() -> None:
     assert book.state("Rollout-1") is State.SERVING
 
 
+def test_the_time_that_a_trainer_an_engine_and_a_return_cost_is_told() -> None:
+    book = book_of()
+    book.time.begin(0, 2, 0.0)
+    lose(book, "Rollout-0", 10.0, 1)
+    bring_back(book, "Rollout-0", 20.0)
+    assert book.metrics(50.0)["faults/effective_time"] == 1 - 5 / 50
+    book.time.trained(1, 10, 60.0)
+    lose(book, "Trainer-policy", 60.0, 2)
+    bring_back(book, "Trainer-policy", 65.0)
+    assert book.metrics(100.0)["faults/effective_time"] == 1 - 10 / 100
+    book.beyond_help("the run", "", 100.0, 1)
+    book.returned(105.0)
+    book.time.begin(0, 2, 110.0)
+    book.time.trained(1, 10, 120.0)
+    assert book.metrics(200.0)["faults/effective_time"] == 1 - (10 + 20 + 35) / 200
+
+
 def test_a_run_without_losses_has_lost_no_time() -> None:
     assert book_of().metrics(50.0) == {"faults/lost_s": 0.0}
 

@@ -99,6 +99,27 @@ def test_other_groups_in_flight_change_nothing(served) -> None:
     assert [c.token_ids for c in served.call(together())[-1]] == [c.token_ids for c in alone]
 
 
+def test_a_group_that_nobody_waits_for_any_more_is_sampled_no_further(served) -> None:
+    alone = generate(served, 4, seed=11)
+
+    async def cancelled() -> None:
+        long = Sampling(max_tokens=200, ignore_eos=True, seed=1)
+        task = asyncio.ensure_future(served.engine.generate(PROMPT, 4, long))
+        start = served.engine.sampled().num_tokens
+        while served.engine.sampled().num_tokens - start < 8:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled()
+        while served.engine.sampled().num_in_flight:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0.1)
+        assert served.engine.sampled().num_tokens - start < 4 * 200
+
+    served.call(cancelled())
+    assert [c.token_ids for c in generate(served, 4, seed=11)] == [c.token_ids for c in alone]
+
+
 def test_without_a_seed_samples_differ_from_call_to_call(served) -> None:
     assert generate(served, seed=None)[0].token_ids != generate(served, seed=None)[0].token_ids
 

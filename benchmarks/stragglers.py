@@ -1,0 +1,155 @@
+"""What a slow engine costs a step, with and without a second engine that samples its groups too.
+
+    .venv/bin/python -m benchmarks.stragglers
+
+Four scripted engines (a timer instead of a model), the real store and rollout workers, in one process. Three engines
+are alike; the fourth is five times slower in one case, and alike too in the other: what the offers cost where nobody is
+slow. Lengths of responses are log-normal, so groups differ as those of models do. A trainer takes 16 groups a step, for
+no time, and lets up to one version of staleness be.
+"""
+
+import asyncio
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
+from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
+from penstock.store.client.client import StoreClient
+from penstock.store.service.store import Store
+from penstock.store.spec import StageSpec, StoreSpec
+from penstock.workers.protocols import Publication, Sampling
+from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
+from penstock.workers.rollout.worker import RolloutWorker
+
+NUM_ENGINES, GROUPS, SAMPLES, MEDIAN_TOKENS, SPREAD = 4, 16, 4, 100, 0.4
+TOKENS_PER_S = 500.0
+FACTORS = (0.0, 3.0)
+SLOWER = {"alike": 1.0, "one is 5x slower": 5.0}
+
+
+def length_of(prompt: Sequence[int], sample: int) -> int:
+    """Log-normal, and the same for whoever samples it."""
+    return max(1, round(MEDIAN_TOKENS * math.exp(SPREAD * Random(f"{list(prompt)}/{sample}").gauss(0, 1))))
+
+
+def make_store(factor: float) -> Store:
+    columns = (*PROMPT_COLUMNS, *ROLLOUT_COLUMNS)
+    stages = (
+        StageSpec("rollout", "group", ("prompt_ids",), ROLLOUT_COLUMNS),
+        StageSpec("train", "batch", ("prompt_ids", *ROLLOUT_COLUMNS), ()),
+    )
+    return Store(
+        StoreSpec(
+            columns=tuple(STANDARD_COLUMNS[name] for name in columns),
+            source_columns=PROMPT_COLUMNS,
+            stages=stages,
+            group_size=SAMPLES,
+            groups_per_step=GROUPS,
+            max_active_groups=2 * GROUPS,
+            max_staleness=1,
+            straggler_factor=factor,
+        )
+    )
+
+
+def make_engine(number: int, slower: float) -> ScriptedEngine:
+    """The first is the slow one."""
+    return ScriptedEngine(TimeModel(tokens_per_s=TOKENS_PER_S / (slower if number == 0 else 1.0)), length=length_of)
+
+
+def make_worker(number: int, engine: ScriptedEngine) -> RolloutWorker:
+    sampling = Sampling(max_tokens=10 * MEDIAN_TOKENS)
+    return RolloutWorker(
+        engine,
+        sampling,
+        f"Rollout-{number}",
+        seed=1,
+        num_samples=SAMPLES,
+        max_concurrent_samples=GROUPS * SAMPLES,
+        num_workers=NUM_ENGINES,
+    )
+
+
+async def run(factor: float, slower: float, num_steps: int, first_prompt: int) -> dict[str, Any]:
+    """Seconds of each step after the first two, and the store's counts."""
+    store = make_store(factor)
+    client = StoreClient(store)
+    engines = [make_engine(number, slower) for number in range(NUM_ENGINES)]
+    workers = [make_worker(number, engine) for number, engine in enumerate(engines)]
+    running = [asyncio.create_task(worker.run(StoreClient(store))) for worker in workers]
+    groups = [{"prompt_ids": [first_prompt + number, 1], "task": "{}"} for number in range((num_steps + 4) * GROUPS)]
+    putting = asyncio.create_task(client.put_groups(groups))
+    seconds, before = [], time.perf_counter()
+    for step in range(num_steps + 2):
+        lease = await client.lease_shared("train", step, 0, 1)
+        assert lease is not None
+        await client.complete_shared(lease)
+        await asyncio.gather(*(engine.load(Publication("", step + 1)) for engine in engines))
+        await client.published(step + 1)
+        now = time.perf_counter()
+        seconds.append(now - before)
+        before = now
+    putting.cancel()
+    stats = await client.stats()
+    await client.close("done")
+    await asyncio.gather(*running)
+    counts = {name: stats.get(f"stragglers/{name}", 0) for name in ("offered", "won", "late_rows")}
+    aborted = sum(worker.stats()["twice_groups"] for worker in workers)
+    return {"factor": factor, "slower": slower, "seconds": seconds[2:], "twice_groups": aborted, **counts}
+
+
+def measure(num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
+    rounds = []
+    for number in range(num_rounds):
+        for slower in SLOWER.values():
+            rounds += [asyncio.run(run(factor, slower, num_steps, 10_000 * number)) for factor in FACTORS]
+    return rounds
+
+
+def step_s(rounds: list[dict[str, Any]], factor: float, slower: float) -> float:
+    some = [entry for entry in rounds if (entry["factor"], entry["slower"]) == (factor, slower)]
+    return statistics.fmean(second for entry in some for second in entry["seconds"])
+
+
+def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
+    off, on = FACTORS
+    slow = SLOWER["one is 5x slower"]
+    gain = step_s(rounds, off, slow) / step_s(rounds, on, slow)
+    cost = step_s(rounds, on, 1.0) / step_s(rounds, off, 1.0)
+    return [
+        Target("a step, one engine slow: off / on", gain, "x", ">=", 1.2),
+        Target("a step, engines alike: on / off", cost, "x", "<=", 1.05),
+    ]
+
+
+def print_rounds(rounds: list[dict[str, Any]]) -> None:
+    table = new_table(
+        f"{NUM_ENGINES} engines, {GROUPS} groups a step, max_staleness=1",
+        ["engines", "straggler_factor"],
+        ["s a step", "groups offered", "won by the second"],
+    )
+    for name, slower in SLOWER.items():
+        for factor in FACTORS:
+            some = [entry for entry in rounds if (entry["factor"], entry["slower"]) == (factor, slower)]
+            steps = sum(len(entry["seconds"]) for entry in some)
+            offered, won = (sum(entry[key] for entry in some) for key in ("offered", "won"))
+            shares = f"{offered / (steps * GROUPS):.1%}", f"{won / max(1, offered):.0%}"
+            table.add_row(name, f"{factor:g}", f"{step_s(rounds, factor, slower):.3f}", *shares)
+    show(table)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    rounds = measure(arguments.rounds or (1 if arguments.quick else 3), 6 if arguments.quick else 20)
+    print_rounds(rounds)
+    targets = targets_of(rounds)
+    print_targets(targets)
+    write_json(arguments.json, "stragglers", rounds, targets)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,98 @@
+"""What died in a run, when, and at what cost, by its events: for the marks, the timeline and the table of the report.
+
+    fault ─▶ recovered                     another took its place
+    fault ─▶ returning ─▶ returned         the run went back to its last checkpoint
+    fault ─▶ given_up, or nothing          the run ended, or was ended meanwhile
+
+Used by `report.py` and `summary.py`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+WHOLE_RUN = "the run"
+
+
+@dataclass
+class Fault:
+    """One loss, until somebody serves in the member's place."""
+
+    member: str
+    role: str
+    at_s: float
+    """Since the run began."""
+    step: int
+    """That the run was at."""
+    cause: str
+    num_tries: int = 1
+    """Losses of the same member until it served again: one, and each restart that failed."""
+    seconds: float | None = None
+    """Until another served; None: nobody did."""
+    until_step: int | None = None
+    outcome: str = "nobody took its place"
+    cost: str = ""
+
+    @property
+    def text(self) -> str:
+        """For a tooltip."""
+        after = f", {self.outcome} after {self.seconds:.1f} s" if self.seconds is not None else f": {self.outcome}"
+        return f"{self.member} lost at step {self.step}{after}"
+
+
+def faults_of(events: Sequence[Mapping[str, Any]]) -> list[Fault]:
+    """In their order."""
+    found: list[Fault] = []
+    absent: dict[str, Fault] = {}
+    for event in events:
+        kind, member = event.get("kind"), str(event.get("member", ""))
+        if kind == "fault" and member in absent:
+            absent[member].num_tries += 1
+        elif kind == "fault" or (kind == "returning" and not absent):
+            fault = _fault(event, events)
+            found.append(fault)
+            absent[fault.member] = fault
+        elif kind == "recovered" and member in absent:
+            _replaced(absent.pop(member), event)
+        elif kind == "returned":
+            for fault in absent.values():
+                _returned(fault, event, _seconds(event, events))
+            absent.clear()
+    return found
+
+
+def _fault(event: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Fault:
+    message = str(event.get("message") or "").partition("\n")[0]
+    return Fault(
+        member=str(event.get("member") or WHOLE_RUN),
+        role=str(event.get("role") or WHOLE_RUN),
+        at_s=_seconds(event, events),
+        step=int(event.get("step", event.get("from_step", 0))),
+        cause=f"{event.get('error', '')}: {message}",
+    )
+
+
+def _replaced(fault: Fault, event: Mapping[str, Any]) -> None:
+    fault.seconds = float(event.get("seconds", 0.0))
+    fault.until_step = int(event.get("step", fault.step))
+    fault.outcome = "replaced"
+    if fault.num_tries > 1:
+        fault.cost = f"{fault.num_tries - 1} restarts that failed"
+
+
+def _returned(fault: Fault, event: Mapping[str, Any], at_s: float) -> None:
+    fault.seconds = max(0.0, at_s - fault.at_s)
+    fault.until_step = fault.step
+    fault.outcome = f"returned to step {event.get('step', 0)}"
+    if steps := event.get("steps_again"):
+        fault.cost = f"{steps} steps and {event.get('tokens_again', 0):,} tokens trained again"
+
+
+def _seconds(event: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> float:
+    """Since the first event. 0 where a stamp cannot be read."""
+    try:
+        first, this = (datetime.fromisoformat(str(one.get("time"))) for one in (events[0], event))
+    except ValueError:
+        return 0.0
+    return max(0.0, (this - first).total_seconds())
