@@ -149,9 +149,8 @@ class Training:
         step = self._resumed.step if self._resumed is not None else 0
         seconds = self._recoveries.returned(time.monotonic())
         steps, tokens = self._recoveries.time.trained_after(step)
-        again = {"steps_again": steps, "tokens_again": tokens}
         self._cause = None
-        self._directory.event("returned", step=step, seconds=round(seconds, 3), **again)
+        self._directory.event("returned", step=step, seconds=round(seconds, 3), steps_again=steps, tokens_again=tokens)
         self._progress.note(f"goes on after step {step}, {seconds:.1f} s after it was lost")
 
 

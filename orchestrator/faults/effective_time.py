@@ -26,12 +26,12 @@ class _Place:
 class EffectiveTime:
     """Lifecycle: `begin` with the first step, and again after each return; `trained` after each; losses in between.
 
-        time = EffectiveTime()
-        time.begin(0, num_engines=4, now=0.0)
-        time.trained(1, tokens=1000, now=10.0)
-        time.away("Rollout-0", now=12.0)
-        time.back("Rollout-0", now=20.0)     # 8 s of a quarter of the engines: 2 s
-        time.share(now=20.0)                 # 0.9
+    time = EffectiveTime()
+    time.begin(0, num_engines=4, now=0.0)
+    time.trained(1, tokens=1000, now=10.0)
+    time.away("Rollout-0", now=12.0)
+    time.back("Rollout-0", now=20.0)     # 8 s of a quarter of the engines: 2 s
+    time.share(now=20.0)                 # 0.9
     """
 
     def __init__(self) -> None:

@@ -4,10 +4,13 @@ Called by `report.py`. Lines and areas have the number of a colour, so that ligh
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar
 
+from penstock.orchestrator.reporting.fault_drawing import Mark, marks_of
+from penstock.orchestrator.reporting.faults import Fault
 from penstock.orchestrator.reporting.plots import COLORS, Chart, Points
 
 MAX_HOVER_POINTS = 240
@@ -85,9 +88,11 @@ class Drawing:
     bound: float | None
     """y of the dashed line."""
     strips: list[Strip]
+    marks: list[Mark]
+    """Members that were lost."""
 
     @classmethod
-    def of(cls, chart: Chart) -> "Drawing":
+    def of(cls, chart: Chart, faults: Sequence[Fault] = ()) -> "Drawing":
         layers = _stack(chart) if chart.stacked else [series.points for series in chart.series]
         x, y = _scales(chart, layers)
         return cls(
@@ -97,6 +102,7 @@ class Drawing:
             [(x(tick), f"{int(tick):,}") for tick in x.ticks(6) if tick == int(tick)],
             None if chart.bound is None else y(chart.bound),
             _strips(chart, layers, x),
+            marks_of(faults, [step for points in layers for step, _ in points], x),
         )
 
     @property

@@ -62,6 +62,11 @@ def faults_of(events: Sequence[Mapping[str, Any]]) -> list[Fault]:
     return found
 
 
+def duration_s(events: Sequence[Mapping[str, Any]]) -> float:
+    """From the first event to the last."""
+    return _seconds(events[-1], events) if events else 0.0
+
+
 def _fault(event: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Fault:
     message = str(event.get("message") or "").partition("\n")[0]
     return Fault(
@@ -78,7 +83,7 @@ def _replaced(fault: Fault, event: Mapping[str, Any]) -> None:
     fault.until_step = int(event.get("step", fault.step))
     fault.outcome = "replaced"
     if fault.num_tries > 1:
-        fault.cost = f"{fault.num_tries - 1} restarts that failed"
+        fault.cost = f"failed restarts: {fault.num_tries - 1}"
 
 
 def _returned(fault: Fault, event: Mapping[str, Any], at_s: float) -> None:

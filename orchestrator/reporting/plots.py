@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from penstock.orchestrator.reporting.faults import Fault
 from penstock.workers.whole_files import replacing
 
 COLORS = ("#3b82f6", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#06b6d4")
@@ -121,8 +122,8 @@ INSIDE = (0.16, 0.15, 0.81, 0.75)
 """Left, bottom, width and height of the axes, as shares of the figure. A layout engine would draw each figure twice."""
 
 
-def write_pngs(found: Sequence[Chart], directory: Path) -> list[Path]:
-    """One PNG a chart in `directory`."""
+def write_pngs(found: Sequence[Chart], directory: Path, faults: Sequence[Fault] = ()) -> list[Path]:
+    """One PNG a chart in `directory`, with the steps at which members were lost."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # pyplot would choose a window system, and keep every figure
 
@@ -138,7 +139,9 @@ def write_pngs(found: Sequence[Chart], directory: Path) -> list[Path]:
     with rc_context(style):
         for chart in found:
             figure = Figure(figsize=(6, 3.2), dpi=130)
-            _draw(figure.add_axes(INSIDE), chart)
+            axes = figure.add_axes(INSIDE)
+            _draw(axes, chart)
+            _mark(axes, chart, faults)
             files.append(directory / f"{chart.name}.png")
             with replacing(files[-1]) as part:
                 figure.savefig(part, format="png")
@@ -177,3 +180,11 @@ def _draw(axes: Any, chart: Chart) -> None:
     axes.set(title=chart.title, xlabel="step", ylabel=chart.unit)
     if len(chart.series) > 1 or chart.bound is not None:
         axes.legend(frameon=False, fontsize=8)
+
+
+def _mark(axes: Any, chart: Chart, faults: Sequence[Fault]) -> None:
+    steps = [step for series in chart.series for step, _ in series.points]
+    for fault in faults:
+        if min(steps) <= fault.step <= max(steps):
+            until = min(fault.until_step or fault.step, max(steps))
+            axes.axvspan(fault.step, until, color="#ef4444", alpha=0.25, linewidth=1.5)

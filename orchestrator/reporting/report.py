@@ -15,7 +15,10 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from penstock.orchestrator.configuration.differences import differences_of
 from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
 from penstock.orchestrator.reporting.drawing import Drawing
+from penstock.orchestrator.reporting.fault_drawing import Timeline
+from penstock.orchestrator.reporting.faults import duration_s, faults_of
 from penstock.orchestrator.reporting.plots import Chart, charts, write_pngs
+from penstock.orchestrator.reporting.progress import elapsed
 from penstock.orchestrator.reporting.samples import read_samples
 from penstock.orchestrator.reporting.summary import cards
 
@@ -31,13 +34,14 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
     found = charts(directory.read_metrics(), config.get("max_staleness"))
     directory.write_text("report.html", page(directory, found))
     if pngs:
-        write_pngs(found, directory.plots)
+        write_pngs(found, directory.plots, faults_of(directory.read_events()))
     return directory.report
 
 
 def page(directory: RunDirectory, found: Sequence[Chart]) -> str:
     """The whole HTML document."""
     config, events = directory.read_config(), directory.read_events()
+    faults = faults_of(events)
     samples_step, samples = read_samples(directory)
     shown = events if len(events) <= MAX_EVENTS else [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]
     template = _environment().get_template("report.html.j2")
@@ -47,7 +51,9 @@ def page(directory: RunDirectory, found: Sequence[Chart]) -> str:
         state=_state(events),
         facts=_facts(config, events),
         cards=cards(directory),
-        drawings=[Drawing.of(chart) for chart in found],
+        drawings=[Drawing.of(chart, faults) for chart in found],
+        faults=faults,
+        timeline=Timeline.of(faults, duration_s(events)),
         samples_step=samples_step,
         samples=samples,
         events=[_event(event) for event in shown],
@@ -66,6 +72,7 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.filters["number"] = lambda value: "" if value is None else f"{value:.3g}"
+    environment.filters["elapsed"] = elapsed
     environment.filters["px"] = lambda value: f"{value:.1f}"
     environment.filters["path"] = lambda points: " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     return environment

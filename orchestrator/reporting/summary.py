@@ -2,12 +2,14 @@
 end."""
 
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.faults import faults_of
 from penstock.orchestrator.reporting.plots import points_of
 from penstock.orchestrator.reporting.progress import elapsed
 
@@ -36,6 +38,7 @@ def cards(directory: RunDirectory) -> list[Card]:
         _mismatch(metrics),
         _dropped(metrics),
         _failed_checkpoints(directory),
+        _faults(directory, metrics),
     ]
     return [card for card in found if card is not None]
 
@@ -150,3 +153,15 @@ def _failed_checkpoints(directory: RunDirectory) -> Card | None:
     if not failed:
         return None
     return Card("Failed checkpoints", f"{len(failed)}", f"last: {failed[-1].get('message', '')}", False)
+
+
+def _faults(directory: RunDirectory, metrics: Sequence[Mapping[str, Any]]) -> Card | None:
+    """Members that were lost, and what share of the time was spent training all the same."""
+    found = faults_of(directory.read_events())
+    if not found:
+        return None
+    roles = ", ".join(f"{role} {count}" for role, count in Counter(fault.role for fault in found).items())
+    shares = _values(metrics, "faults/effective_time")
+    effective = f"; effective training time {shares[-1]:.1%}" if shares else ""
+    is_mended = all(fault.seconds is not None for fault in found)
+    return Card("Members lost", f"{len(found)}", f"{roles}{effective}", is_mended)
