@@ -81,7 +81,7 @@ class RolloutWorker:
                     asking = asyncio.create_task(self._ask(store))
                 waits = {*groups, *(task for task in (asking, hearing) if task is not None)}
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for task in done & groups.keys():
+                for task in [task for task in groups if task in done]:
                     del groups[task]
                     if not task.cancelled():
                         task.result()
