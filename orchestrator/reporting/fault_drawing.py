@@ -11,7 +11,25 @@ from penstock.orchestrator.reporting.faults import Fault
 from penstock.orchestrator.reporting.progress import elapsed
 
 MIN_WIDTH = 3.0
+GAP = 7.0
+MOST_LABELS = 4
+"""Of a chart; more would lie on one another, and stay tooltips."""
 MOST_LANES = 12
+
+
+@dataclass(frozen=True)
+class Label:
+    """Who it was and how long it was away, beside the band, towards the middle of the drawing."""
+
+    x: float
+    anchor: str
+    text: str
+
+    @classmethod
+    def beside(cls, left: float, width: float, middle: float, fault: Fault) -> "Label":
+        text = fault.role if fault.seconds is None else f"{fault.role}, {fault.seconds:.1f} s"
+        is_left = left + width / 2 < middle
+        return cls(left + width + GAP if is_left else left - GAP, "start" if is_left else "end", text)
 
 
 @dataclass(frozen=True)
@@ -21,18 +39,20 @@ class Mark:
     left: float
     width: float
     text: str
+    label: Label | None
 
 
 def marks_of(faults: Sequence[Fault], steps: Sequence[float], x: Callable[[float], float]) -> list[Mark]:
     """Those within the chart. `steps`: that it has; a step that was never finished is beyond the last."""
     first, last = min(steps), max(steps)
+    shown = [fault for fault in faults if fault.step >= first]
+    middle = (x(first) + x(last)) / 2
     marks = []
-    for fault in faults:
-        if fault.step < first:
-            continue
+    for fault in shown:
         left, right = x(min(fault.step, last)), x(min(fault.until_step or fault.step, last))
-        width = max(MIN_WIDTH, right - left)
-        marks.append(Mark(left - MIN_WIDTH / 2, width, fault.text))
+        left, width = left - MIN_WIDTH / 2, max(MIN_WIDTH, right - left)
+        label = Label.beside(left, width, middle, fault) if len(shown) <= MOST_LABELS else None
+        marks.append(Mark(left, width, fault.text, label))
     return marks
 
 
@@ -45,6 +65,7 @@ class Bar:
     is_open: bool
     """Nobody came in its place."""
     text: str
+    label: Label
 
 
 @dataclass(frozen=True)
@@ -72,17 +93,14 @@ class Timeline:
         members = list(dict.fromkeys(fault.member for fault in faults))[:MOST_LANES]
         total_s = max(total_s, *(fault.at_s + (fault.seconds or 0.0) for fault in faults), 1.0)
         scale = (cls.RIGHT - cls.LEFT) / total_s
-        bars = [
-            Bar(
-                cls.LEFT + fault.at_s * scale,
-                max(MIN_WIDTH, (total_s - fault.at_s if fault.seconds is None else fault.seconds) * scale),
-                members.index(fault.member) * cls.LANE + (cls.LANE - cls.BAR) / 2,
-                fault.seconds is None,
-                fault.text,
-            )
-            for fault in faults
-            if fault.member in members
-        ]
+        bars = []
+        for fault in faults:
+            if fault.member in members:
+                left = cls.LEFT + fault.at_s * scale
+                width = max(MIN_WIDTH, (total_s - fault.at_s if fault.seconds is None else fault.seconds) * scale)
+                lane = members.index(fault.member) * cls.LANE + (cls.LANE - cls.BAR) / 2
+                label = Label.beside(left, width, (cls.LEFT + cls.RIGHT) / 2, fault)
+                bars.append(Bar(left, width, lane, fault.seconds is None, fault.text, label))
         lanes = [(number * cls.LANE + cls.LANE / 2, member) for number, member in enumerate(members)]
         columns = [(cls.LEFT + part / 5 * (cls.RIGHT - cls.LEFT), elapsed(part / 5 * total_s)) for part in range(6)]
         return cls(lanes, bars, columns, len(members) * cls.LANE)

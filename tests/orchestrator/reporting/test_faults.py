@@ -65,6 +65,11 @@ def test_marks_lie_in_their_chart_and_bars_in_their_lane() -> None:
         (198.5, 200.0),
         (498.5, 3.0),
     ]
+    labels = [mark.label for mark in marks_of(faults, [1, 5], lambda step: 100.0 * step) if mark.label is not None]
+    assert [(label.x, label.anchor, label.text) for label in labels] == [
+        (405.5, "start", "rollout, 30.0 s"),
+        (491.5, "end", "store"),
+    ]
     timeline = Timeline.of(faults, 100.0)
     assert timeline is not None
     assert [member for _, member in timeline.lanes] == ["Rollout-0", "Store"]
