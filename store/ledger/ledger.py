@@ -125,7 +125,7 @@ class Ledger:
             )
         effects = Effects()
         lease = self._held(lease_id, producer, masks)
-        self.residents.check_not_beaten(lease_id, masks, sum(facts.response_tokens or ()))
+        self.residents.check_not_beaten(lease_id, masks, facts.response_tokens)
         if lease is None:
             return [], effects
         check_facts(self.residents, rows, written, facts)

@@ -131,13 +131,13 @@ class Residents:
                     self.counters["stragglers/won"] += self.stragglers.is_second(lease, group.id)
                 self.unhold(rival, group, lost, effects)
 
-    def check_not_beaten(self, lease_id: int, masks: dict[int, int], num_tokens: int) -> None:
-        """Raises `AnsweredByAnother` if another lease has written all of these rows first. `num_tokens`: that were
-        sampled for them."""
+    def check_not_beaten(self, lease_id: int, masks: dict[int, int], response_tokens: list[int] | None) -> None:
+        """Raises `AnsweredByAnother` if another lease has written all of these rows first. `response_tokens`: that were
+        sampled for each."""
         if not self.stragglers.are_beaten(lease_id, masks):
             return
         self.counters["stragglers/late_rows"] += sum(mask.bit_count() for mask in masks.values())
-        self.counters["stragglers/late_tokens"] += num_tokens
+        self.counters["stragglers/late_tokens"] += sum(response_tokens or ())
         raise AnsweredByAnother(
             f"rows of groups {sorted(masks)}: lease {lease_id} came second, another engine has sampled them too. Throw "
             "the result away."

@@ -80,7 +80,9 @@ class Stragglers:
 
     def are_beaten(self, lease_id: int, masks: dict[int, int]) -> bool:
         """All of these rows, by group, were answered by others than this lease, which has held them."""
-        return all(not mask & ~self._beaten.get(group, {}).get(lease_id, 0) for group, mask in masks.items())
+        return bool(self._beaten and masks) and all(
+            not mask & ~self._beaten.get(group, {}).get(lease_id, 0) for group, mask in masks.items()
+        )
 
     def forget(self, group: int) -> None:
         """It is not resident any more."""

@@ -50,6 +50,7 @@ def test_the_first_answer_counts_and_the_other_is_refused_by_name() -> None:
     assert counters["response_tokens_generated"] == 6
     assert counters["completed/rollout"] == 2
     assert write(driver, second, [0, 1]) == []  # told again: nothing changes, and it is no error
+    assert write(driver, first, []) == []
     driver.ledger.drop(first, "rollout", [0, 1], "empty_response")
     assert driver.ledger.residents.num_rows == 2
 
