@@ -63,7 +63,7 @@ class FaultsConfig:
         at_least("faults.store_snapshot_s", self.store_snapshot_s, 0)
         if self.straggler_factor and not self.straggler_factor > 1:
             raise ConfigError(
-                f"faults.straggler_factor={self.straggler_factor:g}: half of all groups take longer than the median. "
+                f"faults.straggler_factor={self.straggler_factor}: half of all groups take longer than the median. "
                 "Set it above 1, such as 3, or to 0 for off."
             )
         for key in ("heartbeat_s", "heartbeat_timeout_s", "stall_s"):

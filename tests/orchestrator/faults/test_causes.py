@@ -17,10 +17,11 @@ from penstock.conf.errors import DeadlineExceeded, LeaseExpired, PartnerGone, Pe
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.ray_calls import translate
 from penstock.store import errors as store_errors
-from penstock.store.errors import RowsLost, RowsUnreachable, StoreClosed, StoreUnreachable
+from penstock.store.errors import AnsweredByAnother, RowsLost, RowsUnreachable, StoreClosed, StoreUnreachable
 
 RECOVERABLE = {
     WorkerDied, PartnerGone, DeadlineExceeded, LeaseExpired, StoreClosed, StoreUnreachable, RowsUnreachable, RowsLost,
+    AnsweredByAnother,
 }  # fmt: skip
 ALL = {
     cls
