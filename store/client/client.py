@@ -36,14 +36,7 @@ from penstock.store.data.arena import Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
-from penstock.store.errors import (
-    AnsweredByAnother,
-    LeaseExpired,
-    RowsLost,
-    RowsUnreachable,
-    StoreError,
-    UnknownColumn,
-)
+from penstock.store.errors import AnsweredByAnother, LeaseExpired, RowsLost, RowsUnreachable, StoreError, UnknownColumn
 from penstock.store.ledger.admission import check_group_bytes
 from penstock.store.ledger.facts import Facts
 from penstock.store.service.calls import Granted, LeaseRequest, Write
@@ -168,18 +161,18 @@ class StoreClient:
         write = await self._prepare(lease, row_ids, columns)
         try:
             await self._calls.call("write", write)
-        except AnsweredByAnother:
-            self._heartbeat.finished(lease.id, write.row_ids)
-            raise
-        except LeaseExpired:
-            self._heartbeat.unhold(lease.id)
+        except LeaseExpired as error:
+            if isinstance(error, AnsweredByAnother):
+                self._heartbeat.finished(lease.id, write.row_ids)
+            else:
+                self._heartbeat.unhold(lease.id)
             raise
         if set(self._stages[lease.stage].writes) <= columns.keys():
             self._heartbeat.finished(lease.id, write.row_ids)
 
     async def answered(self) -> list[tuple[int, int]] | None:
-        """Waits until others have answered groups that this client samples too: the leases and the groups, with which
-        nothing is left to do. None when the store is closed."""
+        """Waits until others have answered groups that this client samples too: the leases and the groups. None when
+        the store is closed."""
         answers: list[tuple[int, int]] | None = await self._link.call("answered", self._name)
         size = (await self.spec()).group_size
         for lease_id, group in answers or ():
@@ -217,8 +210,7 @@ class StoreClient:
         await self._link.call("catch_up", [list(map(int, rows)) for rows in steps], version)
 
     async def lost(self, node: str) -> None:
-        """A node, by Ray's id, is gone, with the large batches that were written there: they are made again, and
-        whoever could not read them gets them then."""
+        """A node, by Ray's id, is gone, with the large batches that were written there: they are made again."""
         await self._link.call("lost", node)
 
     async def published(self, version: int) -> None:
@@ -341,10 +333,8 @@ class StoreClient:
         rows = _ids(row_ids)
         for name in columns:
             if name not in self._columns:
-                raise UnknownColumn(
-                    f"stage {lease.stage!r} writes column {name!r}, which the dataflow "
-                    f"lacks{suggest(name, self._columns)}"
-                )
+                said = f"stage {lease.stage!r} writes column {name!r}, which the dataflow lacks"
+                raise UnknownColumn(f"{said}{suggest(name, self._columns)}")
         batch, facts, slot = await self._encode(spec, columns, rows)
         parcel = await self._link.ship(batch, spec.inline_bytes, slot)
         return Write(lease.id, lease.stage, rows, batch.schema.names, parcel, facts)

@@ -96,8 +96,7 @@ class Ledger:
         return lease
 
     def offer(self, owner: str, now: float) -> HeldLease | None:
-        """A group that another engine has had for too long is leased to this one as well; None if there is none. Frees
-        and wakes nobody. See `stragglers.py`."""
+        """A group that another has had for too long is leased to this one too, if there is one. See `stragglers.py`."""
         self.residents.readiness.elapse(now)
         return self.residents.hold_second(owner, now)
 
