@@ -43,7 +43,7 @@ from penstock.orchestrator.reporting.sinks import Sink, close_sinks, log_to, mak
 from penstock.orchestrator.run import is_refusal, starting_model, with_other_models
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.data.rows import Rows
-from penstock.store.ledger.balance import balance, row_cost
+from penstock.store.ledger.batches.balance import balance, row_cost
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.prompts.source import PromptSource
 from penstock.workers.protocols import Completion, Loss, Sampling

@@ -8,11 +8,11 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
-from penstock.store.ledger.balance import balance, row_cost
+from penstock.store.ledger.batches.balance import balance, row_cost
+from penstock.store.ledger.batches.order import choose_groups
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.group import NO_VERSION, Group, row_ids
 from penstock.store.ledger.losses import begin_again
-from penstock.store.ledger.order import choose_groups
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 

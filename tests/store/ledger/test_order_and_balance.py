@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.store.ledger.balance import balance, row_cost
-from penstock.store.ledger.order import choose_groups
+from penstock.store.ledger.batches.balance import balance, row_cost
+from penstock.store.ledger.batches.order import choose_groups
 
 
 def choose(complete: set[int], end: int, count: int, window: int) -> list[int] | None:
