@@ -145,7 +145,8 @@ class Controller:
         for step in range(self._before + 1, self.config.trainer.max_steps + 1):
             reports = await self._train(step)
             tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
-            self._recoveries.time.trained(step, tokens, time.monotonic())
+            num_engines = len(self.fleet.role("rollout"))
+            self._recoveries.time.trained(step, tokens, time.monotonic(), num_engines)
             if finishing is not None:
                 await finishing
             await self._samples.write(step)

@@ -2,10 +2,10 @@
 
     effective = 1 - lost seconds / seconds since the run began its first step
 
-A second is lost wholly while the run is behind: from the loss of the trainer, or of the whole fleet, until it is again
-where it was then. That is when all steps that had been trained have been trained again, and the next one has gone on
-for as long as it had, or is done. A second in which a of n engines are away, and the run is not behind, is lost to a/n.
-What the loss of others costs shows as waiting, and is not counted. Kept by `recoveries.py`.
+A second is lost wholly while the run is behind: from the loss of the trainer, the store or the whole fleet, until it is
+again where it was then. That is when all steps that had been trained have been trained again, and the next one has gone
+on for as long as it had, or is done. A second in which a of n engines are away, and the run is not behind, is lost to
+a/n. What the loss of others costs shows as waiting, and is not counted. Kept by `recoveries.py`.
 """
 
 from dataclasses import dataclass
@@ -64,9 +64,12 @@ class EffectiveTime:
         again = [tokens for trained, tokens in self._tokens.items() if trained > step]
         return len(again), sum(again)
 
-    def trained(self, step: int, tokens: int, now: float) -> None:
-        """Step `step` is trained, with so many response tokens."""
+    def trained(self, step: int, tokens: int, now: float, num_serving: int | None = None) -> None:
+        """Step `step` is trained, with so many response tokens. `num_serving`: engines that are there, which
+        come and go; None: as many as before."""
         self._elapse(now)
+        if num_serving is not None:
+            self._num_engines = max(1, num_serving + len(self._away))
         self._step, self._step_began = step, now
         self._tokens[step] = tokens
         if self._behind is not None and step > self._behind.step:
@@ -75,7 +78,7 @@ class EffectiveTime:
             self._behind.reached = now
 
     def lost(self, now: float) -> None:
-        """The trainer is gone, or the whole fleet. What is lost on the way back changes nothing."""
+        """The trainer is gone, the store, or the whole fleet. What is lost on the way back changes nothing."""
         if self._began is None or self._is_down:
             return
         self._elapse(now)
@@ -86,7 +89,7 @@ class EffectiveTime:
         self._behind.reached = None
 
     def found(self, now: float) -> None:
-        """The trainer is there again, as it was after the step that was trained last."""
+        """It is there again, as after the step that was trained last."""
         if self._began is not None:
             self._elapse(now)
             self._goes_on(now)

@@ -24,6 +24,8 @@ class End:
 
 Decision = Restart | Return | End
 SAMPLES = "rollout"
+STOPS_ALL = ("trainer", "store")
+"""Roles without which no step goes on."""
 HOLDS_STEP = "trainer"
 """The role with which a step is lost. That another's member dies twice during one step tells nothing: steps are long,
 and engines many."""
@@ -61,7 +63,7 @@ class Recoveries:
         if self._is_suspended or self.state(title) is not State.SERVING:
             return self._end
         self._roles[title] = role
-        if role == HOLDS_STEP:
+        if role in STOPS_ALL:
             self.time.lost(now)
         elif role == SAMPLES:
             self.time.away(title, now)
@@ -92,7 +94,7 @@ class Recoveries:
         if not self._is_suspended:
             member.caught_up()
             self._count(now)
-            if self._roles[title] == HOLDS_STEP:
+            if self._roles[title] in STOPS_ALL:
                 self.time.found(now)
             else:
                 self.time.back(title, now)
@@ -108,6 +110,7 @@ class Recoveries:
     def gone(self, title: str, now: float) -> None:
         """It has left for good: if it was lost, it is no longer."""
         self._members.pop(title, None)
+        self.time.back(title, now)
         if not self._is_suspended:
             self._count(now)
 

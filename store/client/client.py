@@ -28,11 +28,11 @@ from penstock.algorithms.graph.columns import Column
 from penstock.conf.errors import WorkerDied, suggest
 from penstock.store.client.call_batcher import CallBatcher
 from penstock.store.client.heartbeat import Heartbeat
-from penstock.store.client.lease import Lease, SharedLease, Values
+from penstock.store.client.lease import Lease, SharedLease, Values, ids_of
 from penstock.store.client.links import link_to
 from penstock.store.client.put_batcher import PutBatcher, by_column
 from penstock.store.client.stream import LeaseStream
-from penstock.store.data.arena import Slot
+from penstock.store.data.arena import ROOM, Slot
 from penstock.store.data.payload import assemble
 from penstock.store.data.rows import Rows
 from penstock.store.data.schema import encode, size_of
@@ -43,8 +43,6 @@ from penstock.store.service.calls import Granted, LeaseRequest, Write
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 
-ROOM = 1 << 14
-"""Bytes of a batch beside its large columns: offsets, scalars."""
 PAUSE_S = 1.0
 """Before rows are asked for again that lie on a node that does not answer."""
 
@@ -171,8 +169,7 @@ class StoreClient:
             self._heartbeat.finished(lease.id, write.row_ids)
 
     async def answered(self) -> list[tuple[int, int]] | None:
-        """Waits until others have answered groups that this client samples too: the leases and the groups. None when
-        the store is closed."""
+        """Waits until others have answered groups that this client samples too: leases and groups. None once closed."""
         answers: list[tuple[int, int]] | None = await self._link.call("answered", self._name)
         size = (await self.spec()).group_size
         for lease_id, group in answers or ():
@@ -181,7 +178,7 @@ class StoreClient:
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
         """These rows end here, counted under dropped/<reason>; `detail` is kept for `describe`."""
-        rows = _ids(row_ids)
+        rows = ids_of(row_ids)
         await self._calls.call("drop", lease.id, lease.stage, rows, reason, detail)
         self._heartbeat.finished(lease.id, rows)
 
@@ -330,7 +327,7 @@ class StoreClient:
 
     async def _prepare(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", columns: Values) -> Write:
         spec = await self.spec()
-        rows = _ids(row_ids)
+        rows = ids_of(row_ids)
         for name in columns:
             if name not in self._columns:
                 said = f"stage {lease.stage!r} writes column {name!r}, which the dataflow lacks"
@@ -352,7 +349,3 @@ class StoreClient:
         except StoreError:
             slot.give_back()
             raise
-
-
-def _ids(row_ids: "Sequence[int] | np.ndarray") -> list[int]:
-    return [int(row) for row in row_ids]

@@ -1,7 +1,10 @@
 """What a worker holds: rows of a stage, to be computed and written. Made by `client.py`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from penstock.store.data.rows import Rows
 
@@ -25,3 +28,8 @@ class SharedLease(Lease):
     round: int = 0
     rank: int = 0
     version: int = 0
+
+
+def ids_of(row_ids: "Sequence[int] | np.ndarray") -> list[int]:
+    """Of rows, as the store takes them."""
+    return [int(row) for row in row_ids]

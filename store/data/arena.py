@@ -24,6 +24,8 @@ from penstock.store.data.layout import ByteRange, Placed, aligned, buffers_of, k
 
 STEP = 1 << 16
 """Bytes by which a file grows at least."""
+ROOM = 1 << 14
+"""Bytes of a batch beside its large columns: offsets, scalars."""
 
 
 class Slot:

@@ -164,8 +164,7 @@ class Store:
         return await consumers.wait(take, ask)
 
     async def answered(self, client: str) -> list[tuple[int, int]] | None:
-        """Waits until others have answered groups that this client has leases on: those leases and groups. None when
-        the store is closed."""
+        """Waits until others have answered groups that this client holds: leases and groups. None once closed."""
         return await self._waiters.answered.wait(client)
 
     async def withdraw(self, stage: str, client: str, ticket: int) -> None:

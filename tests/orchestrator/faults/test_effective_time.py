@@ -31,6 +31,13 @@ def test_an_engine_that_is_away_costs_its_share_of_the_engines() -> None:
     assert time.share(40.0) == pytest.approx(1 - 3 / 40)
 
 
+def test_engines_that_join_make_the_share_of_one_smaller() -> None:
+    time = training(num_engines=2)
+    time.away("Rollout-0", 20.0)
+    time.trained(3, 100, 30.0, num_serving=3)
+    assert time.lost_s(40.0) == pytest.approx(10 / 2 + 10 / 4)
+
+
 def test_a_trainer_costs_its_restart_and_what_it_had_done_of_the_step() -> None:
     """Lost 6 s into step 3, there again after 4 s: 6 s later the run is where it was."""
     time = training()
