@@ -51,10 +51,10 @@ class Handle:
     def __init__(self, name: str, member: Any) -> None:
         self._name, self._member = name, member
         self._calls: dict[asyncio.Task[Any], asyncio.Future[Any]] = {}
-        self._is_dead = False
+        self.is_dead = False
 
     def kill(self) -> None:
-        self._is_dead = True
+        self.is_dead = True
         for task, answer in self._calls.items():
             task.cancel()
             if not answer.done():
@@ -72,7 +72,7 @@ class Handle:
 
     def _called(self, method: Callable[..., Any], arguments: tuple[Any, ...]) -> "asyncio.Future[Any]":
         answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._is_dead:
+        if self.is_dead:
             answer.set_exception(WorkerDied(f"{self._name} has died"))
             return answer
 
@@ -103,6 +103,11 @@ class Member:
 
     async def process(self, stacks: str) -> None:
         """It has none."""
+
+
+class Agent(Member):
+    async def run(self) -> None:
+        await asyncio.Event().wait()
 
 
 class Prompts(Member):
@@ -228,6 +233,8 @@ class ScriptedFleet(OneMachine):
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
         self._pause, self._joined = pause, 0
+        self._later: dict[str, tuple[Handle, list[str]]] = {}
+        """Agents of nodes that joined, and the members on them."""
         size, num_ranks = flow.samples_per_prompt, config.trainer.num_ranks
         self._makers: dict[str, tuple[str, Callable[[], Member]]] = {}
         """Role, and what makes one, by name."""
@@ -313,7 +320,22 @@ class ScriptedFleet(OneMachine):
     def growth(self) -> "ScriptedFleet":
         return self
 
-    later_nodes = ()
+    @property
+    def later_nodes(self) -> list[tuple[str, str, Any]]:
+        return [(node, f"Agent-{node}", agent) for node, (agent, _) in self._later.items()]
+
+    def names_on(self, node: str) -> list[str]:
+        return [name for name in self._later[node][1] if name in self._makers]
+
+    def forget_node(self, node: str) -> None:
+        del self._later[node]
+
+    def power_off(self, node: str) -> None:
+        """A node that joined, with all that is on it."""
+        agent, names = self._later[node]
+        for name in names:
+            self.kill(name)
+        agent.kill()
 
     def first_stage(self, role: str) -> str:
         return role
@@ -324,8 +346,13 @@ class ScriptedFleet(OneMachine):
     async def enlarge(self, role: str, stage: str | None) -> str:
         await self._pause(2.0)
         self._joined += 1
-        name = f"{role.title()}-{100 + self._joined}"
+        name, node = f"{role.title()}-{100 + self._joined}", f"late-{self._joined // 2}"
         self._is(role, name, self._more[role])
+        while node in self._later and self._later[node][0].is_dead:
+            node += "-again"
+        if node not in self._later:
+            self._later[node] = Handle(f"Agent-{node}", Agent()), []
+        self._later[node][1].append(name)
         return name
 
     def take_out(self, name: str) -> tuple[str, Any]:

@@ -1,5 +1,5 @@
-"""Engines and rewards that come and go at random moments, and die in between: the accounts are exact. On a virtual
-clock: the real controller, members, supervisor and store over scripted actors."""
+"""Engines and rewards that come and go at random moments, and die in between, alone or with their nodes: the accounts
+are exact. On a virtual clock: the real controller, members, supervisor and store over scripted actors."""
 
 import asyncio
 import contextlib
@@ -51,6 +51,14 @@ async def kill(fleet: ScriptedFleet, random: Random) -> None:
         )
 
 
+async def power_off(fleet: ScriptedFleet, random: Random) -> None:
+    """Nodes that joined."""
+    while True:
+        await asyncio.sleep(random.expovariate(1 / 30.0))
+        if nodes := [node for node, _, _ in fleet.later_nodes]:
+            fleet.power_off(random.choice(nodes))
+
+
 @pytest.mark.parametrize("max_staleness", [0, 2])
 @pytest.mark.parametrize("seed", range(8))
 def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
@@ -68,6 +76,8 @@ def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
         others = [asyncio.ensure_future(wish(controller._members, random, done))]
         if seed % 2:
             others.append(asyncio.ensure_future(kill(fleet, random)))
+        if seed % 4 >= 2:
+            others.append(asyncio.ensure_future(power_off(fleet, random)))
         await asyncio.wait_for(controller.run(), 1e6)
         for other in others:
             other.cancel()
@@ -88,5 +98,7 @@ def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
     assert len(left) == len(set(left)) >= sum(len(one.left) for one in done)
     assert len(joined) + len(left) >= 5
     faults = [event["member"] for event in events if event["kind"] == "fault"]
-    assert seed % 2 or not faults  # to leave is no fault
-    assert {event["kind"] for event in events} <= {"joined", "left", "join_failed", "fault", "recovered"}
+    assert seed % 4 or not faults  # to leave is no fault
+    kinds = {event["kind"] for event in events}
+    assert kinds <= {"joined", "left", "join_failed", "fault", "recovered", "node_left"}
+    assert seed % 4 < 2 or "node_left" in kinds

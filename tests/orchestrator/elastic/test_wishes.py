@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import CannotScale
-from penstock.orchestrator.elastic.following import FOLLOW_S, LONGEST_S, next_look_s
 from penstock.orchestrator.elastic.wishes import Done, Wish, change_of, who_leaves
 
 WISHES = st.builds(Wish, st.sampled_from(["rollout", "reward"]), st.integers(-9, 9), st.just(True)) | st.builds(
@@ -68,13 +67,3 @@ def test_the_last_that_came_leave_first() -> None:
 def test_what_came_of_it_is_one_line() -> None:
     assert str(Done("rollout", 3, 2, [], ["Rollout-2"])) == "rollout: 3 -> 2 (Rollout-2 has left)"
     assert str(Done("reward", 2, 2)) == "reward: 2 -> 2"
-
-
-@given(st.lists(st.booleans(), max_size=20))
-def test_who_follows_the_cluster_looks_seldom_while_engines_do_not_start(came: list[bool]) -> None:
-    pause_s = FOLLOW_S
-    for one in came:
-        pause_s = next_look_s(pause_s, 1, int(one))
-        assert FOLLOW_S <= pause_s <= LONGEST_S
-        assert not one or pause_s == FOLLOW_S
-    assert next_look_s(pause_s, 0, 0) == FOLLOW_S
