@@ -22,7 +22,7 @@ STEPS = 24
 NOTICED = {
     "RAY_health_check_period_ms": "1000",
     "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "5",
+    "RAY_health_check_failure_threshold": "4",
 }
 REWARD = '''
 import os, time
@@ -31,7 +31,7 @@ import os, time
 def digits(response, task, slow_while):
     """Slow while that file is there."""
     if os.path.exists(slow_while):
-        time.sleep(0.12)
+        time.sleep(0.06)
     return sum(character in "0123456789" for character in response) / len(response) if response else 0.0
 '''
 
