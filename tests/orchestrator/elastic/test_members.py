@@ -36,7 +36,7 @@ def config_of(tmp_path: Path, *words: str) -> Any:
 async def wish(members: Any, random: Random, done: list[Any]) -> None:
     """Now and then more or fewer of one role or both, with much time to finish, or with none."""
     while True:
-        await asyncio.sleep(random.expovariate(1 / 8.0))
+        await asyncio.sleep(random.expovariate(1 / 3.0))
         roles = random.choice([["rollout"], ["reward"], ["rollout", "reward"]])
         wishes = [Wish(role, random.randint(-2, 2), is_change=True) for role in roles]
         with contextlib.suppress(CannotScale):
