@@ -22,7 +22,7 @@ from penstock.conf.errors import DeadlineExceeded, NotStarted
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.checkpoint import Checkpoint
-from penstock.orchestrator.faults.causes import is_recoverable
+from penstock.orchestrator.failures import Kind, kind_of
 from penstock.orchestrator.growth import Growth
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.node_files import NodeFiles
@@ -203,7 +203,7 @@ class Fleet:
         timeout_s = self.config.rollout.start_timeout_s
         found = await outcomes(self._attaches(self.role("trainer")), phase="attach", timeout_s=timeout_s)
         for error in found:
-            if isinstance(error, Exception) and not is_recoverable(error):
+            if isinstance(error, Exception) and kind_of(error) is Kind.ERROR:
                 raise error
 
     def add(self, members: Members) -> None:
