@@ -15,12 +15,17 @@ from ray.exceptions import RayError
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
+from penstock.conf.transports import choose_transport
+from penstock.conf.weights import STREAMS
 from penstock.orchestrator.actor_maker import ActorMaker
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import free_nodes
 from penstock.orchestrator.placement.one_more import engines_to_add, next_of
 from penstock.orchestrator.placement.reservation import Claim, Reservation
+
+CHANGING = ("rollout", "reward")
+"""Roles that take any number of members."""
 
 
 class Growth:
@@ -40,6 +45,8 @@ class Growth:
         """`cores`: of each node, which `maker` reads as well. `names`: that members ever had."""
         self._plan, self._reservation, self._agents, self._maker = plan, reservation, agents, maker
         self._cores, self._config, self._namespace, self._names = cores, config, namespace, names
+        self._may_change = config.placement != "colocated" and choose_transport(config) not in STREAMS
+        """Engines may come and go: they have not met the trainer's ranks at the start."""
         self._later: set[str] = set()
         """Nodes that are there for members that joined."""
 
@@ -81,13 +88,22 @@ class Growth:
         return self._reservation.assignment.titles[name]
 
     def can_lose(self, node: str) -> bool:
-        """The run goes on without that node."""
-        return node in self._later
+        """The run goes on without that node: it is there for members that joined, or others do elsewhere what is done
+        there. Never the driver's."""
+        if node in self._later:
+            return True
+        node_of = self._reservation.assignment.node_of
+        here = [actor for actor in self._plan if node_of[actor.name].id == node]
+        others = {(actor.role, actor.stage) for actor in self._plan if node_of[actor.name].id != node}
+        is_first = node == next(iter(self._agents.members), node)
+        return self._may_change and not is_first and all(
+            actor.role in CHANGING and (actor.role, actor.stage) in others for actor in here
+        )  # fmt: skip
 
     @property
-    def later_nodes(self) -> list[tuple[str, str, Any]]:
-        """Those that it can do without: Ray's id, name and handle of the agent."""
-        return [(node, *member) for node, member in list(self._agents.members.items()) if node in self._later]
+    def nodes(self) -> list[tuple[str, str, Any]]:
+        """All of the run: Ray's id, name and handle of the agent."""
+        return [(node, *member) for node, member in list(self._agents.members.items())]
 
     def names_on(self, node: str) -> list[str]:
         """Members on a node."""

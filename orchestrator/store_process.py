@@ -9,7 +9,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.node_agents import NodeAgents
-from penstock.orchestrator.ray_calls import answer, answers
+from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
 
@@ -57,7 +57,7 @@ class StoreProcess:
         """End it, with all rows that lie on nodes, and start another. Raises what that raises, `DeadlineExceeded`."""
         await asyncio.to_thread(end_store_actor, self.handle, self._config.store.spill_dir, DEAD_S)
         calls = [(name, handle.clear_rows.remote()) for name, handle in self._agents.members.values()]
-        await answers(calls, phase="clear rows", timeout_s=timeout_s)
+        await outcomes(calls, phase="clear rows", timeout_s=timeout_s)  # of a node that is gone, all are
         await asyncio.to_thread(self.start, snapshot)
         await answer(self.handle.endpoint.remote(), name=STORE, phase="start", timeout_s=timeout_s)
 

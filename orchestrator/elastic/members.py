@@ -10,6 +10,7 @@ there for members that joined may leave: they are gone with it, and the run goes
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -54,14 +55,14 @@ class Members:
         self._directory, self._progress = directory, progress
         self._tasks: asyncio.TaskGroup | None = None
         self._until_end: list[asyncio.Task[Any]] = []
-        self._nodes = Nodes(fleet, supervisor, directory, self.until_end, self._lose)
+        self._nodes = Nodes(fleet, store, supervisor, directory, self.until_end, self._lose)
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
         """By name."""
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
-        self._nodes.begin()
+        self._nodes.look()
 
     def until_end(self, work: Any) -> None:
         """A task that ends with the serving, and whose failure ends the run."""
@@ -205,17 +206,28 @@ class Members:
                 )
         return found
 
-    async def _lose(self, name: str) -> None:
-        """It is gone with its node."""
-        if name in self._joining:
-            self._joining[name].cancel()
-        self._supervisor.let_go(name)
-        role, place = self._role_of(name), self._fleet.growth.place_of(name)
-        self._fleet.remove([name])
-        await self._fleet.end(*self._fleet.take_out(name))
-        with contextlib.suppress(PenstockError):
-            await self._store.abandon(name)
-        self._tell("left", role, name, place, 0.0)
+    async def _lose(self, names: Sequence[str]) -> None:
+        """They are gone with their node. Others take the places of those of the start, where there is room."""
+        for name in names:
+            if name in self._joining:
+                self._joining[name].cancel()
+            self._supervisor.let_go(name)
+        self._fleet.remove(names)
+        to_come: Counter[str] = Counter()
+        for name in names:
+            if not self._is_planned(name):  # it has left meanwhile
+                continue
+            role, place = self._role_of(name), self._fleet.growth.place_of(name)
+            actor, handle = self._fleet.take_out(name)
+            await self._fleet.end(actor, handle)
+            with contextlib.suppress(PenstockError):
+                await self._store.abandon(name)
+            self._tell("left", role, name, place, 0.0)
+            to_come[role] += not actor.joins
+        for role, count in to_come.items():
+            if count and not (role == "rollout" and self._config.rollout.follows_cluster):
+                async with self._changing:
+                    await self._change(role, count, 0.0)
 
     def _is_planned(self, name: str) -> bool:
         return any(actor.name == name for actor in self._fleet.plan)

@@ -1,7 +1,9 @@
-"""Watches the agents of a run's nodes. What the run stands on may not end before it; a node that is there for members
-that joined may: they are gone with it. Used by `members.py`.
+"""Watches the agents of a run's nodes. What the run stands on may not end before it. A node that it can do without may
+leave: its members are gone with it, what it had of rows is made again, and others take their place where there is room.
+Used by `members.py`.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -11,47 +13,44 @@ from penstock.orchestrator.faults.supervisor import Supervisor
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.store.client.client import StoreClient
 
 
 class Nodes:
-    """Lifecycle: `begin`, then `look` whenever there may be a node more."""
+    """Lifecycle: `look` at the start, and whenever there may be a node more."""
 
     def __init__(
         self,
         fleet: Fleet,
+        store: StoreClient,
         supervisor: Supervisor,
         directory: RunDirectory,
         start: Callable[[Awaitable[None]], None],
-        lose: Callable[[str], Awaitable[None]],
+        lose: Callable[[list[str]], Awaitable[None]],
     ) -> None:
-        """`start`: has something go on until the serving ends. `lose`: a member is gone."""
-        self._fleet, self._supervisor, self._directory = fleet, supervisor, directory
+        """`start`: has something go on until the serving ends. `lose`: these members are gone."""
+        self._fleet, self._store, self._supervisor, self._directory = fleet, store, supervisor, directory
         self._start, self._lose = start, lose
         self._watched: set[str] = set()
-        """Nodes that may leave."""
-
-    def begin(self) -> None:
-        for name, handle in self._fleet.role("agent"):
-            self._start(held_back(self._stay(name, handle)))
 
     def look(self) -> None:
-        for node, name, handle in self._fleet.growth.later_nodes:
+        for node, name, handle in self._fleet.growth.nodes:
             if node not in self._watched:
                 self._watched.add(node)
-                self._start(self._may_leave(node, name, handle))
+                self._start(held_back(self._watch(node, name, handle)))
 
-    async def _stay(self, name: str, handle: Any) -> None:
-        failure = await _ended(name, handle)
-        self._supervisor.beyond_help("agent", name, failure)
-        raise failure from None
-
-    async def _may_leave(self, node: str, name: str, handle: Any) -> None:
-        failure = await _ended(name, handle)
+    async def _watch(self, node: str, name: str, handle: Any) -> None:
+        growth, failure = self._fleet.growth, await _ended(name, handle)
+        if not growth.can_lose(node):
+            self._supervisor.beyond_help("agent", name, failure)
+            raise failure from None
         self._directory.event("node_left", node=name.removeprefix("Agent-"), message=first_line(failure))
-        for member in self._fleet.growth.names_on(node):
-            await self._lose(member)
+        names = growth.names_on(node)
+        growth.forget_node(node)
         self._watched.discard(node)
-        self._fleet.growth.forget_node(node)
+        losing = asyncio.ensure_future(self._lose(names))  # at once: nobody may start them again there
+        await self._supervisor.with_store(lambda: self._store.lost(node))
+        await losing
 
 
 async def _ended(name: str, handle: Any) -> Exception:

@@ -19,7 +19,7 @@ from pyarrow import parquet
 from tests.chaos.disturbance import Done
 from tests.chaos.plan import COMMAND, CUT, POWER
 
-NOTICED = ("fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "start")
+NOTICED = ("fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "node_left", "start")
 """Kinds of events by which a run says that something has happened to it; `start`: of the command that was started
 again."""
 
@@ -46,7 +46,7 @@ class Answer:
     noticed_after_s: float | None
     """None: it was not."""
     outcome: str
-    """`recovered`, `returned`, `command` for one that was started again, `nothing` for a cable that was out."""
+    """`recovered`, `returned`, `did without` for a node that others did the work of, `command` for one that was started again, `nothing` for a cable that was out."""
     seconds: float
     """That the answer took."""
     was_starting: bool
@@ -78,6 +78,8 @@ def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answe
     for after, event in later:
         if event["kind"] == "recovered" and _is_of(event, done):
             return Answer(done, noticed, "recovered", event["seconds"], was_starting)
+        if event["kind"] == "node_left" and done.how == POWER:
+            return Answer(done, noticed, "did without", 0.0, was_starting)
         if event["kind"] == "returned":
             return Answer(done, noticed, "returned", event["seconds"], was_starting)
         if event["kind"] == "resume":

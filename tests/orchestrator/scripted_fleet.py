@@ -327,6 +327,13 @@ class ScriptedFleet(OneMachine):
     def names_on(self, node: str) -> list[str]:
         return [name for name in self._later[node][1] if name in self._makers]
 
+    @property
+    def nodes(self) -> list[tuple[str, str, Any]]:
+        return self.later_nodes
+
+    def can_lose(self, node: str) -> bool:
+        return node in self._later
+
     def forget_node(self, node: str) -> None:
         del self._later[node]
 
@@ -355,11 +362,11 @@ class ScriptedFleet(OneMachine):
         self._later[node][1].append(name)
         return name
 
-    def take_out(self, name: str) -> tuple[str, Any]:
-        del self._makers[name]
-        return name, self._handles.pop(name, None)
+    def take_out(self, name: str) -> tuple[ActorPlan, Any]:
+        role, _ = self._makers.pop(name)
+        return ActorPlan(name, role, joins=True), self._handles.pop(name, None)
 
-    async def end(self, name: str, handle: Any) -> None:
+    async def end(self, actor: ActorPlan, handle: Any) -> None:
         await self._pause(1.0)
         if handle is not None:
             handle.kill()
