@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.faults import effective, others, recovery
+from benchmarks.faults import effective, elastic, others, recovery
 from benchmarks.faults.runs import Runs
 from benchmarks.harness import parse_arguments, print_targets, write_json
 
-PARTS: dict[str, ModuleType] = {"recovery": recovery, "others": others, "effective": effective}
+PARTS: dict[str, ModuleType] = {"recovery": recovery, "others": others, "elastic": elastic, "effective": effective}
 
 
 def main() -> None:

@@ -23,13 +23,13 @@ from tests.chaos.plan import Target as Victim
 NUM_ROUNDS = 3
 NUM_ENGINES = 4
 VICTIM = "Rollout-0"
-WORDS = [
-    "recipe=arithmetic", "warm_start.recipe=null", "rollout.engine=scripted", f"rollout.num_workers={NUM_ENGINES}",
-    "rollout.scripted.latency_s=0.1", "rollout.scripted.tokens_per_s=2",
-    "rollout.max_concurrent_samples=32", "trainer.groups_per_step=8",
-    "trainer.max_steps=24", "max_staleness=2", "evaluation.every_steps=0", "tracking.export_model=false",
+PACED = [
+    "recipe=arithmetic", "warm_start.recipe=null", "rollout.engine=scripted", "rollout.scripted.latency_s=0.1",
+    "rollout.scripted.tokens_per_s=2", "rollout.max_concurrent_samples=32", "trainer.groups_per_step=8",
+    "evaluation.every_steps=0", "tracking.export_model=false",
 ]  # fmt: skip
 """Groups take three seconds, so engines and not the trainer set the pace."""
+WORDS = [*PACED, f"rollout.num_workers={NUM_ENGINES}", "trainer.max_steps=24", "max_staleness=2"]
 KILLED_AFTER, BEFORE_S = 8, 12.0
 LOOK_S = 0.25
 SHARE = 0.95

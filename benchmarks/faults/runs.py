@@ -51,7 +51,7 @@ class Runs:
     """Lifecycle: `on_a_cluster`, then any number of runs, one at a time."""
 
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
-        self.address = environment["RAY_ADDRESS"]
+        self.environment, self.address = environment, environment["RAY_ADDRESS"]
         self._folder, self._number = folder, 1
         self._bed = OneMachine(environment)
 

@@ -46,8 +46,8 @@ class Answer:
     noticed_after_s: float | None
     """None: it was not."""
     outcome: str
-    """`recovered`, `returned`; `did without` for a node whose work others did; `command` for one that was started again,
-    `nothing` for a cable that was out."""
+    """`recovered`, `returned`; `did without` for a node whose work others did; `command` for one that was started
+    again; `nothing` for a cable that was out."""
     seconds: float
     """That the answer took."""
     was_starting: bool
