@@ -19,8 +19,8 @@ from pyarrow import parquet
 from tests.chaos.disturbance import Done
 from tests.chaos.plan import COMMAND, CUT, POWER
 
-NOTICED = ("fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "node_left", "start")
-"""Kinds of events by which a run says that something has happened to it; `start`: of the command that was started
+NOTICED = ("fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "node_left", "resume")
+"""Kinds of events by which a run says that something has happened to it; `resume`: of the command that was started
 again."""
 
 
@@ -59,7 +59,7 @@ def broken(directory: Path, promises: Promises, faults: Sequence[Done]) -> list[
     answers = answers_of(directory, faults)
     return [
         *_of_steps(_lines(directory / "metrics.jsonl"), promises),
-        *_of_samples(directory / "samples", promises),
+        *_of_samples(directory / "samples", promises, _lines(directory / "events.jsonl")),
         *_of_events(_lines(directory / "events.jsonl")),
         *_of_answers(answers, promises),
     ]
@@ -115,10 +115,14 @@ def _of_steps(lines: Sequence[dict[str, Any]], promises: Promises) -> Iterable[s
             yield f"step {line['step']}: only {trained:g} rows have been trained"
 
 
-def _of_samples(samples: Path, promises: Promises) -> Iterable[str]:
+def _of_samples(samples: Path, promises: Promises, events: Sequence[dict[str, Any]]) -> Iterable[str]:
     trained_in: dict[int, int] = {}
+    lost = {event["step"] for event in events if event["kind"] == "samples_lost"}
+    """With a store: what was trained is not known from files."""
     for step in range(1, promises.num_steps + 1):
         file = samples / f"step_{step}.parquet"
+        if not file.exists() and step in lost:
+            continue
         if not file.exists():
             yield f"{file.name} is not there"
             continue
@@ -135,7 +139,7 @@ def _of_samples(samples: Path, promises: Promises) -> Iterable[str]:
             yield f"step {step} has a token of version {min(versions)}"
         if max(versions) > step - 1:
             yield f"step {step} has a token of version {max(versions)}, which was not there yet"
-    if promises.max_staleness == 0 and sorted(trained_in) != list(range(len(trained_in))):
+    if promises.max_staleness == 0 and not lost and sorted(trained_in) != list(range(len(trained_in))):
         yield "rows were left out between others that were trained"
 
 
