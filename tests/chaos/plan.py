@@ -10,7 +10,7 @@ that is gone without a word."""
 COMMAND = "the command"
 """`penstock run` itself, as a target."""
 CUT_S = 5.0
-LONGEST_DELAY_S = 1.5
+LONGEST_DELAY_S = 0.6
 
 
 @dataclass(frozen=True)

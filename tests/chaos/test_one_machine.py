@@ -18,7 +18,7 @@ from tests.model_files import load_model
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SEEDS = range(int(os.environ.get("PENSTOCK_CHAOS", "1")))
-STEPS = 24
+STEPS = 36
 HEARTBEAT_S, START_S = 10.0, 40.0
 NOTICED_S = {KILL: 30.0, STOP: HEARTBEAT_S + 30.0}
 """Ray tells of a death within a second where the machine is idle."""

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 
 SEEDS = range(int(os.environ.get("PENSTOCK_CHAOS", "1")))
 CPUS = 2
-QUICK_STEPS, STEPS = 4, 12
+QUICK_STEPS, STEPS = 4, 32
 HEARTBEAT_S, START_S = 10.0, 60.0
 NOTICED_S = {KILL: 30.0, STOP: HEARTBEAT_S + 30.0, POWER: 60.0}
 LOOKED_AFTER = {
