@@ -154,11 +154,11 @@ def _of_events(events: Sequence[dict[str, Any]]) -> Iterable[str]:
 
 def _of_answers(answers: Sequence[Answer], promises: Promises) -> Iterable[str]:
     for answer in answers:
-        done, bound = answer.done, promises.noticed_s[answer.done.how]
-        bound += promises.start_s if answer.was_starting else 0.0
+        done = answer.done
         what = f"{done.how} {done.who} after step {done.step}"
         if done.how == CUT:
             continue
+        bound = promises.noticed_s[done.how] + (promises.start_s if answer.was_starting else 0.0)
         if answer.noticed_after_s is None or answer.outcome == "nothing":
             yield f"{what}: nobody noticed"
         elif answer.noticed_after_s > bound:

@@ -15,7 +15,7 @@ from tests.chaos.disturbance import Done
 from tests.chaos.plan import CUT, KILL, Target, draw
 
 STEPS, GROUPS, SIZE = 3, 2, 2
-PROMISES = Promises(STEPS, GROUPS, SIZE, 0, {KILL: 10.0, CUT: 0.0}, 20.0)
+PROMISES = Promises(STEPS, GROUPS, SIZE, 0, {KILL: 10.0}, 20.0)
 FAULT = Done("Rollout-0", KILL, 1, 100.0)
 
 
