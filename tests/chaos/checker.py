@@ -47,7 +47,7 @@ class Answer:
     """None: it was not."""
     outcome: str
     """`recovered`, `returned`; `did without` for a node whose work others did; `command` for one that was started
-    again; `nothing` for a cable that was out."""
+    again; `over` where the run had done its work; `nothing` for a cable that was out."""
     seconds: float
     """That the answer took."""
     was_starting: bool
@@ -85,6 +85,8 @@ def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answe
             return Answer(done, noticed, "returned", event["seconds"], was_starting)
         if event["kind"] == "resume":
             return Answer(done, noticed, "command", after, was_starting)
+        if event["kind"] == "end":
+            return Answer(done, noticed, "over", after, was_starting)
     return Answer(done, noticed, "nothing", 0.0, was_starting)
 
 
@@ -159,7 +161,9 @@ def _of_answers(answers: Sequence[Answer], promises: Promises) -> Iterable[str]:
         if done.how == CUT:
             continue
         bound = promises.noticed_s[done.how] + (promises.start_s if answer.was_starting else 0.0)
-        if answer.noticed_after_s is None or answer.outcome == "nothing":
+        if answer.outcome == "over" and answer.seconds <= bound:
+            continue
+        if answer.noticed_after_s is None or answer.outcome in ("nothing", "over"):
             yield f"{what}: nobody noticed"
         elif answer.noticed_after_s > bound:
             yield f"{what}: noticed after {answer.noticed_after_s:.1f} s, not within {bound:g} s"

@@ -85,7 +85,7 @@ class Disturbed:
             at = time.time()
             self._bed.power(int(who))
         elif who == COMMAND:
-            at = self._kill_command()
+            at = self._kill_command(run)
         else:
             at = self._signal(who, signal.SIGKILL if how == KILL else signal.SIGSTOP, run, finder)
         return Done(who, how, step, at)
@@ -122,10 +122,11 @@ class Disturbed:
         answer: dict[str, Any] = json.loads(line)
         return answer
 
-    def _kill_command(self) -> float:
+    def _kill_command(self, run: "subprocess.Popen[str]") -> float:
         """The try that is under way, and not the one that starts it anew."""
         own = {f"name={self.directory.name}", f"output_dir={self.directory.parent}"}
         for _ in range(TRIES):
+            self._check_runs(run)
             lines = [(one, set(one.info["cmdline"] or [])) for one in psutil.process_iter(["cmdline"])]
             if tries := [one for one, words in lines if own <= words and "--retries" not in words]:
                 at = time.time()
