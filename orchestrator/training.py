@@ -1,5 +1,5 @@
-"""Trains, from the run's start or from a checkpoint, and returns to the last one where members that are lost cannot be
-replaced while the others go on. Used by `run.py`.
+"""Trains, from the run's start or from a checkpoint, and returns to the last one (to the start, if none was taken yet)
+where members that are lost cannot be replaced while the others go on. Used by `run.py`.
 
     fleet ─▶ controller ─ a failure that a new process may help with ─▶ the fleet ends ─▶ newest checkpoint ─▶ fleet …
 
@@ -105,7 +105,8 @@ class Training:
     def _may_return(self, failure: PenstockError, step: int) -> bool:
         """Whether the last checkpoint is to be returned to. `step`: the last that was logged.
 
-        What fails in a run's very first start is told at once: it comes of the settings more often than not.
+        What fails in a run's very first start is told at once: it comes of the settings more often than not. A run that
+        takes no checkpoints ends with what it has; one that has taken none yet begins again.
         """
         if self._cause is not None:
             self._directory.event("return_failed", error=type(failure).__name__, message=str(failure))
@@ -117,13 +118,14 @@ class Training:
         else:
             decision, self._from_step = self._recoveries.beyond_help("the run", "", now, step), step
         has_checkpoint = self._first is not None or self._has_own()
-        if isinstance(decision, End) or not has_checkpoint:
-            reason = decision.reason if isinstance(decision, End) else f"{decision.reason}, and there is no checkpoint"
+        if isinstance(decision, End) or not (has_checkpoint or self._config.checkpoint.every_steps):
+            reason = decision.reason if isinstance(decision, End) else f"{decision.reason}, and it takes no checkpoints"
             self._directory.event("given_up", reason=reason)
             return False
         about = {"from_step": self._from_step, "error": type(failure).__name__, "message": str(failure)}
         self._directory.event("returning", **about)
-        self._progress.note(f"returning to the last checkpoint: {first_line(failure)}")
+        place = "the last checkpoint" if has_checkpoint else "the beginning, as no checkpoint was taken yet"
+        self._progress.note(f"returning to {place}: {first_line(failure)}")
         return True
 
     def _has_own(self) -> bool:

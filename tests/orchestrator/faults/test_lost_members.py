@@ -16,7 +16,7 @@ from tests.run_files import events_of, metrics_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
-STEPS, LATE = 12, 7
+STEPS, LATE, EVERY = 12, 7, 4
 
 
 @pytest.fixture(scope="module")
@@ -93,12 +93,15 @@ def test_a_gang_is_replaced_as_one(
     assert kinds.count("fault") == kinds.count("recovered") == 1
 
 
-def test_what_cannot_be_replaced_alone_costs_the_steps_since_the_checkpoint(
+def test_what_cannot_be_replaced_alone_costs_the_steps_since_the_checkpoint_or_since_the_beginning(
     disturbed: Callable[..., Path], undisturbed: Path
 ) -> None:
-    late = Fault(Target("Trainer-policy-0", KILL), LATE, 0.0)  # the checkpoint that was returned to is gone by then
-    directory = disturbed("Agent", late, more=("checkpoint.every_steps=1", "checkpoint.keep_last=1"))
+    early, later = (Fault(Target("Agent", KILL), step, 0.0) for step in (EVERY - 2, EVERY + 2))
+    last = Fault(Target("Trainer-policy-0", KILL), 2 * EVERY + 2, 0.0)  # the checkpoint returned to is gone by then
+    words = (f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1")
+    directory = disturbed(early, later, last, more=words)
     assert [line["step"] for line in metrics_of(directory)] == list(range(1, STEPS + 1))
     assert_same_model(directory, undisturbed)
-    kinds = kinds_of(directory)
-    assert (kinds.count("returned"), kinds.count("recovered")) == (1, 1)
+    returned = [event["step"] for event in events_of(directory) if event["kind"] == "returned"]
+    assert returned == [0, EVERY]
+    assert kinds_of(directory).count("recovered") == 1
