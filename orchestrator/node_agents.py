@@ -72,15 +72,16 @@ class NodeAgents:
             ray.kill(handle)
 
     def relay_nodes(self, node_of: Mapping[str, str], engines: Sequence[str], timeout_s: float) -> RelayNodes:
-        """`node_of`: each actor's. `engines`: all that there are to be. Nodes that share their memory have one
-        relay."""
+        """`node_of`: each actor's. `engines`: all that there are to be. Nodes that share their memory have one relay.
+        Actors on nodes that have left are left out."""
         facts = self.facts(timeout_s)
         owner = {fact.memory: node for node, fact in facts.items() if fact.owns_root}
+        places = {name: owner[facts[node].memory] for name, node in node_of.items() if node in facts}
         return RelayNodes(
-            {name: owner[facts[node].memory] for name, node in node_of.items()},
+            places,
             dict(self.members),
             {node: fact.address for node, fact in facts.items()},
-            engines,
+            [name for name in engines if name in places],
         )
 
     def rows_nodes(self, timeout_s: float) -> RowsNodes:

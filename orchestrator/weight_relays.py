@@ -2,15 +2,18 @@
 
     ranks are new  every rank: plan_chunks ─▶ plan ─▶ every relay; a node that joins is told the plan later
     each version   begin on every relay ─▶ ranks publish ─▶ wait on those of nodes with engines ─▶ engines load
+    a node joins   bring: its relay alone begins the newest version, which the others still have
 
 A node's relay is in its agent (`workers/weights/chain/relay.py`). Where all ranks and engines see the same shared
 memory none is needed. Used by `weight_sync.py`; what is where is the fleet's to say.
 """
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.conf.errors import WeightError
 from penstock.network.connection import Address
 from penstock.orchestrator.failures import Kind, kind_of
 from penstock.orchestrator.ray_calls import answers, translate
@@ -26,7 +29,7 @@ class RelayNodes:
     """Nodes that may have weights. Of several that share their memory one is there for all."""
 
     node_of: Mapping[str, str]
-    """By the actor's name."""
+    """By the actor's name; none of one whose node has left."""
     agents: Mapping[str, tuple[str, Any]]
     """Name and handle of each node's agent."""
     addresses: Mapping[str, Address]
@@ -34,33 +37,44 @@ class RelayNodes:
     engines: Sequence[str] = ()
     """Names of those that there are to be: also of one that is lost or joins, and has no handle yet."""
 
+    def agents_of(self, nodes: Iterable[str]) -> dict[str, Any]:
+        """Handles, of those that are there."""
+        return {node: self.agents[node][1] for node in nodes if node in self.agents}
+
 
 class WeightRelays:
     """Lifecycle: `plan` whenever the trainer's ranks are new; then `begin`, `wait` and `reclaim` for each version.
     While all ranks and engines see the same shared memory, all but the last do nothing.
 
-    Engines may come and go: a version goes to the nodes that have engines, or are to have, when it begins.
+    Engines may come and go: a version goes to the nodes that have engines, or are to have, when it begins, and is
+    brought to those that come later. A node is known by its agent: what lay there is gone with it.
     """
 
     def __init__(self, look: Callable[[], RelayNodes], timeout_s: float) -> None:
         """`look`: what is where now. `timeout_s`: of each phase."""
         self._look, self._timeout_s = look, timeout_s
         self._nodes = look()
+        """When the newest version began."""
         self._sources: list[str] = []
         self._receivers: list[str] = []
         """Of the newest version that has begun."""
-        self._reached: set[str] = set()
-        """Nodes that have the newest version that was waited for."""
+        self._reached: dict[str, Any] = {}
+        """Nodes that have the newest version that was waited for, and the agent of each."""
         self._plan: ChunkPlan | None = None
         self._crosses_nodes = False
         """Then there is a plan; it stays so."""
-        self._told: set[str] = set()
-        """Nodes that know the plan."""
+        self._told: dict[str, Any] = {}
+        """Nodes that know the plan, and the agent of each."""
         self._number = 0
+        self._begun: Broadcast | None = None
+        """The newest."""
+        self._whole: Broadcast | None = None
+        """The newest that was waited for, and that nodes still send."""
+        self._bringing = asyncio.Lock()
 
     async def plan(self, trainers: Members, engines: Members) -> None:
         """The ranks are new. Raises `WeightError`, `DeadlineExceeded`."""
-        self._crosses_nodes = False
+        self._crosses_nodes, self._whole = False, None
         self._look_around(trainers, engines)
         await self._plan_if_needed(trainers)
 
@@ -71,25 +85,44 @@ class WeightRelays:
         if not self._crosses_nodes:
             return
         self._number += 1
-        addresses = {node: self._nodes.addresses[node] for node in self._used}
-        broadcast = Broadcast(self._number, version, self._receivers, addresses)
-        await self._tell(self._used, "begin_version", broadcast, phase=f"begin version {version}")
+        self._whole, self._begun = None, self._broadcast(self._nodes, version, self._receivers)
+        await self._tell(self._nodes, self._used, "begin_version", self._begun, phase=f"begin version {version}")
 
     async def wait(self, version: int) -> None:
         """Until every node with engines has all of it. Raises `WeightError`, `DeadlineExceeded`."""
         if self._crosses_nodes:
             phase = f"bring version {version} to nodes"
-            await self._tell(self._receivers, "wait_for_version", version, self._timeout_s, phase=phase)
-        self._reached = set(self._receivers if self._crosses_nodes else self._used)
+            await self._tell(self._nodes, self._receivers, "wait_for_version", version, self._timeout_s, phase=phase)
+            self._whole = self._begun
+        self._reached = self._nodes.agents_of(self._receivers if self._crosses_nodes else self._used)
 
     async def reclaim(self) -> None:
         """Remove old publications once engines have loaded a newer one."""
-        await self._tell(self._used, "reclaim_versions", phase="reclaim publications")
+        await self._tell(self._nodes, self._used, "reclaim_versions", phase="reclaim publications")
 
-    def have_reached(self, engines: Members) -> bool:
-        """Whether the newest version lies where these are."""
-        node_of = self._look().node_of
-        return all(node_of[name] in self._reached for name, _ in engines)
+    async def bring(self, engines: Members) -> bool:
+        """The newest version to the nodes of engines that have come since it began. False: it cannot be brought there,
+        as a newer one is under way, or none has been between nodes so far; the next one will be there by itself.
+        Raises `WeightError`, `DeadlineExceeded`."""
+        async with self._bringing:
+            now, whole = self._look(), self._whole
+            there = now.agents_of({now.node_of[name] for name, _ in engines if name in now.node_of})
+            late = [node for node, agent in sorted(there.items()) if self._reached.get(node) is not agent]
+            if not late or whole is None:
+                return not late
+            broadcast = self._broadcast(now, whole.version, sorted({*whole.receivers, *late}))
+            phase = f"bring version {whole.version} to nodes"
+            try:
+                await self._tell_plan(now, late)
+                await self._tell(now, late, "begin_version", broadcast, phase=phase)
+                await self._tell(now, late, "wait_for_version", whole.version, self._timeout_s, phase=phase)
+            except WeightError:
+                if self._whole is whole:
+                    raise
+            if self._whole is not whole:
+                return False
+            self._reached |= now.agents_of(late)
+            return True
 
     @property
     def _used(self) -> list[str]:
@@ -98,8 +131,9 @@ class WeightRelays:
     def _look_around(self, trainers: Members, engines: Members) -> None:
         self._nodes = self._look()
         self._sources = [self._nodes.node_of[name] for name, _ in trainers]
+        node_of = self._nodes.node_of
         names = {*(name for name, _ in engines), *self._nodes.engines}
-        self._receivers = sorted({self._nodes.node_of[name] for name in names})
+        self._receivers = sorted({node_of[name] for name in names if name in node_of})
 
     async def _plan_if_needed(self, trainers: Members) -> None:
         """The ranks plan once; a node that is new is told what they have planned."""
@@ -112,13 +146,23 @@ class WeightRelays:
                 for (name, handle), node in zip(trainers, self._sources, strict=True)
             ]
             self._plan = (await answers(calls, phase="plan publications", timeout_s=self._timeout_s))[0]
-            self._crosses_nodes, self._told = True, set()
-        if new := [node for node in self._used if node not in self._told]:
-            await self._tell(new, "plan_chunks", self._plan, phase="plan publications")
-            self._told |= set(new)
+            self._crosses_nodes, self._told = True, {}
+        await self._tell_plan(self._nodes, self._used)
 
-    async def _tell(self, nodes: Sequence[str], method: str, *arguments: Any, phase: str) -> None:
-        agents = [(node, *self._nodes.agents[node]) for node in nodes]
+    async def _tell_plan(self, now: RelayNodes, nodes: Sequence[str]) -> None:
+        """Those that do not know it."""
+        if new := [node for node, agent in now.agents_of(nodes).items() if self._told.get(node) is not agent]:
+            await self._tell(now, new, "plan_chunks", self._plan, phase="plan publications")
+            self._told |= now.agents_of(new)
+
+    def _broadcast(self, now: RelayNodes, version: int, receivers: Sequence[str]) -> Broadcast:
+        """Of the newest number, between nodes that are there."""
+        used = [node for node in dict.fromkeys([*self._sources, *receivers]) if node in now.addresses]
+        there = [node for node in receivers if node in used]
+        return Broadcast(self._number, version, there, {node: now.addresses[node] for node in used})
+
+    async def _tell(self, now: RelayNodes, nodes: Sequence[str], method: str, *arguments: Any, phase: str) -> None:
+        agents = [(node, *now.agents[node]) for node in nodes]
         calls = [
             (name, self._unless_gone(node, name, getattr(handle, method).remote(*arguments)))
             for node, name, handle in agents

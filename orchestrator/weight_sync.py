@@ -93,8 +93,8 @@ class WeightSync:
 
     async def catch_up(self, members: Members) -> None:
         """Engines that have just started load the version that the others serve. From when this returns until they are
-        added to the fleet nothing may be waited for. On a node that no version was brought to yet that is the next
-        one. Raises `WeightError`, `DeadlineExceeded`, `WorkerDied`."""
+        added to the fleet nothing may be waited for. It is brought to their node first, if it is not there. Raises
+        `WeightError`, `DeadlineExceeded`, `WorkerDied`."""
         loaded: Delivery | None = None
         while self._newest is not None and loaded is not self._newest:
             await self._reached(members)
@@ -109,7 +109,7 @@ class WeightSync:
         """Wait until the newest version lies where these engines are. Raises `DeadlineExceeded`."""
         longest_s = self._config.trainer.step_timeout_s + SYNC_PHASES * self._timeout_s
         give_up = time.monotonic() + longest_s
-        while not self._between_nodes.have_reached(members):
+        while not await self._between_nodes.bring(members):
             if time.monotonic() > give_up:
                 names = ", ".join(name for name, _ in members)
                 raise DeadlineExceeded(f"no version of the weights came to the node of {names} within {longest_s:g} s.")

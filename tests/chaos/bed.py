@@ -3,8 +3,8 @@
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
+from threading import Timer
 from typing import Any, Protocol
 
 from tests.chaos.plan import CUT_S
@@ -16,9 +16,15 @@ class Bed(Protocol):
 
     def signal(self, ip: str, pid: int, number: signal.Signals) -> None: ...
 
-    def cut(self, machine: int) -> None: ...
+    def cut(self, machine: int) -> None:
+        """The machine's cable is out for `CUT_S`; returns at once."""
+        ...
 
     def power(self, machine: int) -> None: ...
+
+    def rest(self) -> None:
+        """Until nothing that was begun goes on."""
+        ...
 
 
 class OneMachine:
@@ -38,12 +44,16 @@ class OneMachine:
 
     power = cut
 
+    def rest(self) -> None:
+        pass
+
 
 class Machines:
     """A cluster of machines; runs are started on the first."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
+        self._cuts: dict[int, Timer] = {}
 
     def start(self, command: Sequence[str], **streams: Any) -> subprocess.Popen[str]:
         return self._cluster[1].start(command, cwd=ROOT, **streams)
@@ -53,10 +63,20 @@ class Machines:
         machine.run(["kill", f"-{number}", str(pid)])
 
     def cut(self, machine: int) -> None:
+        self._mended(machine)
         self._cluster[machine].cut()
-        time.sleep(CUT_S)
-        self._cluster[machine].mend()
+        self._cuts[machine] = Timer(CUT_S, self._cluster[machine].mend)
+        self._cuts[machine].start()
 
     def power(self, machine: int) -> None:
+        self._mended(machine)
         self._cluster[machine].cut()
         self._cluster[machine].kill()
+
+    def rest(self) -> None:
+        for machine in list(self._cuts):
+            self._mended(machine)
+
+    def _mended(self, machine: int) -> None:
+        if machine in self._cuts:
+            self._cuts.pop(machine).join()

@@ -74,6 +74,8 @@ def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answe
     """`events`: with the seconds since the fault."""
     turns = [event["kind"] for after, event in events if after < 0 and event["kind"] in ("placed", "serving")]
     was_starting = turns[-1:] == ["placed"]
+    if any(event["kind"] == "end" and after < 0 for after, event in events):
+        return Answer(done, None, "over", 0.0, was_starting)
     later = [(after, event) for after, event in events if after >= -0.01]
     noticed = next((after for after, event in later if event["kind"] in NOTICED and _is_of(event, done)), None)
     for after, event in later:

@@ -68,6 +68,7 @@ class Disturbed:
             finally:
                 finder.kill()
                 run.terminate()
+                self._bed.rest()
         return done
 
     def _do(self, fault: Fault, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]") -> Done:
@@ -87,20 +88,20 @@ class Disturbed:
         elif who == COMMAND:
             at = self._kill_command(run)
         else:
-            at = self._signal(who, signal.SIGKILL if how == KILL else signal.SIGSTOP, run, finder)
+            who, at = self._signal(who, signal.SIGKILL if how == KILL else signal.SIGSTOP, run, finder)
         return Done(who, how, step, at)
 
     def _signal(
         self, who: str, number: signal.Signals, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]"
-    ) -> float:
-        """To a member, once it is there: another's death may have just taken it along."""
+    ) -> tuple[str, float]:
+        """To a member, once it is there: another's death may have just taken it along. Who it was, and when."""
         for _ in range(TRIES):
             self._check_runs(run)
             found = self._asked(finder, who)
             if "pid" in found:
                 at = time.time()
                 self._bed.signal(found["ip"], found["pid"], number)
-                return at
+                return found["who"], at
             time.sleep(PAUSE_S)
         raise AssertionError(f"{who} was never there: {found['why_not']}")
 

@@ -58,7 +58,8 @@ class Left:
 
 
 def test_a_good_run_has_kept_everything(tmp_path: Path) -> None:
-    assert Left().found(tmp_path, FAULT, Done("2", CUT, 1, 120.0)) == []
+    after_its_end = Done("Rollout-1", KILL, 3, 201.0)
+    assert Left().found(tmp_path, FAULT, Done("2", CUT, 1, 120.0), after_its_end) == []
 
 
 def a_step_is_missing(left: Left) -> None:

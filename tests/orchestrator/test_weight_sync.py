@@ -87,6 +87,47 @@ def test_an_engine_on_a_node_that_joins_is_sent_the_next_version_and_loads_that(
     ]  # fmt: skip
 
 
+def test_an_engine_on_a_node_that_came_after_a_version_is_brought_it_as_often_as_the_node_s_agent_is_new() -> None:
+    actors = NotingActors({"trainer": 1, "rollout": 1})
+    where = {"trainer-0": "x", "rollout-0": "b", "rollout-1": "a"}
+    agents = {node: (node, actors.handle(node)) for node in "xba"}
+    addresses = {node: Address(node, 1) for node in "xba"}
+    actors.relay_nodes = RelayNodes(where, {node: agents[node] for node in "xb"}, addresses, ["rollout-0"])
+    newcomer = [("rollout-1", actors.handle("rollout-1"))]
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        first = await sync.publish(1)
+        await sync.load(first)
+        actors.said.clear()
+        for agent in (agents["a"], ("a", actors.handle("another"))):
+            actors.relay_nodes = RelayNodes(where, agents | {"a": agent}, addresses, ["rollout-0", "rollout-1"])
+            await sync.catch_up(newcomer)
+            await sync.catch_up(newcomer)
+
+        second = await sync.publish(2)
+        actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0", "rollout-1"])
+        actors.said.append("while the next one is under way")
+        coming = asyncio.ensure_future(sync.catch_up(newcomer))
+        await asyncio.sleep(0.2)
+        assert not coming.done()
+        await sync.load(second)
+        await coming
+
+    asyncio.run(body())
+    brought = ["plan_chunks", "begin_version", "wait_for_version"]
+    assert actors.said == [
+        *(f"a {method}" for method in brought), "rollout-1 load", "rollout-1 load",
+        *(f"another {method}" for method in brought), "rollout-1 load", "rollout-1 load",
+        "x begin_version", "another begin_version", "b begin_version", "trainer-0 publish",
+        "while the next one is under way",
+        "another wait_for_version", "b wait_for_version", "rollout-0 load",
+        "x reclaim_versions", "another reclaim_versions", "b reclaim_versions",
+        *(f"a {method}" for method in brought), "rollout-1 load",
+    ]  # fmt: skip
+
+
 def test_a_node_whose_engines_are_gone_is_told_nothing_and_one_that_dies_holds_nobody_up() -> None:
     actors = NotingActors({"trainer": 1, "rollout": 1})
     where = {"trainer-0": "x", "rollout-0": "x", "rollout-1": "a"}
