@@ -77,8 +77,9 @@ class Controller:
         sinks: list[Sink],
         evaluator: Evaluator | None = None,
         recoveries: Recoveries | None = None,
+        wanted: dict[str, int] | None = None,
     ) -> None:
-        """`recoveries`: of the run, also before this controller."""
+        """Of the run, also before this controller: `recoveries`, and how many members of a role were `wanted`."""
         self.fleet, self.config, self.flow = fleet, config, flow
         self.directory, self.progress, self.sinks = directory, progress, sinks
         self.evaluator = evaluator
@@ -95,7 +96,9 @@ class Controller:
         stays = self._stores if config.placement != "colocated" else None  # engines sleep while it is brought back
         self._supervisor = Supervisor(fleet, self.store, self._recoveries, directory, progress, stores=stays)
         catch_up = catching_up(config, self._weights)
-        self._members = Members(fleet, flow, config, self.store, self._supervisor, catch_up, directory, progress)
+        self._members = Members(
+            fleet, flow, config, self.store, self._supervisor, catch_up, directory, progress, wanted
+        )
         met = self._weights.connect if "rollout" in catch_up or not fleet.role("rollout") else None
         self._ranks = TrainerRecovery(
             fleet, self.store, self._supervisor, self._before, met, config.trainer.collective_timeout_s
@@ -165,6 +168,7 @@ class Controller:
 
     def _take_wishes(self) -> None:
         """From now on members may join and leave."""
+        self._members.until_end(self._members.grant_again())
         if agents := self.fleet.role("agent"):
             self._members.until_end(Ear(agents[0][1], self._members, self.config).run())
         if self.config.rollout.follows_cluster and self.flow.of_kind("rollout"):

@@ -242,15 +242,17 @@ class Fleet:
         """Where processes write their stacks on every node."""
         return f"{self.agents.root}/{STACKS}"
 
-    def agent_of(self, name: str) -> tuple[str, Any]:
-        """Of the node that the actor of a name is on."""
-        return self.agents.members[self._node_of(name)]
+    def agent_of(self, name: str) -> tuple[str, Any] | None:
+        """Name and handle, of the node that the actor of a name is on; None: the node has left."""
+        node = self.reservation.assignment.node_of.get(name)
+        return self.agents.members.get(node.id) if node is not None else None
 
-    def kill(self, name: str, handle: Any) -> None:
-        """End this incarnation of a member. It is removed by who hears of its death."""
-        if name in self.actors and (present := self.actors[name]) is handle:
-            with contextlib.suppress(RayError):
-                ray.kill(present)
+    @property
+    def watched(self) -> list[tuple[str, str, Any]]:
+        """Role, name and handle of everybody who is there: members, agents and the store."""
+        found = [("agent", name, handle) for name, handle in self.agents.members.values()]
+        found += [(actor.role, actor.name, self.actors[actor.name]) for actor in self.plan if actor.name in self.actors]
+        return found + ([("store", STORE, self.store)] if self.store is not None else [])
 
     @property
     def relay_nodes(self) -> RelayNodes:

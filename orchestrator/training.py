@@ -50,6 +50,8 @@ class Training:
         self._directory, self._model_path, self._progress = directory, model_path, progress
         self._namespace, self._resumed, self._first = namespace, resumed, resumed
         self._recoveries = Recoveries(config.faults)
+        self._wanted: dict[str, int] = {}
+        """Members that people have wished for, by role."""
         self._has_started = False
         self._cause: PenstockError | None = None
         """What the run returns for, until it has."""
@@ -66,8 +68,9 @@ class Training:
             try:
                 with self._fleet() as fleet:
                     controller = Controller(
-                        fleet, config, self._flow, self._directory, self._progress, sinks, evaluator, self._recoveries
-                    )
+                        fleet, config, self._flow, self._directory, self._progress, sinks, evaluator, self._recoveries,
+                        self._wanted,
+                    )  # fmt: skip
                     try:
                         return asyncio.run(controller.run())
                     finally:

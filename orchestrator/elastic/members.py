@@ -46,8 +46,10 @@ class Members:
         catch_up: Mapping[str, CatchUp],
         directory: RunDirectory,
         progress: Progress,
+        wanted: dict[str, int] | None = None,
     ) -> None:
-        """`catch_up`: what new members of a role do before they serve; roles that are not in it take none."""
+        """`catch_up`: what new members of a role do before they serve; roles that are not in it take none. `wanted`:
+        how many of each role have been wished for, by role; kept up to date for who comes after a return."""
         self.staying = asyncio.Lock()
         """Held by who needs those that are there to stay for a while."""
         self._fleet, self._flow, self._config, self._store = fleet, flow, config, store
@@ -59,6 +61,7 @@ class Members:
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
         """By name."""
+        self._wanted = wanted if wanted is not None else {}
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
         self._tasks = tasks
@@ -96,8 +99,16 @@ class Members:
                 raise CannotScale(f"{' '.join(map(str, wishes))}: one wish a role.")
             refusals = self._refusals()
             changes = [(wish.role, change_of(wish, self.num_present(wish.role), refusals)) for wish in wishes]
+            if not self._follows(wishes):
+                self._wanted |= {role: self.num_present(role) + change for role, change in changes}
             drain_s = self._config.rollout.drain_s if drain_s is None else drain_s
             return list(await asyncio.gather(*(self._change(role, change, drain_s) for role, change in changes)))
+
+    async def grant_again(self) -> None:
+        """What was wished for before the run returned to its checkpoint, which begins with the members of the start."""
+        if wishes := [Wish(role, number) for role, number in self._wanted.items()]:
+            with contextlib.suppress(CannotScale):
+                await self.change(wishes)
 
     async def _change(self, role: str, change: int, drain_s: float) -> Done:
         done = Done(role, self.num_present(role))
@@ -225,9 +236,13 @@ class Members:
             self._tell("left", role, name, place, 0.0)
             to_come[role] += not actor.joins
         for role, count in to_come.items():
-            if count and not (role == "rollout" and self._config.rollout.follows_cluster):
+            if count and not self._follows([Wish(role, count)]):
                 async with self._changing:
                     await self._change(role, count, 0.0)
+
+    def _follows(self, wishes: Sequence[Wish]) -> bool:
+        """Engines that come and go with the room on the cluster, and not as anybody wishes."""
+        return self._config.rollout.follows_cluster and any(wish.role == "rollout" for wish in wishes)
 
     def _is_planned(self, name: str) -> bool:
         return any(actor.name == name for actor in self._fleet.plan)

@@ -1,16 +1,20 @@
-"""Watches the members of a run: who does not answer, or is stuck, is ended, and with that as lost as if it had died.
+"""Watches the actors of a run: who does not answer, or is stuck, is ended, and with that as lost as if it had died.
 
-    every faults.heartbeat_s: progress of every member ─▶ liveness.py ─ silent or stuck ─▶ its stacks into the run's
-                                                                                          directory ─▶ SIGKILL
+    every faults.heartbeat_s: progress of everybody ─▶ liveness.py ─ silent or stuck ─▶ its stacks into the run's
+                                                                                        directory ─▶ SIGKILL
 
-Whoever waits for the member hears of its death, and `supervisor.py` or `trainer_recovery.py` has another take its
-place. Used by `controller.py`.
+Whoever waits for a member hears of its death, and `supervisor.py` or `trainer_recovery.py` has another take its place;
+so it is with the store. An agent that is ended is a node that is lost. Used by `controller.py`.
 """
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import Any
+
+import ray
+from ray.exceptions import RayError
 
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
@@ -19,9 +23,11 @@ from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.workers.processes import ProcessId
-from penstock.workers.progress import Progress
+from penstock.workers.progress import SERVING, Progress
 
-ROLES = ("rollout", "reward", "compute", "prompts", "scorer", "trainer")
+AGENT = "agent"
+SERVES = Progress(SERVING, 0.0)
+"""Of who answers, and has nothing to be stuck in."""
 STACKS_S = 60.0
 """For an agent to read stacks, and for one to end a process."""
 
@@ -54,20 +60,24 @@ class Watch:
                 verdict = watched.liveness.judge(time.monotonic())
                 if verdict.state is not State.ALIVE:
                     del self._watched[name]
-                    if self._fleet.actors.get(name) is not watched.handle:
+                    if self._present().get(name, (None,))[0] is not watched.handle:
                         continue  # it has left meanwhile
                     await self._end(name, watched, verdict)
             await asyncio.sleep(max(0.0, began + beat_s - time.monotonic()))
 
     def _look_around(self) -> None:
         """Who is there now: those that have come anew are watched anew."""
-        there = {name: (handle, role) for role in ROLES for name, handle in self._fleet.role(role)}
+        there = self._present()
         for name in list(self._watched):
             if name not in there or there[name][0] is not self._watched[name].handle:
                 del self._watched[name]
         for name, (handle, role) in there.items():
             if name not in self._watched:
                 self._watched[name] = _Watched(handle, role, Liveness(role, self._config, time.monotonic()))
+
+    def _present(self) -> dict[str, tuple[Any, str]]:
+        """Handle and role of everybody, by name."""
+        return {name: (handle, role) for role, name, handle in self._fleet.watched}
 
     async def _ask(self, timeout_s: float) -> None:
         """Everybody at once. Who does not answer in time is asked again."""
@@ -77,27 +87,34 @@ class Watch:
         calls += [(name, watched.handle.progress.remote()) for name, watched in members]
         answers = await outcomes(calls, phase="heartbeat", timeout_s=timeout_s)
         for (_, watched), process in zip(unknown, answers, strict=False):
-            watched.process = process if isinstance(process, ProcessId) else None
+            if isinstance(process, tuple):  # the store's, which knows no such class
+                watched.process = ProcessId(*process)
+            elif isinstance(process, ProcessId):
+                watched.process = process
         for (_, watched), progress in zip(members, answers[len(unknown) :], strict=True):
-            if isinstance(progress, Progress):
-                watched.liveness.heard(time.monotonic(), progress)
+            if not isinstance(progress, Exception):
+                watched.liveness.heard(time.monotonic(), progress or SERVES)
 
     async def _end(self, name: str, watched: _Watched, verdict: Verdict) -> None:
-        agent, stacks = self._fleet.agent_of(name), "it has not said which process it is"
-        if watched.process is not None:
-            stacks = await self._told(agent, "dump_stacks", watched.process, name)
+        process, stacks = watched.process, "it has not said which process it is"
+        if process is not None:
+            stacks = await self._do(name, watched, "dump_stacks", process, name)
         file = self._directory.write_stacks(name, stacks)
         about = {"role": watched.role, "member": name, "state": verdict.state.value, "reason": verdict.reason}
         self._directory.event("ended", **about, stacks=file)
-        if watched.process is not None:
-            await self._told(agent, "kill", watched.process)
-        self._fleet.kill(name, watched.handle)
+        if process is not None:
+            await self._do(name, watched, "kill", process)
+        with contextlib.suppress(RayError):
+            ray.kill(watched.handle)
 
-    async def _told(self, agent: tuple[str, Any], method: str, *arguments: Any) -> str:
-        """What the agent of a node says; or why it says nothing."""
-        name, handle = agent
+    async def _do(self, name: str, watched: _Watched, method: str, *arguments: Any) -> str:
+        """What the agent of its node says; or why it says nothing. An agent has none: Ray ends it."""
+        found = None if watched.role == AGENT else self._fleet.agent_of(name)
+        if found is None or found[0] not in self._watched:
+            return "there is no agent on its node that could tell its stacks"
+        agent, handle = found
         try:
             call = getattr(handle, method).remote(*arguments)
-            return str(await answer(call, name=name, phase=method, timeout_s=STACKS_S))
+            return str(await answer(call, name=agent, phase=method, timeout_s=STACKS_S))
         except PenstockError as error:
             return str(error)

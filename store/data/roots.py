@@ -5,9 +5,11 @@ A run's publications and a store's large batches lie in such directories, in sha
 else would give it back before a reboot. Used by `segments.py` and the node agents (`workers/node/agent.py`).
 """
 
+import contextlib
 import os
 import shutil
 import subprocess
+import uuid
 from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm"
@@ -32,10 +34,12 @@ def guard_root(root: str | Path) -> None:
     """Have a process of its own remove the directory when this one is gone, however it ends: also by `kill -9`, and
     with nobody there who would sweep.
 
-    The process is a shell in a session of its own that reads from a pipe; the kernel closes the pipe's other end.
+    The process is a shell in a session of its own that reads from a pipe; the kernel closes the pipe's other end. What
+    another process has claimed in the meantime under the same name stays.
     """
     reading, writing = os.pipe()
-    command = ["setsid", "--fork", "sh", "-c", 'read -r _; rm -rf -- "$1"', f"{PREFIX}guard", str(root)]
+    owner = (Path(root) / OWNER_NAME).read_text()
+    command = ["setsid", "--fork", "sh", "-c", _GUARD, f"{PREFIX}guard", str(root), owner]
     try:
         subprocess.run(command, stdin=reading, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     finally:
@@ -43,13 +47,21 @@ def guard_root(root: str | Path) -> None:
     _guards.append(writing)
 
 
+_GUARD = f"""
+read -r _
+[ "$(cat "$1/{OWNER_NAME}")" = "$2" ] && mv -- "$1" "$1.$$" && rm -rf -- "$1.$$"
+"""
+"""Moved first: whoever claims the name again must find nothing there, and keep what it has made."""
 _guards: list[int] = []
 """Of this process, open until it ends."""
 
 
 def remove_root(root: str | Path) -> None:
-    """Give the memory back at the end of a run."""
-    shutil.rmtree(root, ignore_errors=True)
+    """Give the memory back at the end of a run. The name is free at once."""
+    gone = Path(f"{root}.{uuid.uuid4().hex[:8]}")
+    with contextlib.suppress(OSError):
+        os.rename(root, gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
@@ -62,7 +74,7 @@ def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
         except OSError:
             continue
         if len(owner) == 4 and owner[2:] == [_namespace(), boot_id()] and not _alive(owner):
-            shutil.rmtree(path, ignore_errors=True)
+            remove_root(path)
             removed.append(str(path))
     return removed
 

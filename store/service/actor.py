@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.network.handshake import new_token
 from penstock.store.data.far.nodes import RowsNodes
-from penstock.store.data.roots import PREFIX, SHARED_MEMORY, sweep_stale
+from penstock.store.data.roots import PREFIX, SHARED_MEMORY, identity, sweep_stale
 from penstock.store.data.segments import Segments
 from penstock.store.service import store
 from penstock.store.service.server import Door, Endpoint
@@ -54,6 +54,13 @@ class Store:
     async def endpoint(self) -> Endpoint:
         """Where it is called."""
         return await self._store.endpoint()
+
+    async def process(self, _stacks: str) -> tuple[int, tuple[str, ...]]:
+        """Who this process is: its number, and what tells it from another that has the number later."""
+        return os.getpid(), identity(os.getpid())
+
+    async def progress(self) -> None:
+        """Answers, as long as it serves."""
 
     async def end(self) -> None:
         """Nobody calls any more: what it keeps in files goes."""

@@ -272,6 +272,10 @@ class ScriptedFleet(OneMachine):
     def actors(self) -> dict[str, Any]:
         return self._handles
 
+    @property
+    def watched(self) -> list[tuple[str, str, Any]]:
+        return [(self._makers[name][0], name, handle) for name, handle in self._handles.items()]
+
     async def present(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
         while not (members := self.role(role)):
             await asyncio.sleep(0.1)
@@ -401,13 +405,17 @@ def scripted_config(tmp_path: Path, *words: str) -> RunConfig:
 
 
 def controller_over(
-    fleet: ScriptedFleet, config: RunConfig, directory: RunDirectory, sinks: Sequence[Sink] = ()
+    fleet: ScriptedFleet,
+    config: RunConfig,
+    directory: RunDirectory,
+    sinks: Sequence[Sink] = (),
+    wanted: dict[str, int] | None = None,
 ) -> Controller:
-    """`sinks`: hear of each step before metrics.jsonl does."""
+    """`sinks`: hear of each step before metrics.jsonl does. `wanted`: before this controller."""
     progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
     directory.losses.tell_to(progress.note)
     sinks = [*sinks, JsonLines(directory)]
-    return Controller(fleet, config, fleet.flow, directory, progress, sinks)  # type: ignore[arg-type]
+    return Controller(fleet, config, fleet.flow, directory, progress, sinks, wanted=wanted)  # type: ignore[arg-type]
 
 
 def flow_of(config: RunConfig) -> Dataflow:

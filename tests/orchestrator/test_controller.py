@@ -122,7 +122,7 @@ class Play:
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config,
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove,
-            relay_nodes=on_one_node(), stacks_root="", growth=SimpleNamespace(nodes=[]),
+            relay_nodes=on_one_node(), stacks_root="", watched=[], growth=SimpleNamespace(nodes=[]),
         )  # fmt: skip
 
         async def measure(fleet: Any) -> float:

@@ -17,6 +17,7 @@ from penstock.workers.node.file_set import FileSet
 from penstock.workers.node.mailbox import Mailbox
 from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
+from penstock.workers.stacks import register
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
 from penstock.workers.weights.chain.routes import Broadcast
@@ -41,6 +42,13 @@ class NodeAgent:
     async def run(self) -> None:
         """Returns when it is closed: a call that fails before says that the node, or the agent, is gone."""
         await self._closed.wait()
+
+    async def process(self, stacks: str) -> ProcessId:
+        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        return register(stacks)
+
+    async def progress(self) -> None:
+        """Answers, as long as it can be asked for anything."""
 
     async def ask(self, question: Any) -> Any:
         """Of the run's controller, on the driver's node. Plain data. None: the run has ended."""

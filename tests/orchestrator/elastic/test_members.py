@@ -102,3 +102,21 @@ def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
     kinds = {event["kind"] for event in events}
     assert kinds <= {"joined", "left", "join_failed", "fault", "recovered", "node_left"}
     assert seed % 4 < 2 or "node_left" in kinds
+
+
+def test_members_that_were_wished_for_before_a_return_join_again(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "max_staleness=0")
+    wanted = {"rollout": config.rollout.least_workers + 2}
+
+    async def main() -> int:
+        flow = flow_of(config)
+        fleet = ScriptedFleet(store_of(config, flow), config, flow, Random(1))
+        directory = RunDirectory.create(config)
+        controller = controller_over(fleet, config, directory, wanted=wanted)
+        await asyncio.wait_for(controller.run(), 1e6)
+        directory.close()
+        return len(fleet.role("rollout"))
+
+    assert run_virtually(main()) == wanted["rollout"]
+    events = RunDirectory.open(tmp_path / "run").read_events()
+    assert [event["kind"] for event in events].count("joined") == 2

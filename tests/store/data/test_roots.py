@@ -3,12 +3,22 @@
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
-from penstock.store.data.roots import OWNER_NAME, claim_root, sweep_stale
+from penstock.store.data.roots import OWNER_NAME, claim_root, remove_root, sweep_stale
 
+GUARDED = """
+import sys
+from penstock.store.data.roots import claim_root, guard_root
+claim_root(sys.argv[1])
+guard_root(sys.argv[1])
+sys.stdin.read()
+"""
 CLAIM = "import sys; from penstock.store.data.roots import claim_root; claim_root(sys.argv[1])"
 
 
@@ -24,6 +34,37 @@ def test_the_root_of_a_living_process_stays(tmp_path: Path) -> None:
     root = claim_root(tmp_path / "penstock-alive")
     assert sweep_stale(tmp_path) == []
     assert root.exists()
+
+
+@pytest.mark.parametrize("is_claimed_again", [False, True])
+def test_the_guard_of_a_killed_process_removes_what_was_its_own_and_no_more(
+    tmp_path: Path, is_claimed_again: bool
+) -> None:
+    root = tmp_path / "penstock-guarded"
+    with subprocess.Popen([sys.executable, "-c", GUARDED, str(root)], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: bool(guards_of(root)))
+        if is_claimed_again:
+            remove_root(root)
+            claim_root(root)
+        process.kill()
+    wait_until(lambda: not guards_of(root))
+    assert root.exists() == is_claimed_again
+    assert len(list(tmp_path.iterdir())) == is_claimed_again
+
+
+def guards_of(root: Path) -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if "penstock-guard" in (words := process.info["cmdline"] or []) and str(root) in words
+    ]
+
+
+def wait_until(is_true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not is_true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_process_that_its_parent_has_not_waited_for_is_dead(tmp_path: Path) -> None:
