@@ -34,7 +34,7 @@ MEMBERS = [
 ]  # fmt: skip
 TARGETS = [
     *(Target(who, KILL) for who in MEMBERS), Target("Rollout-0", STOP), Target("Trainer-policy-0", STOP),
-    Target("Store", KILL), Target("Agent", KILL), Target(COMMAND, KILL),
+    Target("Store", KILL), Target("Store", STOP), Target("Agent", KILL), Target(COMMAND, KILL),
 ]  # fmt: skip
 
 

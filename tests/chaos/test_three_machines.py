@@ -43,7 +43,10 @@ TARGETS = [
     *(Target(who, KILL) for who in ("Rollout-0", "Rollout-1", "Reward-0", "Trainer-policy-0")),
     Target("Rollout-1", STOP), Target("2", CUT), Target("3", CUT),
 ]  # fmt: skip
-MORE = [Target("Prompts", KILL), Target("Compute-group_advantage", KILL), Target("Store", KILL), Target("Agent", KILL)]
+MORE = [
+    Target("Prompts", KILL), Target("Compute-group_advantage", KILL), Target("Store", KILL), Target("Agent", KILL),
+    Target("Agent", STOP),
+]  # fmt: skip
 """Of `make chaos` only: `test_one_machine.py` has them, too."""
 Go = Callable[..., tuple[Path, list[Done]]]
 
