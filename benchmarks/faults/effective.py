@@ -1,5 +1,5 @@
-"""The share of time that trains, at a fault a minute: a run through deaths of all members in turn, beside the same run
-without any."""
+"""The share of time that trains, at a fault a minute: a run with two engines through deaths of its members in turn,
+beside the same run without any."""
 
 import statistics
 from typing import Any
@@ -12,7 +12,7 @@ from tests.chaos.plan import Target as Victim
 MEMBERS = ("Reward-0", "Rollout-0", "Prompts", "Trainer-policy-0", "Compute-group_advantage")
 EVERY_S = 60.0
 STEPS = 100
-WORDS = ["recipe=arithmetic", "warm_start.recipe=null", "checkpoint.every_steps=10"]
+WORDS = ["recipe=arithmetic", "warm_start.recipe=null", "checkpoint.every_steps=10", "rollout.num_workers=2"]
 SHARE = 0.9
 
 

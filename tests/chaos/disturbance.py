@@ -16,7 +16,7 @@ from tests.chaos.bed import Bed
 from tests.chaos.plan import COMMAND, CUT, KILL, POWER, Fault
 
 STEP_S = 240.0
-"""For the run to get to the next fault's step, and to end after the last one."""
+"""For the run's next step, and for its end after the last one."""
 TRIES, PAUSE_S = 60, 0.5
 """Looks for a member that is just being replaced."""
 
@@ -64,7 +64,8 @@ class Disturbed:
                 for fault in faults:
                     with suppress(_Over):
                         done.append(self._do(fault, run, finder))
-                assert run.wait(STEP_S) == 0, self._said()
+                self._follow(run)
+                assert run.returncode == 0, self._said()
             finally:
                 finder.kill()
                 run.terminate()
@@ -73,11 +74,9 @@ class Disturbed:
 
     def _do(self, fault: Fault, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]") -> Done:
         who, how = fault.target.who, fault.target.how
-        deadline = time.monotonic() + STEP_S
-        while (step := self._num_steps()) < fault.step:
-            self._check_runs(run)
-            assert time.monotonic() < deadline, f"no step {fault.step} for {fault}: {self._said()}"
-            time.sleep(0.02)
+        self._follow(run, fault.step)
+        self._check_runs(run)
+        step = self._num_steps()
         time.sleep(fault.delay_s)
         if how == CUT:
             at = time.time()
@@ -90,6 +89,18 @@ class Disturbed:
         else:
             who, at = self._signal(who, signal.SIGKILL if how == KILL else signal.SIGSTOP, run, finder)
         return Done(who, how, step, at)
+
+    def _follow(self, run: "subprocess.Popen[str]", step: int | None = None) -> None:
+        """Until it has made so many steps, or has ended."""
+        last, deadline = -1, 0.0
+        while run.poll() is None:
+            now = self._num_steps()
+            if step is not None and now >= step:
+                return
+            if now != last:  # fewer, too: it has returned to a checkpoint
+                last, deadline = now, time.monotonic() + STEP_S
+            assert time.monotonic() < deadline, f"no step after {now} for {STEP_S:g} s: {self._said()}"
+            time.sleep(0.02)
 
     def _signal(
         self, who: str, number: signal.Signals, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]"
