@@ -14,6 +14,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -137,7 +138,8 @@ def _pages(spans: Spans, num_bytes: int) -> list[tuple[int, int]]:
 
 def _no_space(file: Path, short: Shortage) -> WeightError:
     return WeightError(
-        f"no room for a publication in {file.parent}: {short.needed_bytes:,} bytes are needed, {short.free_bytes:,} of "
-        f"{short.total_bytes:,} are free. Two publications must fit side by side, and a third while an engine still "
-        "loads the one before: enlarge shared memory (docker: --shm-size; else: mount -o remount,size=… /dev/shm)."
+        f"{platform.node()}: no room for a publication in {file.parent}: {short.needed_bytes:,} bytes are needed, "
+        f"{short.free_bytes:,} of {short.total_bytes:,} are free. Two publications must fit side by side, and a third "
+        "while an engine still loads the one before: enlarge shared memory (docker: --shm-size; else: mount -o "
+        "remount,size=… /dev/shm)."
     )
