@@ -38,7 +38,7 @@ def translate(error: Exception, name: str) -> Exception:
         return WorkerFailed(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
     if isinstance(error, RayActorError):
         return WorkerDied(
-            f"{name} has died ({_first_line(str(error))}). Its log is in Ray's session directory on its node "
+            f"{name} has died ({_reason(str(error))}). Its log is in Ray's session directory on its node "
             f"(/tmp/ray/session_latest/logs if Ray was started there). {_usual_reason(name)}"
         )
     if isinstance(error, RayError):
@@ -149,6 +149,12 @@ def _usual_reason(name: str) -> str:
 
 async def _as_coroutine(ref: Awaitable[Any]) -> Any:
     return await ref
+
+
+def _reason(death: str) -> str:
+    """Ray's word on an actor's death. Of one that its constructor ended: what that raised, which comes last."""
+    lines = [line.strip() for line in death.splitlines() if line.strip()]
+    return lines[-1] if lines and "creation task" in lines[0] else _first_line(death)
 
 
 def _first_line(text: str) -> str:

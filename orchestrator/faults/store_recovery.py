@@ -56,10 +56,11 @@ class StoreRecovery:
 
     async def take_snapshots(self) -> None:
         """One that cannot be taken is left out: the one before stays, and whoever needs the store hears that it is
-        gone."""
-        number = 1
+        gone. The first is taken at once where the run goes on from a checkpoint, which may be gone after the next."""
+        number, pause_s = 1, 0.0 if self._snapshot is not None else self._every_s
         while self._every_s:
-            await asyncio.sleep(self._every_s)
+            await asyncio.sleep(pause_s)
+            pause_s = self._every_s
             with contextlib.suppress(PenstockError):
                 async with self._lock:
                     await self._take(number)

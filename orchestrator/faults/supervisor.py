@@ -71,6 +71,8 @@ class Supervisor:
                 return
             if not is_recoverable(failure):
                 raise failure
+            if self._closing:  # also one that came too late to serve at all
+                return
             if await self.check_partners(failure, stores):
                 continue
             if catch_up is None:

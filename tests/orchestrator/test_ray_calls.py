@@ -3,6 +3,7 @@
 import asyncio
 import concurrent.futures
 import threading
+import traceback
 from typing import Any
 
 import pytest
@@ -118,6 +119,16 @@ def test_what_crossed_ray_has_one_of_penstocks_names() -> None:
     assert type(translate(OutOfMemoryError("the node is low on memory"), "Rollout-0")) is WorkerDied
     own = KeyError("x")
     assert translate(own, "Rollout-0") is own
+
+
+def test_an_actor_that_its_constructor_ended_is_told_with_what_that_raised() -> None:
+    try:
+        raise ValueError("no snapshot is there")
+    except ValueError:
+        trace = traceback.format_exc()
+    raised = RayTaskError("Store.__init__", trace, ValueError("no snapshot is there"))
+    said = str(translate(ActorDiedError(raised), "Store"))
+    assert said.startswith("Store has died (ValueError: no snapshot is there). Its log")
 
 
 def test_one_answer_that_does_not_come_is_named() -> None:

@@ -4,12 +4,19 @@ controller, supervisor and store over scripted actors."""
 import asyncio
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from penstock.conf.errors import WorkerDied
+from penstock.orchestrator.faults.recoveries import Recoveries
+from penstock.orchestrator.faults.supervisor import Supervisor, nothing_to_catch_up
 from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.store.client.client import StoreClient
+from penstock.store.errors import StoreUnreachable
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
 from tests.virtual_time import run_virtually
@@ -103,6 +110,28 @@ def test_a_member_that_dies_again_and_again_ends_what_goes_on_with_its_own_name(
             await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
         killing.cancel()
         assert [event["kind"] for event in directory.read_events()].count("fault") == 3
+        directory.close()
+
+    run_virtually(main())
+
+
+def test_who_fails_when_the_run_is_over_is_not_replaced(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "max_staleness=1")
+
+    async def run(_: Any) -> None:
+        raise StoreUnreachable("no connection to the store: it has closed")
+
+    async def main() -> None:
+        flow = flow_of(config)
+        store = store_of(config, flow)
+        fleet = ScriptedFleet(store, config, flow, Random(1))
+        fleet.actors["Reward-0"] = SimpleNamespace(run=SimpleNamespace(remote=run))
+        directory = RunDirectory.create(config)
+        progress = Progress(config, "run", console=Console(quiet=True))
+        supervisor = Supervisor(fleet, StoreClient(store), Recoveries(config.faults), directory, progress)  # type: ignore[arg-type]
+        supervisor.close()
+        await asyncio.wait_for(supervisor.keep("reward", ["Reward-0"], nothing_to_catch_up), 60)
+        assert directory.read_events() == []
         directory.close()
 
     run_virtually(main())
