@@ -23,14 +23,17 @@ from penstock.conf.errors import ResourceError
 from penstock.network.connection import Address
 from penstock.network.listener import Handler, Listener
 from penstock.store.data.far.server import RowsServer
-from penstock.store.data.roots import boot_id, claim_root, guard_root, remove_root, sweep_stale
+from penstock.store.data.roots import OWNER_NAME, boot_id, claim_root, guard_root, remove_root, sweep_stale
 from penstock.workers.node import services
 from penstock.workers.node.file_service import FileService
 from penstock.workers.node.states import StateService
+from penstock.workers.processes import ProcessId, kill
 from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"
 """Folders of the root. That of states has one for each trainer."""
+NODE = "node"
+"""File of the root: what the run calls the node whose agent has made it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ class NodeAgent:
 
         Raises `ResourceError` if the root cannot be made or no port is free.
         """
-        self.root = Path(root)
+        self.root, self._node = Path(root), node
         self.files = FileService(Path(files_dir or tempfile.gettempdir()) / f"{self.root.name}-files", token)
         sweep_stale(self.root.parent)
         try:
@@ -124,7 +127,8 @@ class NodeAgent:
         self._close_root()
 
     def _make_root(self) -> bool:
-        """False if another agent of the run has made it: two Ray nodes may share a machine."""
+        """False if the agent of another node has made it: two Ray nodes may share a machine."""
+        self._end_the_one_before()
         try:
             claim_root(self.root)
         except FileExistsError:
@@ -133,10 +137,21 @@ class NodeAgent:
             owns = False
         else:
             guard_root(self.root)
+            (self.root / NODE).write_text(self._node)
             owns = True
         for folder in (WEIGHTS, ROWS, STATES, STACKS):
             (self.root / folder).mkdir(exist_ok=True)
         return owns
+
+    def _end_the_one_before(self) -> None:
+        """The run has given up an agent of this node that did not answer. If it is there still, nobody needs it."""
+        try:
+            owner, node = (self.root / OWNER_NAME).read_text().split(), (self.root / NODE).read_text()
+        except OSError:
+            return
+        if node == self._node and owner[0] != str(os.getpid()):
+            kill(ProcessId(int(owner[0]), tuple(owner)))
+            sweep_stale(self.root.parent)
 
     def _close_root(self) -> None:
         if self.relay is not None:

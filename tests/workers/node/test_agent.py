@@ -24,7 +24,7 @@ from penstock.store.data.far.server import Spill
 from penstock.store.data.layout import ColumnNote, Placed
 from penstock.store.data.payload import Payload, assemble
 from penstock.store.data.roots import OWNER_NAME
-from penstock.workers.node.agent import ROWS, STACKS, STATES, WEIGHTS, NodeAgent
+from penstock.workers.node.agent import NODE, ROWS, STACKS, STATES, WEIGHTS, NodeAgent
 
 HOST = "127.0.0.1"
 AGENT = """
@@ -39,7 +39,9 @@ time.sleep(600)
 def test_it_makes_the_root_and_removes_it(tmp_path: Path) -> None:
     agent = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
     try:
-        assert sorted(path.name for path in agent.root.iterdir()) == [OWNER_NAME, ROWS, STACKS, STATES, WEIGHTS]
+        assert sorted(path.name for path in agent.root.iterdir()) == [
+            NODE, OWNER_NAME, ROWS, STACKS, STATES, WEIGHTS,
+        ]  # fmt: skip
         assert agent.root.stat().st_mode & 0o777 == 0o700
         assert (agent.facts.address.host, agent.facts.cores) == (HOST, len(os.sched_getaffinity(0)))
     finally:
@@ -63,6 +65,26 @@ def test_the_root_goes_when_the_agent_is_killed(tmp_path: Path) -> None:
     assert not root.exists()
 
 
+def test_an_agent_that_hangs_is_ended_by_the_next_one_of_its_node_alone(tmp_path: Path) -> None:
+    root = tmp_path / "penstock-hangs"
+    with subprocess.Popen([sys.executable, "-c", AGENT, str(root)], stdout=subprocess.PIPE, text=True) as hangs:
+        assert hangs.stdout is not None
+        assert hangs.stdout.readline() == "there\n"
+        hangs.send_signal(signal.SIGSTOP)
+        (root / WEIGHTS / "large").write_bytes(bytes(1000))
+        beside = NodeAgent(root, "another node of this machine", HOST, new_token())
+        assert not beside.facts.owns_root
+        assert hangs.poll() is None
+        beside.close()
+        agent = NodeAgent(root, (root / NODE).read_text(), HOST, new_token())
+        assert hangs.wait() == -signal.SIGKILL
+        assert agent.facts.owns_root
+        assert not (root / WEIGHTS / "large").exists()
+        time.sleep(0.5)  # the guard of the one before, too, has seen its end
+        assert (root / WEIGHTS).is_dir()
+        agent.close()
+
+
 def test_the_next_agent_sweeps_what_an_earlier_run_left(tmp_path: Path) -> None:
     """As after a kill of everything at once, the guard among it."""
     stale = tmp_path / "penstock-stale"
@@ -75,7 +97,8 @@ def test_the_next_agent_sweeps_what_an_earlier_run_left(tmp_path: Path) -> None:
 
 def test_two_nodes_of_one_machine_share_the_root(tmp_path: Path) -> None:
     first = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
-    second = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
+    second = NodeAgent(tmp_path / "penstock-run", "there", HOST, new_token())
+    assert (first.facts.owns_root, second.facts.owns_root) == (True, False)
     assert first.facts.memory == second.facts.memory
     second.close()
     assert first.root.exists()
