@@ -38,7 +38,8 @@ class RunConfig:
     description: str = ""
     """One line about the recipe, for `penstock recipes` and the report."""
     output_dir: str = "runs"
-    """Where run directories are made."""
+    """Where run directories are made: a directory of the driver's machine. Checkpoints may go to a URL
+    (checkpoint.directory)."""
     seed: int = 0
     """Seed of everything that is random."""
     max_staleness: int = 0
@@ -92,6 +93,11 @@ def validate(config: RunConfig) -> None:
             f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} version(s), "
             f"more than max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to "
             f"{config.window_staleness}."
+        )
+    if "://" in config.output_dir:
+        raise ConfigError(
+            f"output_dir={config.output_dir}: run directories are on the driver's disk. To go on from another machine, "
+            "give a path here and the URL as checkpoint.directory."
         )
     sampling = config.rollout.sampling
     if sampling.max_tokens >= config.rollout.max_model_len:
