@@ -1,17 +1,13 @@
 """`session.rollouts` and `session.rewards`: more or fewer of them, in a loop of one's own. Used by `session.py`."""
 
 import asyncio
-from typing import Any
 
 from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.elastic.wishes import Wish, change_of, who_leaves
+from penstock.orchestrator.elastic.draining import drain
+from penstock.orchestrator.elastic.wishes import MET_AT_START, Wish, change_of, who_leaves
 from penstock.orchestrator.faults.supervisor import CatchUp
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.ray_calls import outcomes
-
-GRACE_S = 30.0
-"""Beyond its drain time, for a member to say that it has finished."""
 
 
 class ByHand:
@@ -53,8 +49,7 @@ class ByHand:
         leaving = who_leaves(self._names, count)
         members = [(name, handle) for name, handle in self._fleet.role(self._role) if name in leaving]
         taken = [self._fleet.take_out(name) for name in leaving]
-        calls: list[tuple[str, Any]] = [(name, handle.drain.remote(drain_s)) for name, handle in members]
-        await outcomes(calls, phase="drain", timeout_s=drain_s + GRACE_S)
+        await drain(members, drain_s)
         await asyncio.gather(*(self._fleet.end(*one) for one in taken))
         return leaving
 
@@ -66,9 +61,5 @@ class ByHand:
     def _check(self, change: int, *, is_more: bool) -> None:
         if (is_more and change < 1) or (not is_more and change > -1):
             raise CannotScale(f"{self._role}: {abs(change)} is no number of members to add or remove.")
-        if self._catch_up is None:
-            raise CannotScale(
-                f"{self._role}: engines and the trainer's ranks met at the start, as they share devices "
-                "(placement=colocated) or stream weights (weights.transport). Start with another rollout.num_workers."
-            )
-        change_of(Wish(self._role, change, is_change=True), len(self), {})
+        refusals = {self._role: MET_AT_START} if self._catch_up is None else {}
+        change_of(Wish(self._role, change, is_change=True), len(self), refusals)

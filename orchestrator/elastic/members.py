@@ -17,19 +17,16 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import CannotScale, PenstockError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.elastic.draining import drain
 from penstock.orchestrator.elastic.nodes import Nodes
-from penstock.orchestrator.elastic.wishes import ROLES, Done, Wish, change_of, who_leaves
+from penstock.orchestrator.elastic.wishes import MET_AT_START, ROLES, Done, Wish, change_of, who_leaves
 from penstock.orchestrator.failures import first_line, held_back
 from penstock.orchestrator.faults.supervisor import CatchUp, Supervisor, nothing_to_catch_up
 from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.ray_calls import outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
-
-GRACE_S = 30.0
-"""Beyond its drain time, for a member to say that it has finished."""
 
 
 class Members:
@@ -176,7 +173,7 @@ class Members:
         began, place = time.monotonic(), self._fleet.growth.place_of(name)
         self._supervisor.let_go(name)
         if (handle := self._fleet.actors.get(name)) is not None:  # else it was lost, and has nothing to finish
-            await outcomes([(name, handle.drain.remote(drain_s))], phase="drain", timeout_s=drain_s + GRACE_S)
+            await drain([(name, handle)], drain_s)
         async with self.staying:
             if not self._is_planned(name):  # its node has left meanwhile
                 return
@@ -211,10 +208,7 @@ class Members:
             if not self._flow.of_kind(role):
                 found[role] = f"the dataflow of {self._config.algorithm.name} has no {role} stage."
             elif role not in self._catch_up:
-                found[role] = (
-                    "engines and the trainer's ranks met at the start, as they share devices (placement=colocated) or "
-                    "stream weights (weights.transport). Start the run with another rollout.num_workers."
-                )
+                found[role] = MET_AT_START
         return found
 
     async def _lose(self, names: Sequence[str]) -> None:

@@ -14,6 +14,11 @@ from penstock.conf.errors import CannotScale, suggest
 
 ROLES = ("rollout", "reward")
 """That may have more members, and fewer."""
+MET_AT_START = (
+    "engines and the trainer's ranks met at the start, as they share devices (placement=colocated) or stream weights "
+    "(weights.transport). Start with another rollout.num_workers."
+)
+"""Why there can be no more of a role, and no fewer."""
 PATTERN = re.compile(r"(?P<role>[a-z]+)=(?P<sign>[+-]?)(?P<number>\d+)")
 
 

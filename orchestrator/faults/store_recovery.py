@@ -20,9 +20,10 @@ from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer
 from penstock.orchestrator.store_process import StoreProcess
 from penstock.store.client.client import StoreClient
+from penstock.store.service.actor import STORE
 from penstock.workers.trainer.report import StepReport
 
-ROLE, TITLE, STAGE = "store", "Store", "train"
+STAGE = "train"
 
 
 class StoreRecovery:
@@ -94,4 +95,4 @@ class StoreRecovery:
         self._rows = {step: rows for step, rows in self._rows.items() if step > last}
 
     async def _in_time(self, call: Awaitable[Any]) -> Any:
-        return await answer(call, name=TITLE, phase="bring the store back", timeout_s=self._timeout_s)
+        return await answer(call, name=STORE, phase="bring the store back", timeout_s=self._timeout_s)

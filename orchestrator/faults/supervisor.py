@@ -25,10 +25,11 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreError
+from penstock.store.service.actor import STORE
 
 ANSWER_S = 15.0
 """Within which a store and agents that are there say so."""
-STORE_ROLE, STORE = "store", "Store"
+STORE_ROLE = "store"
 T = TypeVar("T")
 CatchUp = Callable[[Members], Awaitable[None]]
 
