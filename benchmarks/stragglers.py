@@ -87,7 +87,7 @@ async def run(factor: float, slower: float, num_steps: int, first_prompt: int) -
     for step in range(num_steps + 2):
         lease = await client.lease_shared("train", step, 0, 1)
         assert lease is not None
-        await client.complete_shared(lease)
+        await client.complete_shared(lease.share)
         await asyncio.gather(*(engine.load(Publication("", step + 1)) for engine in engines))
         await client.published(step + 1)
         now = time.perf_counter()

@@ -21,8 +21,6 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
@@ -182,9 +180,9 @@ class Controller:
         await self._published(self._before)
 
     async def _train(self, step: int) -> list[StepReport]:
-        """One update by all ranks; they lease its batch themselves, as soon as it is complete. Ranks that are lost are
-        replaced, and take the step again unless it was trained. So they do where the store was lost, which hears of a
-        step that it could not be told."""
+        """One update by all ranks; they lease its batch themselves, as soon as it is complete, and it is trained once
+        the store has been told. Ranks that are lost before that are replaced, and take the step again. So they do where
+        the store was lost; one that is lost when it is told hears of the step from its successor."""
         while True:
             self.progress.phase(f"step {step}")
             await self._turns.training(step)
@@ -192,24 +190,16 @@ class Controller:
             try:
                 reports = await self._update(step)
             except PenstockError as failure:
-                if await self._supervisor.check_partners(failure, stores):
-                    continue
-                if await self._ranks.recover(failure) != step:
-                    continue
-                reports = [StepReport.lost(step, await self._trained_last(failure))]
-            if not self._stores.trained(step, reports, stores):
-                unheard = PartnerGone(f"step {step} was trained, and the store cannot be told.")
-                if not await self._supervisor.check_partners(unheard, stores):
-                    raise unheard
+                if not await self._supervisor.check_partners(failure, stores):
+                    await self._ranks.recover(failure)
+                continue
+            try:
+                await self._stores.trained(step, reports, stores)
+            except PenstockError as failure:
+                if not await self._supervisor.check_partners(failure, stores):
+                    raise
                 await self._supervisor.with_store(self._stores.tell)
             return reports
-
-    async def _trained_last(self, failure: PenstockError) -> np.ndarray:
-        """Row ids. Raises the failure if the store does not know them any more."""
-        rows = await self._last_batch(list(self.flow.stored_columns)[:1])
-        if not len(rows):
-            raise failure
-        return rows.row_ids
 
     async def _last_batch(self, columns: list[str]) -> Rows:
         return await self._supervisor.with_store(lambda: self.store.last_batch(columns))

@@ -151,7 +151,7 @@ class Worker:
             asked = time.perf_counter()
             lease = await ready.get()
             nbytes += read(lease, RESPONSE)
-            tasks.append(await self._start(self.client.complete_shared(lease)))
+            tasks.append(await self._start(self.client.complete_shared(lease.share)))
             self.latencies.append(1000 * (time.perf_counter() - asked))
         await fetching
         await asyncio.gather(*tasks)

@@ -44,13 +44,18 @@ class StoreRecovery:
         self._snapshot = fleet.resumed.store if fleet.resumed is not None else None
         self._lock = asyncio.Lock()
 
-    def trained(self, step: int, reports: Sequence[StepReport], generation: int) -> bool:
-        """Whether the store knows that this step was trained. `generation`: of the one that its batch came from."""
+    async def trained(self, step: int, reports: Sequence[StepReport], generation: int) -> None:
+        """Tell the store that this step was trained: its rows end. `generation`: of the one that its batch came from;
+        one that has taken its place meanwhile hears of it by `tell`, as does one that takes its place because this
+        raises."""
         self._rows[step] = np.concatenate([report.row_ids for report in reports])
         self._last = step
-        if generation == self.generation and all(report.is_acknowledged for report in reports):
-            self._told = step
-        return self._told == step
+        if generation != self.generation:
+            await self.tell()
+            return
+        told = [self._store.complete_shared(report.share) for report in reports if report.share is not None]
+        await self._in_time(asyncio.gather(*told))
+        self._told = step
 
     def published(self, version: int) -> None:
         self._version = version

@@ -28,7 +28,7 @@ from penstock.algorithms.graph.columns import Column
 from penstock.conf.errors import WorkerDied, suggest
 from penstock.store.client.call_batcher import CallBatcher
 from penstock.store.client.heartbeat import Heartbeat
-from penstock.store.client.lease import Lease, SharedLease, Values, ids_of
+from penstock.store.client.lease import Lease, Share, SharedLease, Values, ids_of
 from penstock.store.client.links import link_to
 from penstock.store.client.put_batcher import PutBatcher, by_column
 from penstock.store.client.stream import LeaseStream
@@ -136,9 +136,9 @@ class StoreClient:
             self._heartbeat.hold(lease.id, lease.rows.row_ids)
         return lease
 
-    async def complete_shared(self, lease: SharedLease) -> None:
-        """This rank has trained its rows. They end when all ranks have said so; saying it twice is harmless."""
-        await self._calls.call("complete_shared", lease.id, lease.rank)
+    async def complete_shared(self, share: Share) -> None:
+        """A rank has trained its rows. They end when this was said of all ranks; saying it twice is harmless."""
+        await self._calls.call("complete_shared", share.lease, share.rank)
 
     async def settle(self, stage: str) -> int:
         """All ranks of a stage are gone, or begin anew: what their rounds had under way goes back. The number of the

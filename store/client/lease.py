@@ -22,12 +22,24 @@ class Lease:
 
 
 @dataclass(frozen=True)
+class Share:
+    """One rank's part of a round, by name: `lease` is the round's, `rank` whose part."""
+
+    lease: int
+    rank: int
+
+
+@dataclass(frozen=True)
 class SharedLease(Lease):
     """This rank's share of a round; `rows` may be empty. `version`: that the step begins with (train)."""
 
     round: int = 0
     rank: int = 0
     version: int = 0
+
+    @property
+    def share(self) -> Share:
+        return Share(self.id, self.rank)
 
 
 def ids_of(row_ids: "Sequence[int] | np.ndarray") -> list[int]:

@@ -55,9 +55,6 @@ class SyncStoreClient:
     def renew(self, lease: Lease) -> None:
         self._run(self._client.renew(lease))
 
-    def complete_shared(self, lease: SharedLease) -> None:
-        self._run(self._client.complete_shared(lease))
-
     def settle(self, stage: str) -> int:
         return self._run(self._client.settle(stage))
 

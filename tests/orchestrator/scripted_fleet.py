@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import PartnerGone, WorkerDied
+from penstock.conf.errors import WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config
@@ -186,15 +186,9 @@ class Trainer(Member):
         if lease is None:
             return None
         await self._pause(3.0)
-        is_acknowledged = True
-        try:
-            await client.complete_shared(lease)
-        except PartnerGone:
-            is_acknowledged = False
-        await self._pause(0.3)
         return StepReport(
             step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {}, lease.rows.row_ids,
-            is_acknowledged=is_acknowledged,
+            lease.share,
         )  # fmt: skip
 
     async def attach(self, store: Any) -> None:

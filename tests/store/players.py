@@ -88,5 +88,5 @@ async def train(client: StoreClient, round: int, num_ranks: int = 1) -> list[Sha
     found = [lease for lease in leases if lease is not None]
     assert len(found) == num_ranks
     for lease in found:
-        await client.complete_shared(lease)
+        await client.complete_shared(lease.share)
     return found

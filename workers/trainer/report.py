@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
 
 
@@ -64,15 +65,7 @@ class StepReport:
     """Parts of `train_s`: plan, forward, backward, optimizer; keep, the copy of this rank's state."""
     row_ids: np.ndarray
     """int64, of the rows that this rank speaks for."""
+    share: Share | None = None
+    """Of the batch: what the store is to be told is trained. None: another rank speaks for these rows."""
     not_kept: str | None = None
     """Why this rank keeps no copies of its state from this step on: once. None: it does, or this has been told."""
-    is_acknowledged: bool = True
-    """False: the rows are trained, and the store was gone before it could be told."""
-
-    @classmethod
-    def lost(cls, step: int, row_ids: np.ndarray) -> "StepReport":
-        """Of a step whose ranks died after they had trained it, and before they could say so."""
-        none = np.zeros(0)
-        counts = none.astype(np.int64)
-        rows = TrainedRows(none, counts, counts, none.astype(np.bool_), counts, none)
-        return cls(step, step - 1, {}, rows, 0.0, 0.0, {}, row_ids)

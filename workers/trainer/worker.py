@@ -1,6 +1,6 @@
 """What a rank does with the store: a trainer one step a call, a scorer whatever rows are ready until it closes.
 
-    TrainerWorker.step(k):  round k - 1 of "train" ─▶ trainer.update ─▶ keep(k) ─▶ complete_shared ─▶ StepReport
+    TrainerWorker.step(k):  round k - 1 of "train" ─▶ trainer.update ─▶ keep(k) ─▶ StepReport
     ScorerWorker.run():     one round of the stage after the other ─▶ trainer.logprobs ─▶ write
 
 The store's n-th round of a stage is the n-th lease that all ranks share: all make the same calls with the same numbers,
@@ -19,10 +19,8 @@ from typing import Any
 import numpy as np
 
 from penstock.conf.errors import LeaseExpired, PartnerGone
-from penstock.store.client.lease import SharedLease
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
-from penstock.store.errors import StoreUnreachable
 from penstock.workers.progress import COMPUTING, UPDATING, WAITING, Phases
 from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
@@ -49,8 +47,8 @@ class TrainerWorker:
     ) -> None:
         """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
         update; None for none. `keep`: copies the state after a step, and says why if it does so no more
-        (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one completes and
-        reports. `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone."""
+        (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one reports.
+        `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone."""
         self._phases = phases or Phases()
         self.num_rows = self.num_in_flight = 0
         """Of its share: trained so far, and of the batch that it has."""
@@ -73,9 +71,9 @@ class TrainerWorker:
     def step(self, step: int) -> StepReport | None:
         """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. Collective.
 
-        The copy comes before the rows are completed: a round ends when all ranks have completed theirs, so once it has
-        ended every rank that keeps copies has that of this step. And as long as it has not ended, every rank still has
-        the copy of the step before, which that of the next step is the first to write over.
+        The copy comes before the report, and the controller completes the round once it has all reports: so when it
+        has ended, every rank that keeps copies has that of this step. And as long as it has not ended, every rank still
+        has the copy of the step before, which that of the next step is the first to write over.
         """
         store = self.store
         assert store is not None
@@ -96,7 +94,6 @@ class TrainerWorker:
             updated = time.perf_counter()
             not_kept = self._keep(step) if self._keep is not None else None
             seconds = report.seconds | {"keep": time.perf_counter() - updated}
-            is_acknowledged = self._acknowledged(store, lease)
         self.num_rows += self.num_in_flight
         self.num_in_flight = 0
         trained = time.perf_counter()
@@ -110,18 +107,9 @@ class TrainerWorker:
             trained - leased,
             seconds,
             np.asarray(spoken_for.row_ids, np.int64),
+            lease.share if self._speaks_for_rows else None,
             not_kept,
-            is_acknowledged,
         )
-
-    def _acknowledged(self, store: SyncStoreClient, lease: SharedLease) -> bool:
-        """The rows end in the store. False: it is gone, and whoever takes its place is to hear of them."""
-        try:
-            if self._speaks_for_rows:
-                store.complete_shared(lease)
-        except (PartnerGone, StoreUnreachable):
-            return False
-        return True
 
 
 class ScorerWorker:

@@ -76,7 +76,7 @@ def test_a_batch_goes_its_whole_way(tmp_path: Path, way: str, long: bool) -> Non
             assert [set(ids) for ids in share.rows.arrays("response_ids")] == [{row} for row in range(4)]
             assert [set(values) for values in share.rows.arrays("behavior_logprobs")] == [{-row} for row in range(4)]
         assert share.rows.values("advantage").tolist() == [0, 1, 2, 3]
-        await client.complete_shared(share)
+        await client.complete_shared(share.share)
         assert (await client.last_batch(["task"])).strings("task") == ["é" * tokens] * 4
         assert set((await client.last_batch()).names) >= {"prompt_ids", "response_text", "reward"}
         await client.published(1)

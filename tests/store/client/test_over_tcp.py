@@ -113,7 +113,7 @@ def test_a_step_is_trained_by_ranks_on_two_machines_and_its_batch_read_afterward
         for client, share in zip((far, near), shares, strict=True):
             assert share is not None
             assert [set(ids) for ids in share.rows.arrays("response_ids")] == [{row} for row in share.rows.row_ids]
-            await client.complete_shared(share)
+            await client.complete_shared(share.share)
         batch = await far.last_batch(["response_ids", "task"])
         assert sorted(set(batch.group_ids.tolist())) == numbers
         assert [ids[0] for ids in batch.arrays("response_ids")] == batch.row_ids.tolist()

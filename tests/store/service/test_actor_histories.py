@@ -225,8 +225,8 @@ class History:
                 if name in lease.rows.names and name != "token_versions":
                     assert lease.rows.table().column(name).to_pylist() == pa.array(expected).to_pylist(), name
         self.trained += lease.rows.row_ids.tolist()
-        await client.complete_shared(lease)
-        await client.complete_shared(lease)  # acknowledged twice
+        await client.complete_shared(lease.share)
+        await client.complete_shared(lease.share)  # acknowledged twice
         self.round += 1
 
     def end(self) -> None:

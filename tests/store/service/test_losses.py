@@ -95,7 +95,7 @@ def test_lost_responses_are_sampled_again_and_their_rows_trained_once(tmp_path: 
             assert batch.rows.values(name).tolist() == [1, 1, 2, 2]
         for name in ("response_ids", "reference_logprobs"):
             assert [row[0] for row in batch.rows.arrays(name)] == [1, 1, 2, 2]
-        await near.complete_shared(batch)
+        await near.complete_shared(batch.share)
         stats = await near.stats()
         assert stats["store/rows_trained"] == 4
         assert {name: count for name, count in stats.items() if name.startswith("lost/")} == {
@@ -167,7 +167,7 @@ def test_a_rank_that_comes_after_the_loss_is_told_and_the_step_formed_again(tmp_
             batch = await client.lease_shared("train", 0, 0, 1)
             assert batch is not None
             assert batch.rows.row_ids.tolist() == [0, 1, 2, 3]
-            await client.complete_shared(batch)
+            await client.complete_shared(batch.share)
 
     with_an_engine(tmp_path, body)
 
@@ -177,7 +177,7 @@ def test_the_batch_trained_last_is_shown_without_the_rows_that_it_has_lost(tmp_p
         await ready(near, engine)
         batch = await near.lease_shared("train", 0, 0, 1)
         assert batch is not None
-        await near.complete_shared(batch)
+        await near.complete_shared(batch.share)
         await store.lost("b")
         assert (await near.last_batch(["response_ids", "reward"])).row_ids.tolist() == [0, 1]
         assert {"response_ids", "reward"} <= set((await near.last_batch()).names)

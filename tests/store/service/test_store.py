@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from penstock.store.client.client import StoreClient
-from penstock.store.client.lease import Lease
+from penstock.store.client.lease import Lease, SharedLease
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import (
     LeaseExpired,
@@ -68,7 +68,7 @@ def test_rows_stream_through_all_stages_with_the_values_that_were_written() -> N
                 assert [ids[-1] - 10 for ids in lease.rows.lists("prompt_ids")] == lease.rows.group_ids.tolist()
                 assert (lease.rows.values("advantage") == lease.rows.lengths("response_ids") - 2).all()
                 assert lease.rows.values("reward").dtype == np.float32
-                await client.complete_shared(lease)
+                await client.complete_shared(lease.share)
             assert len(await client.last_batch(["task", "advantage"])) == 4
             await client.published(number + 1)
         assert await producer == list(range(8))
@@ -88,7 +88,7 @@ def test_the_data_of_ended_rows_is_let_go() -> None:
         for number in range(4):
             await client.put_groups([group(), group()])
             lease = await client.lease_shared("train", number, 0, 1)
-            await client.complete_shared(lease)
+            await client.complete_shared(lease.share)
             await client.published(number + 1)
             blocks = (await client.describe())["blocks"]
             assert blocks["count"] <= 12  # of the last batch: no growth with the number of steps
@@ -251,14 +251,14 @@ def test_ranks_that_take_the_place_of_others_get_the_batch_that_was_not_trained(
         workers = start_workers(store, client)
         await client.put_groups([group(), group()])
         first = [await client.lease_shared("train", 0, rank, 2) for rank in range(2)]
-        await client.complete_shared(first[0])
+        await client.complete_shared(first[0].share)
         assert await client.settle("train") == 0
         with pytest.raises(LeaseExpired):
-            await client.complete_shared(first[1])
+            await client.complete_shared(first[1].share)
         again = [await client.lease_shared("train", 0, rank, 2) for rank in range(2)]
         assert [one.rows.row_ids.tolist() for one in again] == [one.rows.row_ids.tolist() for one in first]
         for lease in again:
-            await client.complete_shared(lease)
+            await client.complete_shared(lease.share)
         assert await client.settle("train") == 1
         with pytest.raises(UnknownStage):
             await client.settle("trian")
@@ -273,14 +273,14 @@ def test_synchronous_ranks_use_the_same_store_from_their_threads() -> None:
         workers = start_workers(store, client)
         await client.put_groups([group(), group()])
 
-        def rank(number: int) -> int:
-            ranks = SyncStoreClient(store)
-            lease = ranks.lease_shared("train", 0, number, 2)
+        def rank(number: int) -> SharedLease:
+            lease = SyncStoreClient(store).lease_shared("train", 0, number, 2)
             assert lease is not None
-            ranks.complete_shared(lease)
-            return len(lease.rows)
+            return lease
 
-        assert sum(await asyncio.gather(*(asyncio.to_thread(rank, number) for number in range(2)))) == 4
+        leases = await asyncio.gather(*(asyncio.to_thread(rank, number) for number in range(2)))
+        assert sum(len(lease.rows) for lease in leases) == 4
+        await asyncio.gather(*(client.complete_shared(lease.share) for lease in leases))
         await client.close()
         await asyncio.gather(*workers)
 

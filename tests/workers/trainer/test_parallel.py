@@ -15,6 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MistralConfig, MistralForC
 from penstock.algorithms.losses import sft_loss
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import LoraConfig, TrainerConfig
+from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.engines import mesh, tensor_parallel, ulysses
 from penstock.workers.trainer.engines.lora import add_adapters
@@ -121,14 +122,11 @@ class OneBatch:
     def __init__(self, rows: Rows) -> None:
         self.rows, self.stage, self.version, self.round = rows, "stage", 0, 0
         self.asked: list[tuple[int, int]] = []
-        self.completed, self.written = 0, 0
+        self.share, self.written = Share(5, 3), 0
 
     def lease_shared(self, stage: str, round: int, rank: int, num_ranks: int, max_units: int = 1) -> Any:
         self.asked.append((rank, num_ranks))
         return self
-
-    def complete_shared(self, lease: Any) -> None:
-        self.completed += 1
 
     def write(self, lease: Any, row_ids: np.ndarray, columns: dict[str, Any]) -> None:
         self.written += len(row_ids)
@@ -143,7 +141,7 @@ def test_a_rank_that_does_not_speak_for_its_rows_trains_them_and_reports_none(
         worker.attach(store)
     reports = [worker.step(1) for worker in trainers]
     assert store.asked == [(3, 5)] * 2
-    assert store.completed == 1
+    assert [report.share for report in reports if report] == [store.share, None]
     assert [len(report.rows.response_tokens_N) for report in reports if report] == [4, 0]
     workers = [
         ScorerWorker(trainer.logprobs, "reference", "reference_logprobs", 0, 1, speaks_for_rows=speaks)

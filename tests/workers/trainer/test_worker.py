@@ -15,7 +15,6 @@ from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
 from penstock.store.client.client import StoreClient
-from penstock.store.client.lease import SharedLease
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.service.store import Store
@@ -80,6 +79,9 @@ def test_reference_and_trainer_take_a_batch_through_the_store(make_trainer: Make
         trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.step, 1)
+        assert report is not None
+        assert report.share is not None
+        await client.complete_shared(report.share)  # as the controller does
         waiting = asyncio.create_task(asyncio.to_thread(trainer.step, 2))
         await asyncio.sleep(0.05)
         batch = await client.last_batch(["reference_logprobs", "response_ids"])
@@ -169,20 +171,8 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
     assert asyncio.run(asyncio.wait_for(run(), 60)) == [(COMPUTING, 4), (UPDATING, 4), (4, 0), (4, 0)]
 
 
-class NotingClient(SyncStoreClient):
-    """Notes when a round is completed."""
-
-    def __init__(self, store: Store, noted: list[str]) -> None:
-        super().__init__(store)
-        self._noted = noted
-
-    def complete_shared(self, lease: SharedLease) -> None:
-        self._noted.append("completed")
-        super().complete_shared(lease)
-
-
 @pytest.mark.parametrize("answer", [None, "no room"])
-def test_the_state_is_kept_after_the_update_and_before_its_round_can_end(
+def test_the_state_is_kept_after_the_update_and_before_the_report_with_which_its_round_can_end(
     make_trainer: Make, answer: str | None
 ) -> None:
     policy, reference, noted = make_trainer(lr=1e-2), make_trainer(trainable=False), []
@@ -197,16 +187,17 @@ def test_the_state_is_kept_after_the_update_and_before_its_round_can_end(
         await fill(client)
         helper = ScorerWorker(reference.logprobs, "reference", "reference_logprobs", 0, 1)
         trainer = TrainerWorker(policy, 0, 1, flow().stage("train").function, keep=keep)
-        trainer.attach(NotingClient(store, noted))
+        trainer.attach(SyncStoreClient(store))
         serving = asyncio.create_task(asyncio.to_thread(helper.run, SyncStoreClient(store)))
         report = await asyncio.to_thread(trainer.step, 1)
+        assert await client.settle("train") == 0  # nobody has said that it is trained
         await client.close("done")
         await serving
         return report
 
     report = asyncio.run(run())
     assert report is not None
-    assert noted == ["kept 1 after update 1", "completed"]
+    assert noted == ["kept 1 after update 1"]
     assert report.not_kept == answer
     assert 0 < report.seconds["keep"] < report.train_s
 
