@@ -48,6 +48,13 @@ class FaultsConfig:
     that a trainer that is lost goes on with the step that it was at. false: it returns to the last checkpoint. Costs
     twice the trainer's state in host memory, and the time to copy it once a step."""
 
+    partner_share: float = 0.1
+    """Where a run has several nodes, copies of the state (keep_state) also go to a second node after each step, so that
+    a node with ranks that is lost costs one step at most, and no return to the last checkpoint. A step counts as
+    trained once they are there; this is the most of the run's time that they may take: if it is more, no more are made.
+    0.1, since a checkpoint that is returned to seldom costs less. 1: whatever they take. 0: none. Costs twice the
+    trainer's state in the host memory of the second node, and the state's bytes on the link between both, once a
+    step."""
     straggler_factor: float = 0.0
     """A group that an engine has had for longer than this many times the median time of a group is given to a second
     engine that waits for work; the first answer counts, and the other engine's is thrown away. 0: never, the default,
@@ -66,6 +73,7 @@ class FaultsConfig:
                 f"faults.straggler_factor={self.straggler_factor}: half of all groups take longer than the median. "
                 "Set it above 1, such as 3, or to 0 for off."
             )
+        within("faults.partner_share", self.partner_share, 0, 1)
         for key in ("heartbeat_s", "heartbeat_timeout_s", "stall_s"):
             above(f"faults.{key}", getattr(self, key), 0)
         if self.heartbeat_timeout_s <= self.heartbeat_s:

@@ -64,12 +64,16 @@ class ActorMaker:
             self._files.provide(self._resumed.trainer, nodes["trainer"])
         self._bring_code(nodes["reward"])
 
-    def bring_files_of(self, role: str, node: str) -> None:
-        """The same for one more engine or reward, on a node that may be new."""
-        if role == "rollout":
+    def bring_files_of(self, actor: ActorPlan, node: str) -> None:
+        """The same for one that joins or moves, on a node that may be new."""
+        if actor.role in ("rollout", "trainer"):
             self._files.provide(self._model_path, {node})
-        else:
+        elif actor.role == "scorer":
+            self._files.provide(self._scored_by(self._flow.stage(str(actor.stage))), {node})
+        elif actor.role == "reward":
             self._bring_code({node})
+        if actor.role == "trainer" and self._resumed is not None:
+            self._files.provide(self._resumed.trainer, {node})
 
     def _bring_code(self, nodes: Collection[str]) -> None:
         for file in filter(None, [*self._config.imports, _file_of(self._config.reward.function)]):

@@ -30,13 +30,14 @@ from penstock.orchestrator.elastic.ear import Ear
 from penstock.orchestrator.elastic.following import Following
 from penstock.orchestrator.elastic.members import Members, catching_up
 from penstock.orchestrator.evaluation import Evaluator
-from penstock.orchestrator.failures import cause_of, held_back, leaves
+from penstock.orchestrator.failures import Kind, cause_of, held_back, kind_of, leaves
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.store_recovery import StoreRecovery
 from penstock.orchestrator.faults.supervisor import Supervisor
 from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.faults.watch import Watch
 from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.kept_states import KeptStates
 from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.ray_calls import answer, answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
@@ -98,9 +99,14 @@ class Controller:
             fleet, flow, config, self.store, self._supervisor, catch_up, directory, progress, wanted
         )
         met = self._weights.connect if "rollout" in catch_up or not fleet.role("rollout") else None
-        self._ranks = TrainerRecovery(
-            fleet, self.store, self._supervisor, self._before, met, config.trainer.collective_timeout_s
-        )
+        timeout_s = config.trainer.collective_timeout_s
+        share = faults.partner_share if faults.keep_state and met is not None else 0.0
+        self._states = KeptStates(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
+        self._ranks = TrainerRecovery(fleet, self.store, self._supervisor, self._states, self._before, met, timeout_s)
+        self._renewing = asyncio.Lock()
+        self._delivery: Delivery | None = None
+        """That is on its way to the engines."""
+        self._published_last = self._before
         self._stop = False
         self._samples = SampleLog(config, flow, directory, self._last_batch)
         self._log = StepLog(
@@ -144,14 +150,14 @@ class Controller:
         self._recoveries.time.begin(self._before, len(self.fleet.role("rollout")), time.monotonic())
         finishing: asyncio.Task[None] | None = None
         for step in range(self._before + 1, self.config.trainer.max_steps + 1):
-            reports = await self._train(step)
+            reports, phases = await self._train(step)
             tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
             num_engines = len(self.fleet.role("rollout"))
             self._recoveries.time.trained(step, tokens, time.monotonic(), num_engines)
             if finishing is not None:
                 await finishing
             await self._samples.write(step)
-            phases = await self._save_if_due(step, reports)
+            phases |= await self._save_if_due(step, reports)
             delivery, phases["publish"] = await self._publish(step)
             finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):
@@ -179,19 +185,21 @@ class Controller:
         await self._load(delivery)
         await self._published(self._before)
 
-    async def _train(self, step: int) -> list[StepReport]:
-        """One update by all ranks; they lease its batch themselves, as soon as it is complete, and it is trained once
-        the store has been told. Ranks that are lost before that are replaced, and take the step again. So they do where
-        the store was lost; one that is lost when it is told hears of the step from its successor."""
+    async def _train(self, step: int) -> tuple[list[StepReport], dict[str, float]]:
+        """One update by all ranks, and the seconds of what belongs to it. They lease its batch themselves, as soon as
+        it is complete, and it is trained once the store has been told. Ranks that are lost before that are replaced,
+        and take the step again. So they do where the store was lost; one that is lost when it is told hears of the step
+        from its successor."""
         while True:
             self.progress.phase(f"step {step}")
             await self._turns.training(step)
-            stores = self._supervisor.stores_before
+            stores, ranks = self._supervisor.stores_before, self._ranks.generation
             try:
                 reports = await self._update(step)
+                copied_s = await self._states.copy(step)
             except PenstockError as failure:
                 if not await self._supervisor.check_partners(failure, stores):
-                    await self._ranks.recover(failure)
+                    await self._renew(failure, ranks)
                 continue
             try:
                 await self._stores.trained(step, reports, stores)
@@ -199,7 +207,25 @@ class Controller:
                 if not await self._supervisor.check_partners(failure, stores):
                     raise
                 await self._supervisor.with_store(self._stores.tell)
-            return reports
+            return reports, {"partner": copied_s} if copied_s else {}
+
+    async def _renew(self, failure: PenstockError, ranks: int) -> None:
+        """Others take the place of ranks that have failed, unless they have done so since there had been `ranks`. If
+        part of the newest version is gone with their node, it is published again. Raises the failure where that cannot
+        be."""
+        async with self._renewing:
+            if ranks != self._ranks.generation:
+                return
+            trained = await self._ranks.recover(failure)
+            if not self._weights.is_cut_off:
+                return
+            if self._delivery is None:
+                if trained == self._published_last:  # else the next one comes at once
+                    await self._weights.load(await self._weights.publish(trained))
+            elif trained == self._delivery.version:
+                self._delivery = await self._weights.publish(trained)
+            else:
+                raise failure
 
     async def _last_batch(self, columns: list[str]) -> Rows:
         return await self._supervisor.with_store(lambda: self.store.last_batch(columns))
@@ -221,7 +247,12 @@ class Controller:
         for problem in dict.fromkeys(report.not_kept for report in reports if report.not_kept):
             self.directory.event("state_not_kept", step=step, reason=problem)
             self.progress.note(problem)
+            self._states.end()
         return reports
+
+    def _no_more_copies(self, reason: str) -> None:
+        self.directory.event("state_not_copied", step=self._supervisor.step, reason=reason)
+        self.progress.note(reason)
 
     async def _save_if_due(self, step: int, reports: list[StepReport]) -> dict[str, float]:
         """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
@@ -241,19 +272,30 @@ class Controller:
         replaced, and publish it again."""
         start = time.time()
         while True:
+            ranks = self._ranks.generation
             try:
                 delivery = await self._weights.publish(version)
                 break
             except PenstockError as failure:
-                await self._ranks.recover(failure)
+                await self._renew(failure, ranks)
         self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
         return delivery, time.time() - start
 
     async def _load(self, delivery: Delivery) -> float:
         """Every engine loads this version; seconds."""
         await self._turns.generation()
-        start = time.time()
-        seconds = await self._weights.load(delivery)
+        start, self._delivery = time.time(), delivery
+        while True:
+            ranks, delivery = self._ranks.generation, self._delivery
+            try:
+                seconds = await self._weights.load(delivery)
+                break
+            except PenstockError as failure:
+                if kind_of(failure) is Kind.DEATH:  # of a node with ranks, before all of the version was elsewhere
+                    await self._renew(failure, ranks)
+                if self._delivery is delivery:
+                    raise
+        self._delivery = None
         self.directory.timeline.span("engines", "load weights", start, start + seconds, version=delivery.version)
         return seconds
 
@@ -270,6 +312,7 @@ class Controller:
     async def _published(self, version: int) -> None:
         await self._supervisor.with_store(lambda: self.store.published(version))
         self._stores.published(version)
+        self._published_last = version
 
     def _counters(self) -> dict[str, float]:
         counters = self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()

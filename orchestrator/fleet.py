@@ -24,6 +24,7 @@ from penstock.orchestrator.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.failures import Kind, kind_of
 from penstock.orchestrator.growth import Growth
+from penstock.orchestrator.kept_states import POLICY, StateNodes
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.node_files import NodeFiles
 from penstock.orchestrator.placement.actors import ActorPlan
@@ -39,8 +40,6 @@ Members = list[tuple[str, Any]]
 """Names and handles of actors."""
 GANGS = ("trainer", "scorer")
 """Roles whose ranks meet: they start together, and one of them is worth nothing without the others."""
-POLICY = "policy"
-"""The trainer whose states are kept, as agents call it."""
 LOOK_S = 0.1
 """Between two looks for a role that is empty."""
 
@@ -167,17 +166,25 @@ class Fleet:
                 teams.setdefault((actor.role, key), []).append(actor.name)
         return list(teams.values())
 
-    def remove(self, names: Collection[str]) -> None:
-        """These are dead, or of no use: they are ended, and in their role no more."""
+    def kill(self, names: Collection[str]) -> None:
+        """These are dead, or of no use: they are ended. Whoever calls them hears that they are gone."""
         for name in names:
             for members in (self.actors, self._starting):
                 if name in members:
                     with contextlib.suppress(RayError):
-                        ray.kill(members.pop(name))
+                        ray.kill(members[name])
+
+    def remove(self, names: Collection[str]) -> None:
+        """The same, and they are in their role no more."""
+        self.kill(names)
+        for name in names:
+            for members in (self.actors, self._starting):
+                members.pop(name, None)
 
     async def replace(self, names: Sequence[str]) -> Members:
-        """Start others in the place of a team that was removed. They are in no role before they are added. Raises what
-        one of them raised; then all of them are removed again."""
+        """Start others in the place of a team that was removed, elsewhere if its node has left. They are in no role
+        before they are added. Raises what one of them raised; then all of them are removed again."""
+        await self.growth.settle(names)
         self._starting |= {name: self._make(name) for name in names}
         members, timeout_s = [(name, self._starting[name]) for name in names], self.config.rollout.start_timeout_s
         try:
@@ -231,11 +238,11 @@ class Fleet:
         """Leave what ranks have written there, and the driver's machine does not see, to nobody."""
         await self._files.discard(directory, {self._node_of(name): place for name, place in places.items()})
 
-    async def has_states(self, step: int, timeout_s: float) -> bool:
-        """Whether each rank of the trainer has the copy of its state after a step on its node."""
-        nodes = [self._node_of(actor.name) for actor in self.plan if actor.role == "trainer"]
-        there = await self.agents.kept_states(POLICY, nodes, timeout_s)
-        return all(step in there[node].get(rank, []) for rank, node in enumerate(nodes))
+    @property
+    def state_nodes(self) -> StateNodes:
+        """Between which copies of the trainer's state go."""
+        node_of_rank = {actor.rank: self._node_of(actor.name) for actor in self.plan if actor.role == "trainer"}
+        return self.agents.state_nodes(node_of_rank, self.config.rollout.start_timeout_s)
 
     @property
     def stacks_root(self) -> str:

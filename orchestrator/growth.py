@@ -2,18 +2,19 @@
 
     enlarge ─▶ a reservation of its own ─▶ the node's agent, where it has none ─▶ model or code ─▶ the plan has one more
 
-Nodes that are there for such members alone are no part of what the run stands on: it goes on when they leave. Made by
-`fleet.py`, called by `elastic/` and `session.py`.
+The same for members that start again because their node has left. Made by `fleet.py`; called by it, by `elastic/` and
+by `session.py`.
 """
 
 import asyncio
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
 
-from penstock.conf.errors import ResourceError
+from penstock.conf.errors import DeadlineExceeded, ResourceError, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.conf.weights import STREAMS
@@ -23,9 +24,15 @@ from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import free_nodes
 from penstock.orchestrator.placement.one_more import engines_to_add, next_of
 from penstock.orchestrator.placement.reservation import Claim, Reservation
+from penstock.orchestrator.ray_calls import outcomes
 
 CHANGING = ("rollout", "reward")
 """Roles that take any number of members."""
+ANSWER_S = 15.0
+"""Within which an agent that is there says so."""
+LOOK_S = 0.2
+"""Between two looks at one that did not."""
+Claims = Callable[[ActorPlan, Sequence[ActorPlan], RunConfig, str], Claim]
 
 
 class Growth:
@@ -46,16 +53,15 @@ class Growth:
         self._plan, self._reservation, self._agents, self._maker = plan, reservation, agents, maker
         self._cores, self._config, self._namespace, self._names = cores, config, namespace, names
         self._may_change = config.placement != "colocated" and choose_transport(config) not in STREAMS
-        """Engines may come and go: they have not met the trainer's ranks at the start."""
-        self._later: set[str] = set()
-        """Nodes that are there for members that joined."""
+        """Engines and ranks may come and go: they have not met each other at the start."""
+        self._making_room = asyncio.Lock()
 
     def fill(self) -> None:
         """As many engines as there is room for (`rollout.num_workers=auto`), to start with the others."""
         for _ in range(self.num_engines_more()):
             actor = replace(next_of(self._plan, "rollout", "rollout", []), joins=False)
             try:
-                self._accept(actor, self._room_for(actor))
+                self._accept(actor, self._room_for(actor, self._reservation.claim))
             except ResourceError:  # somebody else was faster
                 return
 
@@ -68,15 +74,9 @@ class Growth:
 
     async def enlarge(self, role: str, stage: str | None) -> str:
         """Plan one more member like those of a role and stage, on a node that has room now and is made ready for it.
-        Its name, for `Fleet.replace`. One call at a time. Raises `ResourceError`, `DeadlineExceeded`."""
+        Its name, for `Fleet.replace`. Raises `ResourceError`, `DeadlineExceeded`."""
         actor = next_of(self._plan, role, stage, list(self._names))
-        finding = asyncio.ensure_future(asyncio.to_thread(self._room_for, actor))
-        try:
-            claim = await asyncio.shield(finding)
-        except asyncio.CancelledError:
-            finding.add_done_callback(_give_back)
-            raise
-        self._accept(actor, claim)
+        self._accept(actor, await self._found(actor, self._reservation.claim))
         return actor.name
 
     def vacate(self, actor: ActorPlan) -> None:
@@ -88,17 +88,66 @@ class Growth:
         return self._reservation.assignment.titles[name]
 
     def can_lose(self, node: str) -> bool:
-        """The run goes on without that node: it is there for members that joined, or others do elsewhere what is done
-        there. Never the driver's."""
-        if node in self._later:
-            return True
-        node_of = self._reservation.assignment.node_of
-        here = [actor for actor in self._plan if node_of[actor.name].id == node]
-        others = {(actor.role, actor.stage) for actor in self._plan if node_of[actor.name].id != node}
+        """The run goes on without that node: its members leave, or start again elsewhere. Never the driver's, nor one
+        with ranks of whose state no other node has a copy."""
         is_first = node == next(iter(self._agents.members), node)
-        return self._may_change and not is_first and all(
-            actor.role in CHANGING and (actor.role, actor.stage) in others for actor in here
-        )  # fmt: skip
+        has_ranks = any(actor.role == "trainer" for actor in self._on(node))
+        keeps = self._config.faults.keep_state and self._config.faults.partner_share > 0
+        return self._may_change and not is_first and (keeps or not has_ranks)
+
+    def can_leave(self, actor: ActorPlan) -> bool:
+        """It need not start again where its node is lost: it joined, or others do elsewhere what it does."""
+        node = self._reservation.assignment.node_of[actor.name].id
+        alike = (actor.role, actor.stage)
+        here = {other.name for other in self._on(node)}
+        others = {(other.role, other.stage) for other in self._plan if other.name not in here}
+        return actor.joins or (actor.role in CHANGING and alike in others)
+
+    async def settle(self, names: Sequence[str]) -> None:
+        """Before these start again: it is certain that each one's node is there, or it has another. Raises
+        `WorkerDied` where no other has room, `DeadlineExceeded`."""
+        deadline = time.monotonic() + self._config.rollout.start_timeout_s
+        while late := await self._unknown(names):
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded(
+                    f"{', '.join(late)} did not answer within {self._config.rollout.start_timeout_s:g} s "
+                    f"(rollout.start_timeout_s): {', '.join(names)} cannot start there."
+                )
+            await asyncio.sleep(LOOK_S)
+        for actor in [actor for actor in self._plan if actor.name in names]:
+            if self._reservation.assignment.node_of[actor.name].id not in self._agents.members:
+                await self._move(actor)
+
+    async def _unknown(self, names: Sequence[str]) -> list[str]:
+        """Agents that do not answer, and that are not given up yet."""
+        nodes = {self._reservation.assignment.node_of[name].id for name in names}
+        agents = [member for node, member in self._agents.members.items() if node in nodes]
+        calls = [(name, handle.stats.remote()) for name, handle in agents]
+        found = await outcomes(calls, phase="look who is there", timeout_s=ANSWER_S)
+        silent = [agent for agent, answer in zip(agents, found, strict=True) if isinstance(answer, Exception)]
+        return [name for name, handle in silent if any(handle is one for _, one in self._agents.members.values())]
+
+    async def _move(self, actor: ActorPlan) -> None:
+        """Its node has left: find another."""
+        try:
+            claim = await self._found(actor, self._reservation.claim_again)
+        except ResourceError as error:
+            raise WorkerDied(f"{actor.name} is lost with its node. {error}") from None
+        self._reservation.accept(actor, claim)
+
+    async def _found(self, actor: ActorPlan, claims: Claims) -> Claim:
+        """Room for one, by one of the ways to claim it. Given back if nobody waits for it any more."""
+        async with self._making_room:
+            finding = asyncio.ensure_future(asyncio.to_thread(self._room_for, actor, claims))
+            try:
+                return await asyncio.shield(finding)
+            except asyncio.CancelledError:
+                finding.add_done_callback(_give_back)
+                raise
+
+    def _on(self, node: str) -> list[ActorPlan]:
+        node_of = self._reservation.assignment.node_of
+        return [actor for actor in self._plan if node_of[actor.name].id == node]
 
     @property
     def nodes(self) -> list[tuple[str, str, Any]]:
@@ -107,29 +156,26 @@ class Growth:
 
     def names_on(self, node: str) -> list[str]:
         """Members on a node."""
-        node_of = self._reservation.assignment.node_of
-        return [actor.name for actor in self._plan if node_of[actor.name].id == node]
+        return [actor.name for actor in self._on(node)]
 
     def forget_node(self, node: str) -> None:
         """It has left, and so have its members."""
-        self._later.discard(node)
         self._agents.forget(node)
         self._cores.pop(node, None)
 
-    def _room_for(self, actor: ActorPlan) -> Claim:
+    def _room_for(self, actor: ActorPlan, claims: Claims) -> Claim:
         """Blocks: a node's agent starts and fetches files."""
         try:
-            claim = self._reservation.claim(actor, self._plan, self._config, self._namespace)
+            claim = claims(actor, self._plan, self._config, self._namespace)
         except RayError as error:
             raise ResourceError(f"Ray has not reserved room for {actor.name}: {error}") from error
         node, is_new = claim.node, claim.node.id not in self._agents.members
         try:
             if is_new:
-                self._later.add(node.id)
                 self._agents.create([(node.id, node.address)])
             facts = self._agents.facts(self._config.rollout.start_timeout_s)
             self._cores[node.id] = facts[node.id].cores
-            self._maker.bring_files_of(actor.role, node.id)
+            self._maker.bring_files_of(actor, node.id)
         except BaseException:
             claim.release()
             if is_new and node.id in self._agents.members:

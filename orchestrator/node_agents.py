@@ -15,7 +15,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.network.handshake import new_token
-from penstock.orchestrator.ray_calls import answers, get_all
+from penstock.orchestrator.kept_states import StateNodes
+from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.data.far.nodes import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
@@ -36,16 +37,17 @@ class NodeAgents:
         self._token = new_token()
         self.members: dict[str, tuple[str, Any]] = {}
         """Name and handle, by Ray's id of the node."""
-        self._num_made = 0
+        self._names: set[str] = set()
+        """That agents ever had."""
         self._facts: dict[str, NodeFacts] = {}
 
     def create(self, nodes: Sequence[tuple[str, str]]) -> None:
         """`nodes`: Ray's id and the address of each."""
         for node, address in nodes:
             name = f"Agent-{address}"
-            if any(name == other for other, _ in self.members.values()):  # nodes that share a machine
-                name = f"{name}-{self._num_made}"
-            self._num_made += 1
+            if name in self._names:  # nodes that share a machine, or one that was lost there: its name is free late
+                name = f"{name}-{len(self._names)}"
+            self._names.add(name)
             options = {
                 "name": name,
                 "namespace": self._namespace,
@@ -84,21 +86,22 @@ class NodeAgents:
             [name for name in engines if name in places],
         )
 
+    def state_nodes(self, node_of_rank: Mapping[int, str], timeout_s: float) -> StateNodes:
+        """Where copies of the trainer's state may lie. Nodes that share their memory are one."""
+        facts = self.facts(timeout_s)
+        owner = {fact.memory: node for node, fact in facts.items() if fact.owns_root}
+        return StateNodes(
+            {rank: owner[facts[node].memory] if node in facts else node for rank, node in node_of_rank.items()},
+            {node: self.members[node] for node in owner.values()},
+            {node: facts[node].address for node in owner.values()},
+        )
+
     def rows_nodes(self, timeout_s: float) -> RowsNodes:
         """Where the store's large batches may lie: on nodes that are there now. Nodes that share their memory have one
         server."""
         facts = self.facts(timeout_s)
         owner = {fact.memory: RowsNode(node, fact.rows, fact.address) for node, fact in facts.items() if fact.owns_root}
         return RowsNodes({node: owner[fact.memory] for node, fact in facts.items()}, self._token)
-
-    async def kept_states(
-        self, trainer: str, nodes: Sequence[str], timeout_s: float
-    ) -> dict[str, dict[int, list[int]]]:
-        """Steps after which each of these nodes has whole copies of a trainer's ranks, by node and by rank."""
-        agents = {node: self.members[node] for node in nodes}
-        calls = [(name, handle.kept_states.remote(trainer)) for name, handle in agents.values()]
-        found = await answers(calls, phase="look for kept states", timeout_s=timeout_s)
-        return dict(zip(agents, found, strict=True))
 
     def close(self, grace_s: float) -> None:
         """Have them remove the run's directories. Never raises for one that is dead: its directory goes with it."""

@@ -9,11 +9,12 @@ memory none is needed. Used by `weight_sync.py`; what is where is the fleet's to
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.conf.errors import WeightError
+from penstock.conf.errors import WeightError, WorkerDied
 from penstock.network.connection import Address
 from penstock.orchestrator.failures import Kind, kind_of
 from penstock.orchestrator.ray_calls import answers, translate
@@ -22,6 +23,10 @@ from penstock.workers.weights.chain.routes import Broadcast
 
 Members = Sequence[tuple[str, Any]]
 """Names and handles of actors."""
+LOOK_S = 0.2
+"""Between two looks for nodes that a version comes from."""
+PASSED_ON_S = 3.0
+"""In which what a node has sent before it was gone comes to all others."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,8 @@ class WeightRelays:
         self._whole: Broadcast | None = None
         """The newest that was waited for, and that nodes still send."""
         self._bringing = asyncio.Lock()
+        self._sending: dict[str, Any] = {}
+        """Nodes that the newest version comes from, and the agent of each."""
 
     async def plan(self, trainers: Members, engines: Members) -> None:
         """The ranks are new. Raises `WeightError`, `DeadlineExceeded`."""
@@ -86,29 +93,57 @@ class WeightRelays:
             return
         self._number += 1
         self._whole, self._begun = None, self._broadcast(self._nodes, version, self._receivers)
+        self._sending = self._nodes.agents_of(self._sources)
         await self._tell(self._nodes, self._used, "begin_version", self._begun, phase=f"begin version {version}")
 
     async def wait(self, version: int) -> None:
-        """Until every node with engines has all of it. Raises `WeightError`, `DeadlineExceeded`."""
+        """Until every node with engines has all of it. Raises `WeightError`, `DeadlineExceeded`, and `WorkerDied` where
+        it cannot be, as a node that it comes from is gone."""
         if self._crosses_nodes:
             phase = f"bring version {version} to nodes"
-            await self._tell(self._nodes, self._receivers, "wait_for_version", version, self._timeout_s, phase=phase)
+            await self._while_sources_stay(
+                self._tell(self._nodes, self._receivers, "wait_for_version", version, self._timeout_s, phase=phase)
+            )
             self._whole = self._begun
         self._reached = self._nodes.agents_of(self._receivers if self._crosses_nodes else self._used)
 
+    @property
+    def lost_sources(self) -> list[str]:
+        """Nodes that the newest version has come from, or was to, and that are gone."""
+        now = self._look()
+        there = now.agents_of(self._sending)
+        return [node for node, agent in self._sending.items() if there.get(node) is not agent]
+
+    async def _while_sources_stay(self, telling: Awaitable[None]) -> None:
+        """What nodes have already sent, others pass on without them. What they have not, nobody has."""
+        waiting, lost_at = asyncio.ensure_future(telling), None
+        try:
+            while not waiting.done():
+                await asyncio.wait({waiting}, timeout=LOOK_S)
+                if not (lost := self.lost_sources):
+                    lost_at = None
+                    continue
+                lost_at = lost_at or time.monotonic()
+                if time.monotonic() > lost_at + PASSED_ON_S and not waiting.done():
+                    raise WorkerDied(f"{', '.join(lost)}: gone before the others had the weights from there.")
+            await waiting
+        finally:
+            waiting.cancel()
+
     async def reclaim(self) -> None:
         """Remove old publications once engines have loaded a newer one."""
-        await self._tell(self._nodes, self._used, "reclaim_versions", phase="reclaim publications")
+        await self._tell(self._nodes, self._used, "reclaim_versions", phase="reclaim publications", needed=())
 
     async def bring(self, engines: Members) -> bool:
         """The newest version to the nodes of engines that have come since it began. False: it cannot be brought there,
-        as a newer one is under way, or none has been between nodes so far; the next one will be there by itself.
+        as a newer one is under way, none has been between nodes so far, or part of it is lost with a node; the next
+        one will be there by itself.
         Raises `WeightError`, `DeadlineExceeded`."""
         async with self._bringing:
             now, whole = self._look(), self._whole
             there = now.agents_of({now.node_of[name] for name, _ in engines if name in now.node_of})
             late = [node for node, agent in sorted(there.items()) if self._reached.get(node) is not agent]
-            if not late or whole is None:
+            if not late or whole is None or self.lost_sources:
                 return not late
             broadcast = self._broadcast(now, whole.version, sorted({*whole.receivers, *late}))
             phase = f"bring version {whole.version} to nodes"
@@ -161,19 +196,30 @@ class WeightRelays:
         there = [node for node in receivers if node in used]
         return Broadcast(self._number, version, there, {node: now.addresses[node] for node in used})
 
-    async def _tell(self, now: RelayNodes, nodes: Sequence[str], method: str, *arguments: Any, phase: str) -> None:
-        agents = [(node, *now.agents[node]) for node in nodes]
-        calls = [
-            (name, self._unless_gone(node, name, getattr(handle, method).remote(*arguments)))
-            for node, name, handle in agents
-        ]
+    async def _tell(
+        self,
+        now: RelayNodes,
+        nodes: Sequence[str],
+        method: str,
+        *arguments: Any,
+        phase: str,
+        needed: Collection[str] | None = None,
+    ) -> None:
+        """A node that is gone and is not `needed` is told nothing: its engines are gone with it, and others do without.
+        None: those with ranks are."""
+        needed = self._sources if needed is None else needed
+        calls = []
+        for node in nodes:
+            name, handle = now.agents[node]
+            call = getattr(handle, method).remote(*arguments)
+            calls.append((name, call if node in needed else _unless_gone(name, call)))
         # A relay's own deadline comes first: it can say what is missing.
         await answers(calls, phase=phase, timeout_s=2 * self._timeout_s)
 
-    async def _unless_gone(self, node: str, name: str, call: Awaitable[Any]) -> None:
-        """A node without ranks that is gone is told nothing: its engines are gone with it, and others do without."""
-        try:
-            await call
-        except Exception as error:
-            if node in self._sources or kind_of(translate(error, name)) is not Kind.DEATH:
-                raise
+
+async def _unless_gone(name: str, call: Awaitable[Any]) -> None:
+    try:
+        await call
+    except Exception as error:
+        if kind_of(translate(error, name)) is not Kind.DEATH:
+            raise

@@ -61,6 +61,11 @@ class WeightSync:
         """Engines may come later than at the start: what others load lies there to be loaded."""
         return not self._streams
 
+    @property
+    def is_cut_off(self) -> bool:
+        """A node that the newest version comes from has left: where it is not yet, it cannot be brought."""
+        return self._relays is not None and bool(self._relays.lost_sources)
+
     async def publish(self, version: int) -> Delivery:
         """All that must be done before weights change again: the publication, or the whole transfer. Nothing where
         there are no engines: a version that nobody loads is not written."""

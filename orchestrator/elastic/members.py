@@ -54,7 +54,7 @@ class Members:
         self._directory, self._progress = directory, progress
         self._tasks: asyncio.TaskGroup | None = None
         self._until_end: list[asyncio.Task[Any]] = []
-        self._nodes = Nodes(fleet, store, supervisor, directory, self.until_end, self._lose)
+        self._nodes = Nodes(fleet, store, supervisor, directory, self.until_end, self._lose, self._make_up_for)
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
         """By name."""
@@ -211,15 +211,23 @@ class Members:
                 found[role] = MET_AT_START
         return found
 
-    async def _lose(self, names: Sequence[str]) -> None:
-        """They are gone with their node. Others take the places of those of the start, where there is room."""
-        for name in names:
+    def _lose(self, names: Sequence[str]) -> list[str]:
+        """They are gone with their node. Some leave, whose names are returned; the others start again elsewhere, which
+        those see to who miss them."""
+        growth = self._fleet.growth
+        leaving = [actor.name for actor in self._fleet.plan if actor.name in names and growth.can_leave(actor)]
+        for name in leaving:
             if name in self._joining:
                 self._joining[name].cancel()
             self._supervisor.let_go(name)
-        self._fleet.remove(names)
+        self._fleet.kill(names)
+        self._fleet.remove(leaving)
+        return leaving
+
+    async def _make_up_for(self, leaving: Sequence[str]) -> None:
+        """They have left with their node: others take the places of those of the start, where there is room."""
         to_come: Counter[str] = Counter()
-        for name in names:
+        for name in leaving:
             if not self._is_planned(name):  # it has left meanwhile
                 continue
             role, place = self._role_of(name), self._fleet.growth.place_of(name)

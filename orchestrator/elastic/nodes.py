@@ -3,7 +3,6 @@ leave: its members are gone with it, what it had of rows is made again, and othe
 Used by `members.py`.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -26,11 +25,13 @@ class Nodes:
         supervisor: Supervisor,
         directory: RunDirectory,
         start: Callable[[Awaitable[None]], None],
-        lose: Callable[[list[str]], Awaitable[None]],
+        lose: Callable[[list[str]], list[str]],
+        make_up_for: Callable[[list[str]], Awaitable[None]],
     ) -> None:
-        """`start`: has something go on until the serving ends. `lose`: these members are gone."""
+        """`start`: has something go on until the serving ends. `lose`: these members are gone; those that do not start
+        again, for which it is to `make_up`."""
         self._fleet, self._store, self._supervisor, self._directory = fleet, store, supervisor, directory
-        self._start, self._lose = start, lose
+        self._start, self._lose, self._make_up_for = start, lose, make_up_for
         self._watched: set[str] = set()
 
     def look(self) -> None:
@@ -46,11 +47,11 @@ class Nodes:
             raise failure from None
         self._directory.event("node_left", node=name.removeprefix("Agent-"), message=first_line(failure))
         names = growth.names_on(node)
-        growth.forget_node(node)
-        self._watched.discard(node)
-        losing = asyncio.ensure_future(self._lose(names))  # at once: nobody may start them again there
+        leaving = self._lose(names)
         await self._supervisor.with_store(lambda: self._store.lost(node))
-        await losing
+        growth.forget_node(node)  # from here on the others may start again, elsewhere or there
+        self._watched.discard(node)
+        await self._make_up_for(leaving)
 
 
 async def _ended(name: str, handle: Any) -> Exception:

@@ -2,17 +2,20 @@
 
     kill all ranks ─▶ store.settle: which step was trained last? ─▶ new ranks ─▶ its copies (`workers/trainer/kept/`)
 
-A step is trained once all ranks have completed their rows, which each does after it has copied its state. So the ledger
-decides: either every rank has the copy of the step, or the batch is formed again of the same groups, and every rank has
-the copy of the step before. Used by `controller.py`.
+A step is trained once the store has been told so, after all ranks have copied their state. So the ledger decides:
+either every rank has the copy of the step, or the batch is formed again of the same groups, and every rank has the copy
+of the step before. Ranks whose node has left start elsewhere, from the copies that another node has
+(`orchestrator/kept_states.py`). Used by `controller.py`.
 """
 
+import contextlib
 from collections.abc import Awaitable, Callable
 
-from penstock.conf.errors import DeadlineExceeded, PenstockError
+from penstock.conf.errors import DeadlineExceeded, KeptStateError, PenstockError
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.supervisor import Supervisor, title_of
 from penstock.orchestrator.fleet import Fleet, Members
+from penstock.orchestrator.kept_states import KeptStates
 from penstock.orchestrator.ray_calls import answers, outcomes
 from penstock.store.client.client import StoreClient
 from penstock.workers.progress import WAITING, Progress
@@ -30,14 +33,16 @@ class TrainerRecovery:
         fleet: Fleet,
         store: StoreClient,
         supervisor: Supervisor,
+        states: KeptStates,
         before: int,
         met: Callable[[], Awaitable[None]] | None,
         timeout_s: float,
     ) -> None:
         """`before`: the last step before this process. `met`: what new ranks and the engines do before weights go
-        between them; None where ranks cannot be replaced. `timeout_s`: for each to look for its copies, and to read
-        them."""
-        self._fleet, self._store, self._supervisor = fleet, store, supervisor
+        between them; None where ranks cannot be replaced. `timeout_s`: for each to read its copies."""
+        self.generation = 0
+        """Ranks before these."""
+        self._fleet, self._store, self._supervisor, self._states = fleet, store, supervisor, states
         self._before, self._met, self._timeout_s = before, met, timeout_s
 
     async def recover(self, failure: PenstockError) -> int:
@@ -52,7 +57,7 @@ class TrainerRecovery:
             raise failure
         self._fleet.remove(team)
         trained = await self._supervisor.with_store(lambda: self._store.settle(STAGE))
-        if trained > self._before and not await self._fleet.has_states(trained, self._timeout_s):
+        if trained > self._before and not await self._states.are_there(trained):
             self._supervisor.beyond_help(ROLE, title_of(team), failure)
             raise failure
 
@@ -60,14 +65,23 @@ class TrainerRecovery:
             if trained == self._before:  # the checkpoint that the run goes on from, which may be gone later
                 await self._fleet.resume(members)
                 return
+            await self._states.bring(trained)
             calls = [(name, handle.restore.remote(trained)) for name, handle in members]
             await answers(calls, phase=f"restore step {trained}", timeout_s=self._timeout_s)
 
         stores = self._supervisor.stores_before
-        await self._supervisor.replace(ROLE, team, failure, catch_up)
+        try:
+            await self._supervisor.replace(ROLE, team, failure, catch_up)
+        except KeptStateError as error:
+            self._supervisor.beyond_help(ROLE, title_of(team), failure)
+            raise failure from error
         if stores != self._supervisor.stores_before:  # they may have been attached to the one before
             await self._fleet.attach_trainers()
         await self._met()
+        if trained > self._before:
+            with contextlib.suppress(PenstockError):  # who is gone by now is missed by the next step
+                await self._states.copy(trained)
+        self.generation += 1
         return trained
 
     async def _all_wait(self) -> bool:

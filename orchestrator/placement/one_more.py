@@ -1,7 +1,8 @@
-"""Where one more actor of a run goes that is going on. Pure: from what is free on the cluster's nodes now.
+"""Where an actor goes that joins a run, or that has lost its node. Pure: from what is free on the cluster's nodes now.
 
     engines   a node without ranks, if one has room; of these one with the fewest engines, then with the most room
-    rewards   a node with engines, whose rows they read; of these one with the fewest rewards
+    ranks     a node with ranks: those of a node that has left stay together
+    others    a node with engines, whose rows they read; of these one with the fewest of them
 
 Called by `reservation.py` and `growth.py`.
 """
@@ -43,7 +44,7 @@ def place_one(actor: ActorPlan, free: Sequence[Node], roles_on: Mapping[str, Seq
     def preference(room: Room) -> tuple[bool, int, int]:
         roles = roles_on.get(room.node.id, ())
         has_ranks, has_engines = any(role in RANKS for role in roles), "rollout" in roles
-        is_second = has_ranks if actor.role == "rollout" else not has_engines
+        is_second = has_ranks if actor.role == "rollout" else not (has_ranks if actor.role in RANKS else has_engines)
         return is_second, roles.count(actor.role), -room.times(need)
 
     best = min(rooms, key=preference, default=None)

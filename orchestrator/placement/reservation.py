@@ -126,9 +126,24 @@ class Reservation:
             f"{_amount(_resources([actor]))}. {holders()} Add a node, or end what is not needed."
         )
 
+    def claim_again(self, actor: ActorPlan, actors: Sequence[ActorPlan], config: RunConfig, name: str) -> Claim:
+        """The same for one whose node has left: it may have the room that it had, if only its agent was lost. What it
+        has stays its own until the claim is accepted. Raises `ResourceError`."""
+        own = self._claims.get(actor.name)
+        if own is None or own.group is None or own.is_own:
+            return self.claim(actor, actors, config, name)
+        self._vacant.append((actor, own))
+        try:
+            return self.claim(actor, actors, config, name)
+        except BaseException:
+            self._vacant.remove((actor, own))
+            raise
+
     def accept(self, actor: ActorPlan, claim: Claim) -> None:
-        """It has joined, or is about to."""
-        self._claims[actor.name] = claim
+        """It has joined or moved, or is about to."""
+        before, self._claims[actor.name] = self._claims.get(actor.name), claim
+        if before is not None:
+            before.release()
         self.assignment = self.assignment.with_one(actor.name, claim.node)
 
     def vacate(self, actor: ActorPlan) -> None:

@@ -9,7 +9,7 @@ from penstock.store.data.blocks import Block
 from penstock.store.data.layout import Parcel, Placed
 from penstock.store.data.schema import ARROW_TYPES, check_types
 from penstock.store.data.segments import Segments
-from penstock.store.errors import StoreError
+from penstock.store.errors import RowsLost, StoreError
 from penstock.store.spec import StoreSpec
 
 
@@ -41,7 +41,7 @@ class Intake:
     def _adopted(self, placed: Placed, num_rows: int) -> Block:
         assert self._segments is not None
         if placed.node in self.lost_nodes:
-            raise StoreError(f"segment {placed.segment} lies on node {placed.node}, which counts as lost.")
+            raise RowsLost(f"segment {placed.segment} lies on node {placed.node}, which counts as lost.")
         self._segments.adopt(placed)
         block = Block(None, placed, placed.nbytes)
         try:

@@ -181,6 +181,7 @@ class Segments:
         if rows is None or rows.id != node:
             return None
         self._orders.node_lost(rows.id)
+        self.nodes = self.nodes.without(rows.id)
         return rows.id
 
     def close(self) -> None:

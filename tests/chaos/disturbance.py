@@ -129,7 +129,9 @@ class Disturbed:
         if who is not None:
             finder.stdin.write(json.dumps({"directory": str(self.directory), "who": who}) + "\n")
             finder.stdin.flush()
-        line = finder.stdout.readline()
+        line = "-"
+        while line and not line.startswith("{"):  # Ray has words of its own to say, of a node that is lost
+            line = finder.stdout.readline()
         assert line, "the finder has ended"
         answer: dict[str, Any] = json.loads(line)
         return answer

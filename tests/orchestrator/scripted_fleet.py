@@ -21,6 +21,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller
+from penstock.orchestrator.kept_states import StateNodes
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
@@ -285,24 +286,27 @@ class ScriptedFleet(OneMachine):
         attaching = [handle.attach.remote(self.store) for _, handle in self.role("trainer")]
         await asyncio.gather(*attaching, return_exceptions=True)
 
-    async def has_states(self, step: int, timeout_s: float) -> bool:
-        return True
+    state_nodes = StateNodes({}, {}, {})
 
     async def resume(self, trainers: list[tuple[str, Any]]) -> None:
         pass
 
     stacks_root = ""
 
-    def kill(self, name: str) -> bool:
+    def strike(self, name: str) -> bool:
         """As a machine does that breaks. Nobody is told but those who call it. False: it was dead already."""
         if name not in self._handles:
             return False
         self._handles[name].kill()
         return True
 
+    def kill(self, names: Collection[str]) -> None:
+        for name in names:
+            self.strike(name)
+
     def remove(self, names: Collection[str]) -> None:
         for name in names:
-            if self.kill(name):
+            if self.strike(name):
                 del self._handles[name]
 
     async def replace(self, names: Sequence[str]) -> list[tuple[str, Any]]:
@@ -332,6 +336,9 @@ class ScriptedFleet(OneMachine):
     def can_lose(self, node: str) -> bool:
         return node in self._later
 
+    def can_leave(self, actor: ActorPlan) -> bool:
+        return True
+
     def forget_node(self, node: str) -> None:
         del self._later[node]
 
@@ -339,7 +346,7 @@ class ScriptedFleet(OneMachine):
         """A node that joined, with all that is on it."""
         agent, names = self._later[node]
         for name in names:
-            self.kill(name)
+            self.strike(name)
         agent.kill()
 
     def first_stage(self, role: str) -> str:

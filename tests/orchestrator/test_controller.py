@@ -16,6 +16,7 @@ from penstock.orchestrator import controller as controlling
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller, Outcome
+from penstock.orchestrator.kept_states import StateNodes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import JsonLines
@@ -122,7 +123,8 @@ class Play:
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config,
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove,
-            relay_nodes=on_one_node(), stacks_root="", watched=[], growth=SimpleNamespace(nodes=[]),
+            relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
+            growth=SimpleNamespace(nodes=[]),
         )  # fmt: skip
 
         async def measure(fleet: Any) -> float:

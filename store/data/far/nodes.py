@@ -39,6 +39,11 @@ class RowsNodes:
         """By what segments say."""
         return {node.id: node.address for node in self.by_id.values()}
 
+    def without(self, node: str) -> "RowsNodes":
+        """The same after a node was lost. Clients there, if it comes back, are as those of nodes that come later: what
+        they write goes to the store."""
+        return RowsNodes({other: its for other, its in self.by_id.items() if its.id != node}, self.token)
+
     def shares_memory(self, one: str, other: str) -> bool:
         """Whether two of Ray's nodes see the same files."""
         if one == other:

@@ -46,7 +46,7 @@ async def wish(members: Any, random: Random, done: list[Any]) -> None:
 async def kill(fleet: ScriptedFleet, random: Random) -> None:
     while True:
         await asyncio.sleep(random.expovariate(1 / 25.0))
-        fleet.kill(
+        fleet.strike(
             random.choice([name for role in ("rollout", "reward") for name, _ in fleet.role(role)] or ["nobody"])
         )
 

@@ -53,7 +53,7 @@ async def kill(fleet: ScriptedFleet, random: Random, roles: tuple[str, ...], kil
         step = fleet.store.ledger.rounds.formed
         if name.startswith("Trainer") and {step - 1, step, step + 1} & lost:
             continue
-        if fleet.kill(name):
+        if fleet.strike(name):
             killed.append(name)
             lost |= {step} if name.startswith("Trainer") else set()
 
@@ -102,7 +102,7 @@ def test_a_member_that_dies_again_and_again_ends_what_goes_on_with_its_own_name(
         async def kill_it() -> None:
             while True:
                 await asyncio.sleep(5)
-                fleet.kill("Reward-0")
+                fleet.strike("Reward-0")
 
         killing = asyncio.ensure_future(kill_it())
         directory = RunDirectory.create(config)

@@ -1,0 +1,187 @@
+"""Copies of the trainer's state in the memory of a second node, so that the loss of a node costs one step at most.
+
+    each step     ranks keep copies ─▶ partners' agents fetch them ─▶ the step counts as trained
+    a node lost   are_there ─▶ ranks start elsewhere ─▶ bring ─▶ they restore
+
+What fetches is `workers/node/states.py`; which node is whose partner, `workers/node/partners.py`. Used by
+`controller.py` and `faults/trainer_recovery.py`.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.conf.errors import KeptStateError, PenstockError, WorkerDied
+from penstock.network.connection import Address
+from penstock.orchestrator.failures import Kind, kind_of
+from penstock.orchestrator.ray_calls import answers, outcomes
+from penstock.workers.node.partners import partners
+
+POLICY = "policy"
+"""The trainer whose states are kept, as agents call it."""
+ANSWER_S = 15.0
+"""Within which an agent that is there says so."""
+ENOUGH = 10
+"""Copies, after which it is known what they cost."""
+MAX_FAILURES = 3
+"""Copies in a row that fail, after which no more are made."""
+
+
+@dataclass(frozen=True)
+class StateNodes:
+    """Nodes that may have copies, each with shared memory of its own."""
+
+    node_of_rank: Mapping[int, str]
+    """Also of a rank whose node has left."""
+    agents: Mapping[str, tuple[str, Any]]
+    """Name and handle, by node."""
+    addresses: Mapping[str, Address]
+    """Of each node's listener."""
+
+
+@dataclass
+class Cost:
+    """What copies take of a run's time. Pure.
+
+    >>> cost = Cost(most=0.1)
+    >>> [cost.is_too_high(seconds, now) for seconds, now in [(9.0, 20.0), *((0.2, 20.0 + n) for n in range(1, 10))]]
+    [False, False, False, False, False, False, False, False, False, False]
+    >>> cost.is_too_high(0.2, 30.0)
+    True
+    """
+
+    most: float
+    """Share of the time."""
+    seconds: list[float] = field(default_factory=list)
+    began: float = 0.0
+
+    def is_too_high(self, seconds: float, now: float) -> bool:
+        """Of all copies but the first, which takes room as well, from one that has just ended at `now`."""
+        self.seconds.append(seconds)
+        if len(self.seconds) == 1:
+            self.began = now
+        return len(self.seconds) > ENOUGH and self.share(now) > self.most
+
+    def share(self, now: float) -> float:
+        return sum(self.seconds[1:]) / (now - self.began) if now > self.began else 0.0
+
+
+class KeptStates:
+    """Lifecycle: `copy` after each step that all ranks have made; `are_there` and `bring` when ranks are lost."""
+
+    def __init__(
+        self,
+        look: Callable[[], StateNodes],
+        max_share: float,
+        timeout_s: float,
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`look`: what is where now. `max_share`: of the run's time that copies may take; 0: none are made.
+        `timeout_s`: for one. `tell`: hears why no more are made."""
+        self._look, self._timeout_s, self._tell, self._clock = look, timeout_s, tell, clock
+        self._cost = Cost(max_share)
+        self._is_off, self._failures = max_share == 0, 0
+
+    async def copy(self, step: int) -> float:
+        """Bring every rank's copy of a step to its partner's node; seconds. Where there is no partner, or copies were
+        given up, nothing is done.
+
+        Raises what tells that a node with ranks is gone: then the step is lost, and is made again. Any other failure
+        leaves this step without its second copies.
+        """
+        nodes = self._look()
+        if self._is_off or len(nodes.agents) < 2:
+            return 0.0
+        for rank, node in nodes.node_of_rank.items():
+            if node not in nodes.agents:
+                raise WorkerDied(f"The node of rank {rank} has left after step {step}, before its state was copied.")
+        partner_of = partners(list(nodes.agents), nodes.node_of_rank)
+        began = self._clock()
+        try:
+            await self._fetch(nodes, step, {rank: (nodes.node_of_rank[rank], to) for rank, to in partner_of.items()})
+        except PenstockError as failure:
+            if not isinstance(failure, KeptStateError) and kind_of(failure) is Kind.ERROR:
+                raise
+            await self._check_ranks_nodes(nodes)
+            self._failures += 1
+            if self._failures == MAX_FAILURES:
+                self._give_up(f"{failure} ")
+        else:
+            self._failures = 0
+        now = self._clock()
+        if not self._is_off and self._cost.is_too_high(now - began, now):
+            self._give_up(
+                f"They took {self._cost.share(now):.0%} of the time, more than faults.partner_share="
+                f"{self._cost.most:g} allows. "
+            )
+        return now - began
+
+    def end(self) -> None:
+        """Ranks keep no copies any more."""
+        self._is_off = True
+
+    async def are_there(self, step: int) -> bool:
+        """Whether some node that is there has a copy of each rank's state after a step."""
+        nodes = self._look()
+        holders = await self._holders(nodes, step)
+        return all(holders[rank] for rank in nodes.node_of_rank)
+
+    async def bring(self, step: int) -> None:
+        """Bring the copies of a step to the nodes that the ranks are on now, and remove those of later steps. Raises
+        `KeptStateError`, `DeadlineExceeded`, `WorkerDied`."""
+        nodes = self._look()
+        holders = await self._holders(nodes, step)
+        ways = {}
+        for rank, node in nodes.node_of_rank.items():
+            if not holders[rank]:
+                raise KeptStateError(f"no node has the copy of rank {rank} after step {step}.")
+            if node not in holders[rank]:
+                ways[rank] = holders[rank][0], node
+        await self._fetch(nodes, step, ways)
+        wanted: dict[str, set[int]] = {node: set() for node in nodes.agents}
+        for of in (nodes.node_of_rank, partners(list(nodes.agents), nodes.node_of_rank)):
+            for rank, node in of.items():
+                wanted[node].add(rank)
+        calls = [
+            (name, handle.keep_only_states.remote(POLICY, sorted(wanted[node]), step))
+            for node, (name, handle) in nodes.agents.items()
+        ]
+        await outcomes(calls, phase="remove old copies", timeout_s=self._timeout_s)
+
+    async def _fetch(self, nodes: StateNodes, step: int, ways: Mapping[int, tuple[str, str]]) -> None:
+        """`ways`: from which node to which, by rank."""
+        ranks: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+        for rank, way in ways.items():
+            ranks[way][rank] = step
+        calls = []
+        for (source, target), copies in ranks.items():
+            name, handle = nodes.agents[target]
+            calls.append((name, handle.fetch_states.remote(POLICY, copies, nodes.addresses[source])))
+        await answers(calls, phase=f"copy the state after step {step}", timeout_s=self._timeout_s)
+
+    async def _holders(self, nodes: StateNodes, step: int) -> dict[int, list[str]]:
+        """Nodes that have each rank's copy of a step. One that does not answer has none."""
+        calls = [(name, handle.kept_states.remote(POLICY)) for name, handle in nodes.agents.values()]
+        found = await outcomes(calls, phase="look for kept states", timeout_s=self._timeout_s)
+        holders: dict[int, list[str]] = defaultdict(list)
+        for node, there in zip(nodes.agents, found, strict=True):
+            for rank, steps in there.items() if not isinstance(there, Exception) else ():
+                if step in steps:
+                    holders[rank].append(node)
+        return holders
+
+    async def _check_ranks_nodes(self, nodes: StateNodes) -> None:
+        """Raises the failure of one that is gone."""
+        agents = [nodes.agents[node] for node in dict.fromkeys(nodes.node_of_rank.values())]
+        calls = [(name, handle.stats.remote()) for name, handle in agents]
+        await answers(calls, phase="look who is there", timeout_s=ANSWER_S)
+
+    def _give_up(self, why: str) -> None:
+        self._is_off = True
+        self._tell(
+            f"No more copies of the trainer's state are made on second nodes. {why}A node with ranks that is lost is a "
+            "return to the last checkpoint from now on."
+        )
