@@ -16,9 +16,9 @@ class CheckpointConfig:
     keep_every_steps: int = 0
     """Checkpoints of steps that this divides stay for good. 0: none does."""
     directory: str | None = None
-    """A directory that all nodes see, or an fsspec URL such as s3://bucket/run. `null`: `checkpoints/` of the run. What
-    is written there is read back once before the checkpoint counts. No two runs may share one: a directory is locked
-    against a second run, a URL cannot be."""
+    """A directory that all nodes see, or an fsspec URL such as s3://bucket/run. `null`: `checkpoints/` of the run, at
+    its URL if output_dir is one. What is written there is read back once before the checkpoint counts. No two runs may
+    share one: a directory is locked against a second run, a URL cannot be."""
     timeout_s: float = 1800.0
     """Deadline of writing one, and of reading one."""
 

@@ -71,8 +71,17 @@ class TrackingConfig:
     """Write `samples/step_N.parquet` every so many steps. 0: never."""
     export_model: bool = True
     """Write the final weights as a HF model to `model/`."""
+    upload_every_s: float = 5.0
+    """With a URL as output_dir: seconds between two looks for what is new in the run's directory. A machine that is
+    lost takes so much of its records with it; two small files each time cost cents a day where requests are paid for.
+    One of lines is brought the more rarely the more MiB it has."""
+    upload_timeout_s: float = 900.0
+    """Deadline, in seconds, of bringing the rest there at the end: 100 GB of a model over 1 Gbit/s take as long. What
+    has not come by then stays in the working copy, and its place is told."""
     tags: dict[str, str] = field(default_factory=dict)
     """Free labels, kept in config.yaml and in the Ray job's metadata."""
 
     def __post_init__(self) -> None:
         at_least("tracking.samples_every_steps", self.samples_every_steps, 0)
+        above("tracking.upload_every_s", self.upload_every_s, 0)
+        above("tracking.upload_timeout_s", self.upload_timeout_s, 0)

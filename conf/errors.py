@@ -77,7 +77,8 @@ class WeightError(PenstockError):
 
 
 class CheckpointError(PenstockError):
-    """A checkpoint that cannot be written, is damaged, or is of another run than the one that wants it."""
+    """A checkpoint that cannot be written, is damaged, or is of another run than the one that wants it; a URL that does
+    not answer."""
 
 
 class KeptStateError(PenstockError):

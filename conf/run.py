@@ -38,8 +38,10 @@ class RunConfig:
     description: str = ""
     """One line about the recipe, for `penstock recipes` and the report."""
     output_dir: str = "runs"
-    """Where run directories are made: a directory of the driver's machine. Checkpoints may go to a URL
-    (checkpoint.directory)."""
+    """Where run directories are made: a directory of the driver's machine, or an fsspec URL such as s3://bucket/runs.
+    With a URL checkpoints go there directly, and the run works in ~/.cache/penstock/runs (XDG_CACHE_HOME), from where
+    all else is brought there while it goes on. resume=auto then works on another machine. A URL cannot be locked: two
+    machines must not run one name at once."""
     seed: int = 0
     """Seed of everything that is random."""
     max_staleness: int = 0
@@ -93,11 +95,6 @@ def validate(config: RunConfig) -> None:
             f"store.window={config.store.window} lets groups be overtaken by {config.window_staleness} version(s), "
             f"more than max_staleness={config.max_staleness}. Set store.window=1 or raise max_staleness to "
             f"{config.window_staleness}."
-        )
-    if "://" in config.output_dir:
-        raise ConfigError(
-            f"output_dir={config.output_dir}: run directories are on the driver's disk. To go on from another machine, "
-            "give a path here and the URL as checkpoint.directory."
         )
     sampling = config.rollout.sampling
     if sampling.max_tokens >= config.rollout.max_model_len:

@@ -18,6 +18,7 @@ from penstock.conf.errors import ConfigError, PenstockError
 INTERRUPTED = 130
 OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET, and any key=value"
 RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from the newest checkpoint"
+RUN_HELP = "the run's directory or URL"
 WISHES_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all (of each reward stage), so many less"
 DRAIN_HELP = "seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)"
 EPILOG = """\
@@ -71,19 +72,21 @@ def _parser() -> argparse.ArgumentParser:
         if name == "run":
             command.add_argument("--retries", type=int, default=0, metavar="N", help=RETRIES_HELP)
     report = commands.add_parser("report", help="rebuild report.html and the plots of a run")
-    report.add_argument("run", help="the run's directory, e.g. runs/arithmetic-20260101-120000")
+    report.add_argument("run", help="the run's directory or URL, e.g. runs/arithmetic-20260101-120000")
     report.set_defaults(command=_report)
     status = commands.add_parser("status", help="what a run's store is doing right now")
-    status.add_argument("run", help="the run's directory")
+    status.add_argument("run", help=RUN_HELP)
     status.set_defaults(command=_status)
     scale = commands.add_parser("scale", help="more or fewer engines and rewards for a run that goes on")
-    scale.add_argument("run", help="the run's directory")
+    scale.add_argument("run", help=RUN_HELP)
     scale.add_argument("wishes", nargs="+", metavar="role=N", help=WISHES_HELP)
     scale.add_argument("--drain", type=float, default=None, metavar="S", help=DRAIN_HELP)
     scale.set_defaults(command=_scale)
     export = commands.add_parser("export", help="write a checkpoint's weights as a HF model")
-    export.add_argument("checkpoint", help="its directory, e.g. runs/NAME/checkpoints/global_step_50, or a run's")
-    export.add_argument("directory", help="a new directory for the model")
+    export.add_argument(
+        "checkpoint", help="its directory or URL, e.g. runs/NAME/checkpoints/global_step_50, or a run's"
+    )
+    export.add_argument("directory", help="a new directory for the model, or a URL")
     export.add_argument("--dtype", choices=("float32", "bfloat16"), default="", help="default: the run's rollout.dtype")
     export.set_defaults(command=_export)
     recipes = commands.add_parser("recipes", help="list the recipes that come with Penstock")
@@ -132,9 +135,9 @@ def _validate(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    from penstock.orchestrator.reporting.report import write_report
+    from penstock.orchestrator.reporting.report import report_of
 
-    print(write_report(arguments.run))
+    print(report_of(arguments.run))
     return 0
 
 

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import datetime
-from pathlib import Path
 from types import FrameType
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config, recipe_name
 from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.recording.run_place import RunPlace
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 """Between two tries, twice as long each time: what has died may still let go of ports and memory."""
@@ -68,7 +68,7 @@ def _may_help(config: RunConfig, code: int) -> bool:
     if code < 0:
         return True
     try:
-        events = RunDirectory.open(Path(config.output_dir).expanduser() / str(config.name)).read_events()
+        events = RunDirectory.open(RunPlace.of_run(config).path).read_events()
     except ConfigError:
         return False
     return bool(events) and events[-1]["kind"] == "failed" and bool(events[-1].get("may_recover"))

@@ -41,9 +41,12 @@ class RunResult:
     """Where a run is and what it came to."""
 
     directory: Path
+    """On this machine: of a run at a URL its working copy."""
     outcome: Outcome
     seconds: float
     """0 where nothing was left to do."""
+    url: str | None = None
+    """With a URL as output_dir."""
 
     @property
     def model(self) -> Path:
@@ -57,8 +60,8 @@ def run(
     """Train. `flow`: a dataflow of one's own; otherwise the one that `config.algorithm` names. `sinks`: further places
     for the numbers, closed at the end. `quiet`: print nothing.
 
-    Raises `ConfigError`, `DataError`, `ModelError`, `ResourceError` or `RunInUse` before any actor starts, and other
-    `PenstockError`s later.
+    Raises `ConfigError`, `DataError`, `ModelError`, `ResourceError` or `RunInUse` before any actor starts (and
+    `CheckpointError` for a URL that does not answer), and other `PenstockError`s later.
     """
     validate(config)
     console = Console(quiet=quiet)
@@ -95,12 +98,12 @@ def run(
         raise
     finally:
         _close(directory)
-    return RunResult(directory.path, outcome, time.monotonic() - start)
+    return RunResult(directory.path, outcome, time.monotonic() - start, directory.url)
 
 
 def _close(directory: RunDirectory) -> None:
-    """Write the report, and let go of the directory."""
-    advice = f"`penstock report {directory.path}` makes it."
+    """Write the report, bring what is missing to the run's URL, and let go of the directory."""
+    advice = f"`penstock report {directory.place}` makes it."
     with (
         contextlib.closing(directory),
         contextlib.suppress(PenstockError),
@@ -125,7 +128,7 @@ def _nothing_left(directory: RunDirectory, console: Console) -> RunResult:
         "trainer.max_steps to go on.",
         markup=False, highlight=False, soft_wrap=True,
     )  # fmt: skip
-    return RunResult(directory.path, outcome, 0.0)
+    return RunResult(directory.path, outcome, 0.0, directory.url)
 
 
 def _train(

@@ -211,6 +211,7 @@ class Session:
 
     config: RunConfig
     directory: Path
+    """On this machine: with a URL as output_dir the run's working copy."""
     policy: Policy
     prompts: Prompts
     reward: Reward
@@ -252,6 +253,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     check_run(config, flow, plan)
     directory = RunDirectory.create(config)
     directory.losses.tell_to(lambda text: print(text, file=sys.stderr))
+    directory.mirror(config.tracking)
     try:
         with _started(config, flow, plan, directory) as run:
             yield run

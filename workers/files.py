@@ -1,4 +1,4 @@
-"""Files that may lie elsewhere: fsspec URLs (s3://bucket/run) or plain paths. For checkpoints.
+"""Files that may lie elsewhere: fsspec URLs (s3://bucket/run) or plain paths. For checkpoints and for runs at a URL.
 
 fsspec does both, but for renaming a local file into its place: its own transactions write in another directory first,
 from where a file may have to be copied.
@@ -7,7 +7,7 @@ from where a file may have to be copied.
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from penstock.conf.errors import CheckpointError
-from penstock.workers.whole_files import write_whole
+from penstock.workers.whole_files import replacing
 
 BLOCK_BYTES = 2**20
 """Read and summed at a time, while it is in the cache."""
@@ -48,13 +48,12 @@ def absolute(place: str) -> str:
 
 
 def upload(file: Path, url: str) -> None:
-    """One file to `url/<name>`. Raises `CheckpointError`."""
+    """One file to `url/<name>`, which is seen whole or not at all. Raises `CheckpointError`."""
     system, root = _open(url)
-    try:
+    with _told(f"{url}/{file.name}", "written"):
         system.makedirs(root, exist_ok=True)
-        system.put_file(str(file), f"{root}/{file.name}")
-    except OSError as error:
-        raise CheckpointError(f"{url}/{file.name}: cannot be written: {error}") from None
+        with _whole(system, f"{root}/{file.name}") as place:
+            system.put_file(str(file), place)
 
 
 def upload_directory(directory: Path, url: str) -> None:
@@ -78,31 +77,48 @@ def read_text(place: str) -> str:
     return bytes(system.cat_file(path)).decode()
 
 
+def read_if_there(place: str) -> bytes | None:
+    """A whole file; None if it is not there. Raises `CheckpointError` if that cannot be told."""
+    system, path = _open(place)
+    with _told(place, "read"):
+        try:
+            return bytes(system.cat_file(path))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
 def write_text(place: str, text: str) -> None:
     """A whole file in one step: readers see the old one or the new one. Raises `CheckpointError`."""
+    write_bytes(place, text.encode())
+
+
+def write_bytes(place: str, data: bytes) -> None:
+    """The same."""
     system, path = _open(place)
-    try:
+    with _told(place, "written"):
         if is_url(place):
             system.makedirs(path.rpartition("/")[0], exist_ok=True)
-        if isinstance(system, LocalFileSystem):
-            write_whole(Path(path), text)
-        else:
-            system.pipe_file(path, text.encode())
-    except OSError as error:
-        raise CheckpointError(f"{place}: cannot be written: {error}") from None
+        with _whole(system, path) as target:
+            system.pipe_file(target, data)
 
 
-def download(url: str, directory: Path) -> None:
-    """All files below `url`. Raises `CheckpointError` if there is nothing, or it cannot be read."""
+def find(url: str) -> list[str]:
+    """Names of all files below, as they are from there. Raises `CheckpointError` if that cannot be told."""
     system, root = _open(url)
-    try:
-        names = system.find(root)
+    with _told(url, "read"):
+        return sorted(name[len(root) :].lstrip("/") for name in system.find(root))
+
+
+def download(url: str, directory: Path, names: Iterable[str] | None = None) -> None:
+    """All files below `url`, or these, in this order. Raises `CheckpointError` if there is nothing, or it cannot be
+    read."""
+    names = find(url) if names is None else list(names)
+    system, root = _open(url)
+    with _told(url, "read"):
         for name in names:
-            target = directory / name[len(root) :].lstrip("/")
+            target = directory / name
             target.parent.mkdir(parents=True, exist_ok=True)
-            system.get_file(name, str(target))
-    except OSError as error:
-        raise CheckpointError(f"{url}: cannot be read: {error}") from None
+            system.get_file(f"{root}/{name}", str(target))
     if not names:
         raise CheckpointError(f"{url}: nothing is there.")
 
@@ -111,25 +127,23 @@ def list_names(place: str) -> list[str]:
     """Names of what lies directly in a directory or URL; nothing if it is not there. Raises `CheckpointError` if that
     cannot be told."""
     system, path = _open(place)
-    try:
-        return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        raise CheckpointError(f"{place}: cannot be read: {error}") from None
+    with _told(place, "read"):
+        try:
+            return sorted(name.rstrip("/").rpartition("/")[2] for name in system.ls(path, detail=False))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
 
 def exists(place: str) -> bool:
     """Raises `CheckpointError` if that cannot be told. (fsspec's own `exists` says no then, and what does not exist is
     swept.)"""
     system, path = _open(place)
-    try:
-        system.info(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        raise CheckpointError(f"{place}: cannot be read: {error}") from None
-    return True
+    with _told(place, "read"):
+        try:
+            system.info(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
 
 def fault_of(directory: str, file: SavedFile, check_wanted: Callable[[], None] = lambda: None) -> str | None:
@@ -161,12 +175,11 @@ def fault_of_size(place: str, num_bytes: int) -> str | None:
     """What is wrong with a file that ought to have so many bytes, as half a sentence; None: nothing. Raises
     `CheckpointError` if that cannot be told."""
     system, path = _open(place)
-    try:
-        size = system.info(path)["size"]
-    except (FileNotFoundError, NotADirectoryError):
-        return "is missing"
-    except OSError as error:
-        raise CheckpointError(f"{place}: cannot be read: {error}") from None
+    with _told(place, "read"):
+        try:
+            size = system.info(path)["size"]
+        except (FileNotFoundError, NotADirectoryError):
+            return "is missing"
     return None if size == num_bytes else f"has {size:,} bytes instead of {num_bytes:,}"
 
 
@@ -189,10 +202,34 @@ def _open(place: str) -> tuple[Any, str]:
         system, root = url_to_fs(place, use_listings_cache=False)
     except (ValueError, ImportError) as error:
         raise CheckpointError(
-            f"{place}: no file system for it ({error}). checkpoint.directory takes a path or an fsspec URL; some kinds "
-            "want a package, such as s3fs for s3://."
+            f"{place}: no file system for it ({error}). output_dir and checkpoint.directory take a path or an fsspec "
+            "URL; some kinds want a package, such as s3fs for s3://."
         ) from None
     return system, str(root).rstrip("/")
+
+
+@contextlib.contextmanager
+def _told(place: str, what: str) -> Iterator[None]:
+    """`what`: written or read, of which the block fails by `CheckpointError`."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(f"{place}: cannot be {what}: {error}") from error
+    except Exception as error:
+        if not is_url(place):
+            raise
+        # Libraries of file systems raise what they like: botocore's lost connection is no OSError.
+        raise CheckpointError(f"{place}: cannot be {what}: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _whole(system: Any, path: str) -> Iterator[str]:
+    """What to write within the block so that `path` is seen whole: object stores see to it themselves."""
+    if type(system) is not LocalFileSystem:
+        yield path
+        return
+    with replacing(Path(path)) as part:
+        yield str(part)
 
 
 def saved_file(path: Path) -> SavedFile:

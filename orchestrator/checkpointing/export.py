@@ -5,6 +5,8 @@ The model is made as the run made it (base weights, adapters, head), the trained
 written as `tracking.export_model` writes it at the end of a run.
 """
 
+import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from omegaconf import OmegaConf
@@ -12,29 +14,38 @@ from omegaconf import OmegaConf
 from penstock.conf.errors import ConfigError
 from penstock.conf.trainer import TrainerConfig
 from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.checkpointing.brought_models import bring_model
 from penstock.orchestrator.checkpointing.checkpoints import open_checkpoint
-from penstock.workers.files import absolute
+from penstock.workers.files import absolute, is_url, list_names, upload_directory
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 
 
-def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> Path:
-    """Write the model of a checkpoint (or of a run's newest) to `directory`, which must be empty or not there.
+def export_checkpoint(place: str, directory: str | Path, dtype: str = "") -> str:
+    """Write the model of a checkpoint (or of a run's newest) to `directory`, which must be empty or not there, and may
+    be a URL. Returns it.
 
     `dtype`: float32 or bfloat16; empty: the run's own. Raises `CheckpointError`, `ConfigError`, `ModelError`.
     """
-    target = Path(directory)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    target = absolute(str(directory))
+    if list_names(target) or Path(target).is_file():
         raise ConfigError(f"{directory} is there and not empty. Give the name of a new directory.")
     checkpoint = open_checkpoint(absolute(place))
-    trainer = open_trainer(checkpoint, dtype)
-    try:
-        TrainingState({"policy": trainer}).load(checkpoint.trainer, checkpoint.files)
-        trainer.export(str(target))
-    finally:
-        trainer.close()
-    return target
+    with tempfile.TemporaryDirectory(prefix="penstock-export-") as folder:
+        if is_url(checkpoint.model_path):
+            bring_model(checkpoint.model_path, Path(folder, "base"))
+            checkpoint = replace(checkpoint, model_path=f"{folder}/base")
+        written = f"{folder}/model" if is_url(target) else target
+        trainer = open_trainer(checkpoint, dtype)
+        try:
+            TrainingState({"policy": trainer}).load(checkpoint.trainer, checkpoint.files)
+            trainer.export(written)
+        finally:
+            trainer.close()
+        if is_url(target):
+            upload_directory(Path(written), target)
+    return str(directory)
 
 
 def open_trainer(checkpoint: Checkpoint, dtype: str = "") -> PolicyTrainer:

@@ -17,17 +17,22 @@ from pathlib import Path
 from penstock.conf.errors import CheckpointError, ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
+from penstock.orchestrator.checkpointing.brought_models import with_local_models
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.saving import checkpoint_place
-from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
-from penstock.workers.files import absolute, download, is_url
+from penstock.orchestrator.recording.fetching import bring_here
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.recording.run_place import RunPlace
+from penstock.orchestrator.recording.turns import ENDS, STARTS
+from penstock.workers.files import absolute, download, exists, is_url
 
 
 def open_run(config: RunConfig) -> tuple[RunDirectory, Checkpoint | None]:
     """The run's directory, locked, with its first event written, and what it goes on from. What does not fit is told
     before anything is made or changed. Raises `ConfigError`, `CheckpointError`, `RunInUse`."""
     if config.resume == "auto" and _there(config):
-        directory = RunDirectory.open(_path(config))
+        place = RunPlace.of_run(config)
+        directory = RunDirectory.open(place.path, place.url)
         directory.lock(directory.path, f"name={config.name}")
         return _opened(directory, config, lambda: _rewound(directory, config))
     resumed = None
@@ -45,12 +50,13 @@ def _opened(
             with contextlib.suppress(ConfigError):  # one that cannot be made is told by its first checkpoint
                 directory.lock(Path(checkpoint_place(config, directory)), "checkpoint.directory")
         resumed = choose()
+        directory.mirror(config.tracking)
         if resumed is None:
             about = {"recipe": config.recipe, "algorithm": config.algorithm.name, "max_staleness": config.max_staleness}
             directory.event("start", **about)
             return directory, None
         directory.event("resume", step=resumed.step, path=resumed.directory)
-        return directory, _with_local_store(resumed, directory)
+        return directory, _with_local_files(resumed, directory)
     except BaseException:
         directory.close()
         raise
@@ -65,7 +71,7 @@ def rewind(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     """Set a run that this process drives back to its newest checkpoint; None: to its beginning. Nobody writes there any
     more. Raises `CheckpointError`, `ConfigError`."""
     resumed = _rewound(directory, config)
-    return _with_local_store(resumed, directory) if resumed is not None else None
+    return _with_local_files(resumed, directory) if resumed is not None else None
 
 
 def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
@@ -76,7 +82,7 @@ def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     if resumed is None:
         directory.rewind(config, -1)
         return None
-    check_fits(resumed, config)
+    check_fits(with_local_models(resumed, directory), config)
     directory.rewind(config, resumed.step, resumed.metrics)
     return resumed
 
@@ -86,7 +92,8 @@ def finished_run(config: RunConfig) -> RunDirectory | None:
     steps as are asked for now, or reached its goal, and its model is there."""
     if config.resume != "auto" or not _there(config):
         return None
-    directory = RunDirectory.open(_path(config))
+    place = RunPlace.of_run(config)
+    directory = RunDirectory.open(place.path, place.url)
     events = directory.read_events()
     turns = [event for event in events if event["kind"] in (*STARTS, *ENDS)]
     if not turns or turns[-1]["kind"] != "end":
@@ -107,16 +114,17 @@ def check_fits(checkpoint: Checkpoint, config: RunConfig) -> None:
             f"algorithm={now}, and {checkpoint.directory} is of {before}. To go on from its weights only, export them: "
             f"penstock export {checkpoint.directory} DIRECTORY, and set model.path=DIRECTORY."
         )
-    model = Path(checkpoint.model_path)
-    if model.is_absolute() and not model.is_dir():  # else a hub's id
+    model = checkpoint.model_path
+    if (is_url(model) and not exists(model)) or (Path(model).is_absolute() and not Path(model).is_dir()):  # no hub's id
         raise CheckpointError(
             f"{checkpoint.directory} was trained from {model}, which is gone: configuration and tokenizer come from "
             "there. Put it back, or start a new run from another model.path."
         )
 
 
-def _with_local_store(checkpoint: Checkpoint, directory: RunDirectory) -> Checkpoint:
-    """The store's actors read files, so that those behind a URL come into the run's directory."""
+def _with_local_files(checkpoint: Checkpoint, directory: RunDirectory) -> Checkpoint:
+    """Actors read files, so that models and the store's part behind a URL come into the run's directory."""
+    checkpoint = with_local_models(checkpoint, directory)
     if not is_url(checkpoint.directory):
         return checkpoint
     local = directory.path / "resumed_store"
@@ -125,9 +133,8 @@ def _with_local_store(checkpoint: Checkpoint, directory: RunDirectory) -> Checkp
     return replace(checkpoint, store_directory=str(local))
 
 
-def _path(config: RunConfig) -> Path:
-    return Path(config.output_dir).expanduser() / str(config.name)
-
-
 def _there(config: RunConfig) -> bool:
-    return (_path(config) / "config.yaml").is_file()
+    """Whether there is such a run. One that went on elsewhere comes from its URL into its working copy."""
+    place = RunPlace.of_run(config)
+    bring_here(place)
+    return (place.path / "config.yaml").is_file()

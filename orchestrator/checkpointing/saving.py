@@ -22,6 +22,7 @@ from typing import Any
 from penstock.conf.errors import CheckpointError, PenstockError, ResourceError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint, trainer_directory
+from penstock.orchestrator.checkpointing.brought_models import as_told, with_models
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.failures import cause_of
 from penstock.orchestrator.faults.causes import is_recoverable
@@ -37,6 +38,8 @@ from penstock.workers.prompts.source import PromptStart
 
 RETRY_S = 1.0
 """Between two tries to begin the last one."""
+BRING_S = 60.0
+"""For what the run has written to be at its URL. A checkpoint counts all the same after that."""
 GRACE_S = 10.0
 """A rank has the same deadline, and says more when it is missed; so it is given a moment to."""
 
@@ -100,6 +103,7 @@ class CheckpointWriter:
             place, step, start, self._fleet.model_path, dict(self._config.model.paths), config=asdict(self._config),
             head="scores" if self._fleet.flow.of_kind("train")[0].is_scored else "policy", metrics=plain(metrics),
         )  # fmt: skip
+        checkpoint = with_models(checkpoint, lambda model: as_told(model, self._directory))
         self._writing = asyncio.create_task(self._write_or_say(checkpoint))
         return time.monotonic() - started
 
@@ -190,6 +194,7 @@ class CheckpointWriter:
         checkpoint.files.extend(file for files in saved for file in files)
         by_rank = zip(self._places.values(), saved, strict=True)
         brought = [file.name for place, files in by_rank if place != checkpoint.trainer for file in files]
+        await asyncio.to_thread(self._directory.bring, BRING_S)  # one that counts has the lines of all steps before
         await asyncio.to_thread(self._checkpoints.seal, checkpoint, snapshot, brought)
         removed = await asyncio.to_thread(self._checkpoints.prune)
         num_bytes = sum(file.num_bytes for file in checkpoint.files)
@@ -210,8 +215,9 @@ async def _all_ended(*calls: Awaitable[Any]) -> list[Any]:
 
 def checkpoint_place(config: RunConfig, directory: RunDirectory) -> str:
     """Where a run's checkpoints are."""
-    place = config.checkpoint.directory
-    return str(directory.checkpoints) if place is None else absolute(place)
+    if (place := config.checkpoint.directory) is not None:
+        return absolute(place)
+    return str(directory.checkpoints) if directory.url is None else f"{directory.url}/{directory.checkpoints.name}"
 
 
 def _files_of(snapshot: Path, root: str) -> list[SavedFile]:

@@ -23,6 +23,8 @@ from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
 from penstock.orchestrator.configuration.placement_view import PlacementView
 from penstock.orchestrator.placement.actors import ActorPlan, needed, plan_actors
+from penstock.orchestrator.recording.run_place import working_copies
+from penstock.workers.files import is_url, list_names
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.reward.registry import RewardSpec
@@ -42,6 +44,8 @@ class Check:
 def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
     """In the order in which a fault is most worth hearing of; cheap ones first."""
     yield Check(RESOURCES, lambda: _resources(config, plan))
+    if is_url(config.output_dir):
+        yield Check("output_dir", lambda: _output_dir(config.output_dir))
     if any(actor.role == "rollout" for actor in plan):
         yield Check("weights", lambda: _weights(config))
     if config.rollout.follows_cluster:
@@ -103,6 +107,11 @@ def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
     check_resources(plan, config)
     cpus, gpus = needed(plan)
     return f"{len(plan)} actors reserve {cpus:g} logical CPU(s) and {gpus:g} GPU(s) of a local Ray"
+
+
+def _output_dir(url: str) -> str:
+    """Whether there is a file system for it, and it answers."""
+    return f"{len(list_names(url))} names at {url}; runs work in {working_copies(url)}"
 
 
 def _weights(config: RunConfig) -> str:

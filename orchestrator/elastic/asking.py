@@ -13,18 +13,31 @@ import yaml
 from penstock.conf.errors import CannotScale, ResourceError
 from penstock.orchestrator.elastic.wishes import Wish
 from penstock.orchestrator.recording.connection import at_run
-from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
+from penstock.orchestrator.recording.fetching import at_place
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.recording.turns import ENDS, STARTS
 
 PATIENCE_S = 60.0
 """Beyond what starting and draining may take."""
 
 
 def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[list[str], list[str]]:
-    """What was done, one line a role, and what was not. Raises `CannotScale` for what cannot be, `ConfigError` if `run`
-    is no run, `ResourceError` if it does not answer."""
+    """What was done, one line a role, and what was not. `run`: its directory or URL. Raises `CannotScale` for what cannot
+    be, `ConfigError` if `run` is no run, `ResourceError` if it does not answer, `CheckpointError` for a URL that does
+    not."""
     for text in texts:
         Wish.of(text)
-    directory = RunDirectory.open(run)
+    with at_place(run) as directory:
+        answer = _answer(directory, texts, drain_s)
+    if answer is None:
+        raise CannotScale(f"{directory.path.name}: the run ended before it could be done.")
+    if answer["refused"]:
+        raise CannotScale(answer["refused"])
+    return answer["done"], answer["problems"]
+
+
+def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None) -> Any:
+    """The controller's; None if the run ends meanwhile."""
     turns = [event for event in directory.read_events() if event["kind"] in (*STARTS, *ENDS)]
     if turns and turns[-1]["kind"] in ENDS:
         raise CannotScale(f"{directory.path.name}: the run is over ({turns[-1]['kind']} at {turns[-1]['time']}).")
@@ -37,14 +50,9 @@ def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[l
 
         agent = ray.get_actor(f"Agent-{found['host']}", namespace=found["namespace"])
         try:
-            answer: Any = ray.get(agent.ask.remote((list(texts), drain_s)), timeout=longest_s)
+            return ray.get(agent.ask.remote((list(texts), drain_s)), timeout=longest_s)
         except ray.exceptions.GetTimeoutError:
             raise ResourceError(
                 f"{directory.path.name}: no answer within {longest_s:g} s. The run goes on with it: see `joined` and "
-                f"`left` in {directory.path}/events.jsonl."
+                f"`left` in {directory.place}/events.jsonl."
             ) from None
-    if answer is None:
-        raise CannotScale(f"{directory.path.name}: the run ended before it could be done.")
-    if answer["refused"]:
-        raise CannotScale(answer["refused"])
-    return answer["done"], answer["problems"]

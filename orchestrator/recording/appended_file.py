@@ -36,7 +36,7 @@ class AppendedFile:
         self.waiting.append(record)
         if len(self.waiting) > MAX_WAITING:
             self.waiting.popleft()
-            self._losses.lost[self._kind] += 1
+            self._losses.loses(self._kind)
         self._write_what_waits()
 
     def rewind(self, is_kept: Callable[[bytes], bool]) -> list[bytes]:
@@ -54,7 +54,7 @@ class AppendedFile:
                 self._write_what_waits()
         finally:
             if num_lost := len(self.waiting):
-                self._losses.lost[self._kind] += num_lost
+                self._losses.loses(self._kind, num_lost)
                 self._losses.tell(f"{self._kind}: {num_lost:,} of its records are lost")
             self.waiting.clear()
             self._count()
@@ -107,4 +107,4 @@ class AppendedFile:
                 os.close(descriptor)
 
     def _count(self) -> None:
-        self._losses.waiting[self._kind] = len(self.waiting)
+        self._losses.waits(self._kind, len(self.waiting))

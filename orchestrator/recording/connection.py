@@ -52,7 +52,7 @@ def at_run(directory: RunDirectory, whom: str) -> Iterator[dict[str, Any]]:
         raise ResourceError(
             f"{whom} of {directory.path.name} does not answer at {found['address']} ({type(error).__name__}). Is "
             f"process {found['pid']} still there? A run that was killed says no more; its numbers are in "
-            f"{directory.metrics_file}."
+            f"{directory.place}/{directory.metrics_file.name}."
         ) from None
     finally:
         if not borrowed:

@@ -7,6 +7,7 @@ Held by `RunDirectory`. `appended_file.py` reports its records to it, which wait
 """
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 
@@ -28,6 +29,8 @@ class Losses:
         """By kind, records that are kept in memory until they can be written."""
         self._note = note
         self._failing: set[str] = set()
+        self._lock = threading.Lock()
+        """Uploads fail in a thread of their own. Nobody is told while it is held."""
         self._tell: Callable[[str], None] | None = None
         self._untold: list[str] = []
 
@@ -44,20 +47,32 @@ class Losses:
         try:
             yield
         except OSError as error:
-            self.lost[kind] += 1
+            self.loses(kind)
             self.fails(kind, error, advice)
         else:
             self.works(kind)
 
+    def loses(self, kind: str, count: int = 1) -> None:
+        with self._lock:
+            self.lost[kind] += count
+
+    def waits(self, kind: str, count: int) -> None:
+        with self._lock:
+            self.waiting[kind] = count
+
     def fails(self, kind: str, error: OSError, advice: str) -> None:
-        if kind not in self._failing:
+        with self._lock:
+            is_first = kind not in self._failing
             self._failing.add(kind)
+        if is_first:
             self.tell(f"{kind}: cannot be written: {error}. {advice}")
             self._note(kind, error)
 
     def works(self, kind: str) -> None:
-        if kind in self._failing:
+        with self._lock:
+            has_failed = kind in self._failing
             self._failing.discard(kind)
+        if has_failed:
             self.tell(f"{kind}: can be written again")
 
     def tell(self, text: str) -> None:
@@ -68,4 +83,6 @@ class Losses:
             self._tell(text)
 
     def metrics(self) -> dict[str, float]:
-        return {"recording/lost": float(self.lost.total()), "recording/waiting": float(self.waiting.total())}
+        with self._lock:
+            lost, waiting = self.lost.total(), self.waiting.total()
+        return {"recording/lost": float(lost), "recording/waiting": float(waiting)}

@@ -13,6 +13,8 @@ and whole lines but perhaps the last one. One process at a time works in it (`ru
 
 Once the run has begun, what cannot be written does not end it (`losses.py`): lines wait until they can be, samples and
 timeline are lost.
+
+With a URL as output_dir it is a working copy on this machine (`run_place.py`), and `mirror.py` brings it to the URL.
 """
 
 import contextlib
@@ -20,6 +22,7 @@ import errno
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
@@ -28,23 +31,25 @@ from typing import Any
 
 import yaml
 
-from penstock.conf.errors import ConfigError, RunInUse
+from penstock.conf.cluster import TrackingConfig
+from penstock.conf.errors import CheckpointError, ConfigError, PenstockError, RunInUse
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.configuration.compose import recipe_name, to_yaml
+from penstock.orchestrator.configuration.compose import to_yaml
 from penstock.orchestrator.recording.appended_file import AppendedFile
 from penstock.orchestrator.recording.json_lines import cut_lines, line_of, open_for_lines, read_lines
 from penstock.orchestrator.recording.losses import Losses
+from penstock.orchestrator.recording.mirror import Mirror
+from penstock.orchestrator.recording.mirror_record import url_of
+from penstock.orchestrator.recording.mirrored import RECORD
 from penstock.orchestrator.recording.run_lock import RunLock
+from penstock.orchestrator.recording.run_place import RunPlace, cannot_make, checked_name, new_place
+from penstock.orchestrator.recording.run_url import has_begun_at, made_free
 from penstock.orchestrator.recording.timeline import Timeline
 from penstock.workers.whole_files import replacing, write_whole
 
-STARTS = ("start", "resume")
-"""Events with which a process takes a run up."""
-ENDS = ("end", "failed", "interrupted")
-"""Those with which it leaves it."""
 MADE_AT_START = (
     "config.yaml", "events.jsonl", "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
-    "resumed_store", "tensorboard", "metrics.jsonl",
+    "resumed_store", "resumed_models", "tensorboard", "metrics.jsonl", RECORD,
 )  # fmt: skip
 """What may be there of a run that has come to nothing yet."""
 
@@ -53,18 +58,23 @@ class RunDirectory:
     """Created at the start of a run, appended to while it lasts, closed at its end; afterwards opened to be read.
 
     directory = RunDirectory.create(config)
+    directory.mirror(config.tracking)
     directory.event("start", num_steps=100)
     directory.log_metrics({"step": 1, "reward/mean": 0.5})
     directory.write_samples(10, rows)
     directory.close()
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, url: str | None = None) -> None:
+        """`url`: what it is a working copy of."""
+        self.path, self.url = path, url
         self.timeline = Timeline()
         self.losses = Losses(lambda kind, error: self.event("recording_failed", what=kind, error=str(error)))
         self._files: dict[str, AppendedFile] = {}
         self._locks: list[RunLock] = []
+        self._mirror: Mirror | None = None
+        self._appending = threading.RLock()
+        """Events come from the mirror's thread too."""
         self._is_anothers = False
         """Another process has taken it while its file system was away."""
 
@@ -73,40 +83,47 @@ class RunDirectory:
         """Make the directory of a new run, lock it and write its config.yaml. Sets `config.name` if it was null.
 
         What a run left that came to nothing is replaced. Raises `ConfigError` when a run of that name is there already,
-        or the place cannot be written, `RunInUse` when another process has it.
+        or the place cannot be written, `RunInUse` when another process has it, `CheckpointError` for a silent URL.
         """
-        parent = Path(config.output_dir).expanduser().resolve()
         if config.name is None:
-            path = _make_unique(parent, f"{recipe_name(config)}-{datetime.fromtimestamp(now()):%Y%m%d-%H%M%S}")
-            config.name = path.name
+            place = new_place(config, now(), has_begun_at)
         else:
-            path = parent / _checked_name(config.name)
-        directory = cls(path)
-        directory.lock(path, f"name={config.name}")
-        if directory.has_begun:
+            place = RunPlace.of(config.output_dir, checked_name(config.name))
+        directory = cls(place.path, place.url)
+        directory.lock(place.path, f"name={config.name}")
+        try:
+            is_at_url = place.url is not None and not made_free(place.url, MADE_AT_START)
+            if is_at_url or directory.has_begun:
+                raise ConfigError(
+                    f"name={config.name}: {place.url if is_at_url else place.path} already holds a run. Add "
+                    "resume=auto to go on with it from its newest checkpoint, choose another name=..., or leave it out."
+                )
+        except PenstockError:
             directory.close()
-            raise ConfigError(
-                f"name={config.name}: {path} already holds a run. Add resume=auto to go on with it from its "
-                "newest checkpoint, choose another name=..., or leave it out."
-            )
+            raise
         try:
             if directory.config_file.is_file():
                 directory._clear()
             directory.write_text("config.yaml", to_yaml(config))
         except OSError as error:
             directory.discard()
-            raise _cannot_make(path, error) from None
+            raise cannot_make(place.path, error) from None
         return directory
 
     @classmethod
-    def open(cls, path: str | Path) -> "RunDirectory":
+    def open(cls, path: str | Path, url: str | None = None) -> "RunDirectory":
         """An existing run, to be read. Raises `ConfigError` if `path` is none."""
         found = Path(path).expanduser().resolve()
         if not found.is_dir():
             raise ConfigError(f"{path}: there is no such directory. A run is a directory under runs/.")
         if not (found / "config.yaml").is_file():
             raise ConfigError(f"{path}: holds no config.yaml, so it is no run. A run is a directory under runs/.")
-        return cls(found)
+        return cls(found, url)
+
+    @property
+    def place(self) -> str:
+        """Where people find it."""
+        return str(self.path) if self.url is None else self.url
 
     @property
     def run_id(self) -> str:
@@ -121,8 +138,9 @@ class RunDirectory:
             return True
         try:
             results = (self.model, self.checkpoints, self.samples, *self.path.glob("*/config.yaml"))
-            return bool(self.read_metrics()) or (self.config_file.is_file() and any(path.exists() for path in results))
-        except OSError:
+            is_here = self.read_metrics() or (self.config_file.is_file() and any(path.exists() for path in results))
+            return bool(is_here) or (self.url is not None and has_begun_at(self.url))
+        except (OSError, CheckpointError):
             return True
 
     # Its life.
@@ -132,7 +150,19 @@ class RunDirectory:
         try:
             self._locks.append(RunLock.take(place, what))
         except OSError as error:
-            raise _cannot_make(place, error) from None
+            raise cannot_make(place, error) from None
+
+    def mirror(self, tracking: TrackingConfig) -> None:
+        """From now on bring to its URL, if it has one, what is written here. The directory of a run before a run is
+        brought there with the other's."""
+        if self.url is not None and url_of(self.path.parent) is None:
+            self._mirror = Mirror(self.path, self.url, tracking, self.losses)
+            self._mirror.begin()
+
+    def bring(self, timeout_s: float) -> None:
+        """Have what is here at the URL, as far as that can be in time."""
+        if self._mirror is not None:
+            self._mirror.bring(timeout_s)
 
     def rewind(self, config: RunConfig, step: int, metrics: Mapping[str, Any] | None = None) -> None:
         """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again. config.yaml
@@ -158,6 +188,8 @@ class RunDirectory:
 
     def discard(self) -> None:
         """Close, and remove what was made: the name is free again. Files that something else wrote stay."""
+        if self._mirror is not None:
+            self._mirror.discard()
         self._close_files()
         with contextlib.suppress(OSError):
             self._clear()
@@ -167,10 +199,14 @@ class RunDirectory:
             self.path.rmdir()
 
     def close(self) -> None:
-        """Write the timeline, and what lines still wait; let go of files and locks. May be called twice."""
+        """Write the timeline, and what lines still wait; bring the rest to the URL; let go of files and locks. May be
+        called twice."""
         with contextlib.ExitStack() as let_go:  # of all, whatever one of them raises
             for lock in self._locks:
                 let_go.callback(lock.release)
+            let_go.callback(self._close_files)  # again: the mirror's trouble is an event
+            if self._mirror is not None:
+                let_go.callback(self._mirror.close)
             let_go.callback(self._close_files)
             if self._files and not self._is_anothers:
                 self.write_timeline()
@@ -282,10 +318,11 @@ class RunDirectory:
             self.write_text("timeline.json", self.timeline.to_json())
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
-        if name not in self._files:
-            kind = name.removesuffix(".jsonl")
-            self._files[name] = AppendedFile(self.path / name, kind, self.losses, self._open_for_lines)
-        self._files[name].append(line_of(values).encode())
+        with self._appending:
+            if name not in self._files:
+                kind = name.removesuffix(".jsonl")
+                self._files[name] = AppendedFile(self.path / name, kind, self.losses, self._open_for_lines)
+            self._files[name].append(line_of(values).encode())
 
     def _open_for_lines(self, file: Path) -> int:
         """Raises `OSError`; `RunInUse`, the first time, if the directory is another process's by now."""
@@ -314,31 +351,3 @@ class RunDirectory:
     def sample_files(self) -> list[Path]:
         """By step."""
         return sorted(self.samples.glob("step_*.parquet"), key=lambda file: int(re.sub(r"\D", "", file.stem) or 0))
-
-
-def _checked_name(name: str) -> str:
-    if not re.fullmatch(r"[\w.+@=-][\w.+@= -]*", name) or name in (".", ".."):
-        raise ConfigError(
-            f"name={name}: is to be a directory's name: letters, digits, '-', '_', '.'. Its place is output_dir."
-        )
-    return name
-
-
-def _cannot_make(path: Path, error: OSError) -> ConfigError:
-    return ConfigError(
-        f"output_dir: cannot make {path} ({error.strerror}). Set output_dir to a place that can be written."
-    )
-
-
-def _make_unique(parent: Path, stem: str) -> Path:
-    """A directory that was not there before: two runs of the same second get two."""
-    for count in range(1, 1000):
-        path = parent / (stem if count == 1 else f"{stem}-{count}")
-        try:
-            path.mkdir(parents=True)
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise _cannot_make(path, error) from None
-        return path
-    raise ConfigError(f"{parent / stem}: a thousand runs of that name; set name=...")

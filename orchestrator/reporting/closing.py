@@ -9,6 +9,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name
 from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.recording.run_place import RunPlace
 from penstock.orchestrator.reporting.summary import cards
 
 
@@ -28,11 +29,13 @@ def print_summary(directory: Path, config: RunConfig, console: Console | None = 
     console.print()
     console.print(table)
     console.print()
-    where = _short(run.path)
-    console.print(f"report    {_short(run.report)}", markup=False, soft_wrap=True)
+    url = RunPlace.of_run(config).url
+    console.print(f"report    {_at(url, run.report)}", markup=False, soft_wrap=True)
     if run.model.is_dir():
-        console.print(f"model     {_short(run.model)}", markup=False, soft_wrap=True)
-    console.print(f"all files {where}", markup=False, soft_wrap=True)
+        console.print(f"model     {_at(url, run.model)}", markup=False, soft_wrap=True)
+    console.print(f"all files {url or _short(run.path)}", markup=False, soft_wrap=True)
+    if url is not None:
+        console.print(f"also in   {_short(run.path)}", markup=False, soft_wrap=True)
     console.print("\n[bold]Try next[/]")
     for command, meaning in next_steps(config, run):
         console.print(f"  {command}", markup=False, soft_wrap=True)
@@ -46,8 +49,8 @@ def print_unfinished(config: RunConfig, run: RunDirectory, console: Console) -> 
         way_on = f"the same command with name={name} resume=auto goes on from the newest checkpoint, if there is one"
     else:
         way_on = "it took no checkpoints to go on from; checkpoint.every_steps=N takes them"
-    console.print(f"\nrun       {_short(run.path)}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"report    {_short(run.report)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"\nrun       {run.url or _short(run.path)}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"report    {_at(run.url, run.report)}", markup=False, highlight=False, soft_wrap=True)
     console.print(f"go on     {way_on}", markup=False, highlight=False, soft_wrap=True)
 
 
@@ -81,6 +84,11 @@ def next_steps(config: RunConfig, run: RunDirectory) -> list[tuple[str, str]]:
         )
     steps.append((f"penstock validate recipe={recipe}", "every key that can be set, and the dataflow"))
     return steps
+
+
+def _at(url: str | None, path: Path) -> str:
+    """A file or directory of the run."""
+    return _short(path) if url is None else f"{url}/{path.name}"
 
 
 def _short(path: Path) -> str:

@@ -5,6 +5,7 @@ Called at the end of a run and by `penstock report RUN`. What the page says is g
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from penstock.orchestrator.configuration.differences import differences_of
-from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
+from penstock.orchestrator.recording.fetching import at_place, bring_all
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.recording.turns import ENDS, STARTS
 from penstock.orchestrator.reporting.drawing import Drawing
 from penstock.orchestrator.reporting.fault_drawing import Timeline
 from penstock.orchestrator.reporting.faults import duration_s, faults_of
@@ -26,6 +29,17 @@ TEMPLATES = Path(__file__).parent / "templates"
 MAX_EVENTS = 60
 
 
+def report_of(run: str) -> str:
+    """Rebuild that of the run in a directory or at a URL, where it is brought with whatever has not come there yet; where
+    the page is. Raises `ConfigError` if there is no run, `CheckpointError` for a URL that does not take it."""
+    with at_place(run, more=_last_samples) as directory:
+        page = write_report(directory.path)
+        if directory.url is None:
+            return str(page)
+        bring_all(directory)
+        return f"{directory.url}/{page.name}"
+
+
 def write_report(path: str | Path, *, pngs: bool = True) -> Path:
     """(Re)build report.html and plots/ of the run in `path`; returns the page. Raises `ConfigError` if there is no
     run."""
@@ -36,6 +50,12 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
     if pngs:
         write_pngs(found, directory.plots, faults_of(directory.read_events()))
     return directory.report
+
+
+def _last_samples(names: Sequence[str]) -> list[str]:
+    """The page shows what was trained last."""
+    steps = {int(found[1]): name for name in names if (found := re.fullmatch(r"samples/step_(\d+)\.parquet", name))}
+    return [steps[max(steps)]] if steps else []
 
 
 def page(directory: RunDirectory, found: Sequence[Chart]) -> str:

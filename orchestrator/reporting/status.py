@@ -13,7 +13,9 @@ from rich.table import Table
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator.recording.connection import at_run
-from penstock.orchestrator.recording.run_directory import ENDS, STARTS, RunDirectory
+from penstock.orchestrator.recording.fetching import at_place
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.recording.turns import ENDS, STARTS
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
 
@@ -27,15 +29,22 @@ STATES = ("waiting", "free", "leased", "done")
 
 
 def print_status(run: str, console: Console) -> None:
-    """Raises `ConfigError` if `run` is no run, `ResourceError` if it goes on and does not answer."""
-    directory = RunDirectory.open(run)
+    """`run`: its directory or URL. Raises `ConfigError` if `run` is no run, `ResourceError` if it goes on and does not
+    answer, `CheckpointError` for a URL that does not."""
+    with at_place(run) as directory:
+        _print(directory, console)
+
+
+def _print(directory: RunDirectory, console: Console) -> None:
     turns = [event for event in directory.read_events() if event["kind"] in (*STARTS, *ENDS)]
     ended = turns[-1] if turns and turns[-1]["kind"] in ENDS else None
     if ended is not None:
         _print_end(directory, ended, console)
         return
     if not directory.cluster_file.is_file():
-        raise ConfigError(f"{run}: has no cluster.json; it has not started its actors yet. Ask again in a moment.")
+        raise ConfigError(
+            f"{directory.place}: has no cluster.json; it has not started its actors yet. Ask again in a moment."
+        )
     described = _ask(directory)
     console.print(f"[bold]{directory.path.name}[/]  {_last_step(directory)}")
     print_store(described, console)

@@ -46,11 +46,6 @@ def test_a_window_larger_than_the_staleness_allows_is_refused_with_both_keys():
         validate(config(store=StoreConfig(window=2)))
 
 
-def test_a_run_directory_behind_a_url_is_refused_with_the_key_that_takes_one():
-    with pytest.raises(ConfigError, match=r"output_dir=s3://bucket/runs: .*checkpoint\.directory"):
-        validate(config(output_dir="s3://bucket/runs"))
-
-
 def test_a_response_must_leave_room_for_a_prompt():
     rollout = RolloutConfig(max_model_len=64, sampling=SamplingConfig(max_tokens=64))
     with pytest.raises(ConfigError, match=r"rollout.sampling.max_tokens=64 leaves no room .* rollout.max_model_len=64"):

@@ -1,0 +1,132 @@
+"""What of a run's directory is to be at its URL, when a file is due to be uploaded, and which copy of a run is the
+newer one. Pure, but for `look`. Used by `mirror.py` and `fetching.py`.
+"""
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+RECORD = "mirror.json"
+EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
+NOT_MIRRORED = frozenset({"run.lock", "resumed_store", "checkpoints", RECORD})
+"""At any depth: runs before the run lie below its directory. Checkpoints go to the URL by themselves."""
+NOT_FETCHED = NOT_MIRRORED | {"samples", "plots", "tensorboard", "stacks", "report.html", "cluster.json"}
+"""Of a run at a URL that goes on elsewhere."""
+PACE_BYTES = 2**20
+"""A file that is appended to is uploaded whole each time: every so many bytes of it make it wait once more."""
+
+
+class Seen(NamedTuple):
+    """What tells a file from what it was."""
+
+    num_bytes: int
+    modified_ns: int
+
+
+class Lines(NamedTuple):
+    """Of one copy of a run."""
+
+    events: bytes
+    metrics: bytes
+
+
+def is_mirrored(name: str) -> bool:
+    """`name`: from the run's directory on. Files on their way into their place begin with a dot."""
+    return not any(part in NOT_MIRRORED or part.startswith(".") for part in PurePosixPath(name).parts)
+
+
+def is_fetched(name: str) -> bool:
+    return is_mirrored(name) and NOT_FETCHED.isdisjoint(PurePosixPath(name).parts)
+
+
+def is_lines(name: str) -> bool:
+    return PurePosixPath(name).name in (EVENTS, METRICS)
+
+
+def is_appended(name: str) -> bool:
+    return is_lines(name) or PurePosixPath(name).name.startswith("events.out.tfevents.")
+
+
+def due(
+    seen: Mapping[str, Seen],
+    before: Mapping[str, Seen],
+    uploaded: Mapping[str, Seen],
+    waited_s: Mapping[str, float],
+    every_s: float,
+    *,
+    everything: bool = False,
+) -> list[str]:
+    """The files to upload now, in order: lines come last, since they tell of the others.
+
+    `before`: what the last look has seen; a file that still changes is not whole. `waited_s`: since the last upload of
+    a file, for those that are appended to. `everything`: nothing is written any more.
+    """
+
+    def is_due(name: str) -> bool:
+        if uploaded.get(name) == seen[name]:
+            return False
+        if everything:
+            return True
+        if is_appended(name):
+            return waited_s.get(name, math.inf) >= every_s * (seen[name].num_bytes // PACE_BYTES)
+        return before.get(name) == seen[name]
+
+    order = sorted(seen, key=lambda name: (is_lines(name), PurePosixPath(name).name == EVENTS, name))
+    return [name for name in order if is_mirrored(name) and is_due(name)]
+
+
+def gone(seen: Mapping[str, Seen], uploaded: Mapping[str, Seen]) -> list[str]:
+    """What was uploaded of a model that has been written anew in other files. Of a directory that is away nothing is
+    gone."""
+    if "config.yaml" not in seen:
+        return []
+    return [name for name in uploaded if name not in seen and "model" in PurePosixPath(name).parent.parts]
+
+
+def whole_lines(data: bytes) -> bytes:
+    return data[: data.rfind(b"\n") + 1]
+
+
+def without_end(data: bytes, ends: tuple[str, ...]) -> bytes:
+    """Whole lines of events, without the last one if it says that the run is over."""
+    last = data[data.rfind(b"\n", 0, -1) + 1 :]
+    with contextlib.suppress(ValueError, AttributeError):
+        if json.loads(last).get("kind") in ends:
+            return data[: -len(last)]
+    return data
+
+
+def is_ahead(far: Lines | None, local: Lines | None) -> bool:
+    """Whether a run is to go on from the copy at its URL, and not from the one on this machine.
+
+    Events are appended and never cut, and each process that takes a run up begins with one. So a copy that begins with
+    all events of the other is as new, or newer; where neither does, another machine went on from what was at the URL,
+    and what this one did not bring there any more was done again.
+    """
+    if far is None or local is None:
+        return far is not None
+    if far.events == local.events:
+        return len(far.metrics) > len(local.metrics)
+    return not local.events.startswith(far.events)
+
+
+def look(directory: Path) -> dict[str, Seen]:
+    """All files that are mirrored."""
+    found = {}
+    for root, folders, names in os.walk(directory):
+        folders[:] = [folder for folder in folders if is_mirrored(folder)]
+        for name in filter(is_mirrored, names):
+            path = Path(root, name)
+            with contextlib.suppress(OSError):  # gone meanwhile
+                found[path.relative_to(directory).as_posix()] = seen_of(path)
+    return found
+
+
+def seen_of(path: Path) -> Seen:
+    """Raises `OSError`."""
+    facts = path.stat()
+    return Seen(facts.st_size, facts.st_mtime_ns)
