@@ -23,7 +23,6 @@ from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
 from penstock.orchestrator.configuration.placement_view import PlacementView
 from penstock.orchestrator.placement.actors import ActorPlan, needed, plan_actors
-from penstock.orchestrator.recording.run_place import working_copies
 from penstock.workers.files import is_url, list_names
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.dataset import open_dataset
@@ -111,7 +110,7 @@ def _resources(config: RunConfig, plan: list[ActorPlan]) -> str:
 
 def _output_dir(url: str) -> str:
     """Whether there is a file system for it, and it answers."""
-    return f"{len(list_names(url))} names at {url}; runs work in {working_copies(url)}"
+    return f"{url} answers: {len(list_names(url))} runs are there"
 
 
 def _weights(config: RunConfig) -> str:

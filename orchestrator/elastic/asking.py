@@ -22,9 +22,9 @@ PATIENCE_S = 60.0
 
 
 def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[list[str], list[str]]:
-    """What was done, one line a role, and what was not. `run`: its directory or URL. Raises `CannotScale` for what cannot
-    be, `ConfigError` if `run` is no run, `ResourceError` if it does not answer, `CheckpointError` for a URL that does
-    not."""
+    """What was done, one line a role, and what was not. `run`: its directory or URL. Raises `CannotScale` for what
+    cannot be, `ConfigError` if `run` is no run, `ResourceError` if it does not answer, `CheckpointError` for a URL
+    that does not."""
     for text in texts:
         Wish.of(text)
     with at_place(run) as directory:

@@ -30,8 +30,8 @@ MAX_EVENTS = 60
 
 
 def report_of(run: str) -> str:
-    """Rebuild that of the run in a directory or at a URL, where it is brought with whatever has not come there yet; where
-    the page is. Raises `ConfigError` if there is no run, `CheckpointError` for a URL that does not take it."""
+    """Rebuild that of the run in a directory or at a URL, where it is brought with whatever has not come there yet;
+    where the page is. Raises `ConfigError` if there is no run, `CheckpointError` for a URL that does not take it."""
     with at_place(run, more=_last_samples) as directory:
         page = write_report(directory.path)
         if directory.url is None:
