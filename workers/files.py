@@ -184,14 +184,16 @@ def fault_of_size(place: str, num_bytes: int) -> str | None:
 
 
 def remove(place: str) -> None:
-    """A file, or a directory as far as what is in it can be removed; nothing happens if it is not there."""
+    """A file, or a directory as far as what is in it can be removed; nothing happens if it is not there. Raises
+    `CheckpointError`."""
     system, path = _open(place)
-    if system.isdir(path):
-        with contextlib.suppress(OSError):
-            system.rm(path, recursive=True)
-    else:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            system.rm_file(path)
+    with _told(place, "removed"):
+        if system.isdir(path):
+            with contextlib.suppress(OSError):
+                system.rm(path, recursive=True)
+        else:
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                system.rm_file(path)
 
 
 def _open(place: str) -> tuple[Any, str]:

@@ -30,7 +30,6 @@ from penstock.orchestrator.recording.mirrored import (
     whole_lines,
     without_end,
 )
-from penstock.orchestrator.recording.turns import ENDS
 from penstock.workers.files import remove, upload, write_bytes
 
 KIND = "upload"
@@ -149,7 +148,7 @@ class Mirror:
             data = lines[name][1] if name in lines else None
             is_whole = True
             if data is not None and PurePosixPath(name).name == EVENTS and _others(name, seen, files):
-                held = without_end(data, ENDS)
+                held = without_end(data)
                 is_whole, data = len(held) == len(data), held
             try:
                 self._upload(name, seen[name], data)

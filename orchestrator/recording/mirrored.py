@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from penstock.orchestrator.recording.turns import ENDS, STARTS
+
 RECORD = "mirror.json"
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 NOT_MIRRORED = frozenset({"run.lock", "resumed_store", "checkpoints", RECORD})
@@ -91,12 +93,15 @@ def whole_lines(data: bytes) -> bytes:
     return data[: data.rfind(b"\n") + 1]
 
 
-def without_end(data: bytes, ends: tuple[str, ...]) -> bytes:
-    """Whole lines of events, without the last one if it says that the run is over."""
-    last = data[data.rfind(b"\n", 0, -1) + 1 :]
-    with contextlib.suppress(ValueError, AttributeError):
-        if json.loads(last).get("kind") in ends:
-            return data[: -len(last)]
+def without_end(data: bytes) -> bytes:
+    """Whole lines of events, up to the one that says that the run is over, if nobody has taken it up since."""
+    kept = len(data)
+    for line in reversed(data.splitlines(keepends=True)):
+        kept -= len(line)
+        with contextlib.suppress(ValueError, AttributeError):
+            kind = json.loads(line).get("kind")
+            if kind in (*STARTS, *ENDS):
+                return data[:kept] if kind in ENDS else data
     return data
 
 

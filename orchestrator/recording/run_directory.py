@@ -9,12 +9,9 @@
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`appended_file.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
-and whole lines but perhaps the last one. One process at a time works in it (`run.lock`, see `run_lock.py`).
-
-Once the run has begun, what cannot be written does not end it (`losses.py`): lines wait until they can be, samples and
-timeline are lost.
-
-With a URL as output_dir it is a working copy on this machine (`run_place.py`), and `mirror.py` brings it to the URL.
+and whole lines but perhaps the last one. One process at a time works in it (`run_lock.py`). Once the run has begun,
+what cannot be written does not end it (`losses.py`): lines wait until they can be, samples and timeline are lost. With
+a URL as output_dir it is a working copy on this machine (`run_place.py`), which `mirror.py` brings to the URL.
 """
 
 import contextlib
