@@ -8,7 +8,15 @@ import pytest
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import policy_loss
-from penstock.conf.errors import ConfigError, DataError, DataflowError, ModelError, PenstockError, ResourceError
+from penstock.conf.errors import (
+    CheckpointError,
+    ConfigError,
+    DataError,
+    DataflowError,
+    ModelError,
+    PenstockError,
+    ResourceError,
+)
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.model_check import check_model, num_parameters
@@ -152,3 +160,15 @@ def test_a_state_that_no_checkpoint_can_keep_is_refused_where_checkpoints_are_ta
         for check_ in states:
             with pytest.raises(DataflowError, match=r"stage 'mine': of its state, \['seen'\] is of type set"):
                 check_.look()
+
+
+@pytest.mark.parametrize(("url", "answer"), [("memory://runs", "memory://runs answers: 0 runs"), ("nope://runs", None)])
+def test_a_url_for_runs_is_asked_whether_it_answers(model: Path, rows: Path, url: str, answer: str | None) -> None:
+    config = load_config([f"model.path={model}", f"data.path={rows}", f"output_dir={url}"])
+    flow = build_dataflow(config.algorithm)
+    (check,) = [check for check in checks(config, flow, plan_actors(flow, config)) if check.name == "output_dir"]
+    if answer is not None:
+        assert check.look().startswith(answer)
+    else:
+        with pytest.raises(CheckpointError, match=r"nope://runs: no file system for it .*output_dir"):
+            check.look()

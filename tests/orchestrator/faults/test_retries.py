@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from penstock.orchestrator import retries
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.retries import run_with_retries
 
 
@@ -45,3 +47,17 @@ def test_there_are_no_more_than_were_asked_for(tried: Callable[..., list[list[st
 
 def test_what_would_come_again_is_told_once(tried: Callable[..., list[list[str]]]) -> None:
     assert len(tried([2, 0], False)) == 1
+
+
+@pytest.mark.parametrize("output_dir", ["{}", "file://{}/bucket"])
+def test_what_the_run_itself_says_may_help_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output_dir: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = load_config([f"output_dir={output_dir.format(tmp_path)}", "name=run"])
+    assert not retries._may_help(config, 1)
+    directory = RunDirectory.create(config)
+    for may_recover in (True, False):
+        directory.event("failed", may_recover=may_recover)
+        assert retries._may_help(config, 1) == may_recover
+    directory.close()

@@ -32,3 +32,19 @@ def test_a_run_that_has_ended_and_cannot_be_read_says_so(tmp_path: Path) -> None
     text = io.StringIO()
     print_summary(tmp_path / "away", load_config([]), Console(file=text, width=200))
     assert "The run has ended, and its directory cannot be read: " in text.getvalue()
+
+
+def test_a_run_at_a_url_is_told_by_its_url_and_its_working_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = load_config([f"output_dir=file://{tmp_path}/bucket", "name=run"])
+    run = RunDirectory.create(config)
+    run.model.mkdir()
+    summary, unfinished = io.StringIO(), io.StringIO()
+    print_summary(run.path, config, Console(file=summary, width=200))
+    print_unfinished(config, run, Console(file=unfinished, width=200))
+    url = f"file://{tmp_path}/bucket/run"
+    for line in (f"report    {url}/report.html", f"model     {url}/model", f"all files {url}", f"also in   {run.path}"):
+        assert line in summary.getvalue().splitlines()
+    assert f"run       {url}" in unfinished.getvalue().splitlines()

@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,30 @@ def test_a_run_that_is_refused_leaves_its_name_free(
     with pytest.raises(type(error)):
         start(load_config(words))
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("started", ["run", "session"])
+def test_a_run_that_is_refused_leaves_its_name_free_at_a_url_too(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, started: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    bucket = tmp_path / "bucket"
+
+    @contextlib.contextmanager
+    def connect(*_: object) -> Iterator[str]:
+        deadline = time.monotonic() + 20
+        while not (bucket / "refused" / "config.yaml").is_file() and time.monotonic() < deadline:
+            time.sleep(0.005)
+        raise ResourceError("the cluster has 0 GPUs")
+        yield ""
+
+    monkeypatch.setattr(running, "connect", connect)
+    monkeypatch.setattr(handles, "connect", connect)
+    start: Any = running.run if started == "run" else lambda config: handles.session(config).__enter__()
+    with pytest.raises(ResourceError):
+        start(load_config([*words, f"output_dir=file://{bucket}", "tracking.upload_every_s=0.01"]))
+    assert not [path for path in bucket.rglob("*") if path.is_file()]
+    assert RunDirectory.create(load_config([*words, f"output_dir=file://{bucket}"])).url == f"file://{bucket}/refused"
 
 
 @pytest.mark.parametrize(
