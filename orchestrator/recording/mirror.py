@@ -11,7 +11,6 @@ its last event finds its model.
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from penstock.conf.cluster import TrackingConfig
@@ -26,7 +25,6 @@ from penstock.orchestrator.recording.mirrored import (
     is_appended,
     is_lines,
     look,
-    seen_of,
     whole_lines,
     without_end,
 )
@@ -37,6 +35,8 @@ LONGEST_PAUSE_S = 60.0
 """Between two passes while the URL does not take what it is given."""
 LAST_PASSES, LAST_PAUSE_S = 3, 2.0
 """At the end, while something is missing."""
+DISCARD_S = 30.0
+"""For the upload that is under way when a run is refused."""
 TELL_AFTER_S = 5.0
 """A last pass that takes longer is told of."""
 TOLD_NAMES = 3
@@ -96,7 +96,7 @@ class Mirror:
                 thread.join(max(0.0, self._timeout_s - TELL_AFTER_S))
         finally:
             self._abandoned = True
-            missing = self._not_there() if thread.is_alive() else list(self._missing)
+            missing = self._not_there()
             self._losses.waits(KIND, 0)
             if missing:
                 self._losses.loses(KIND, len(missing))
@@ -111,7 +111,7 @@ class Mirror:
             self._closing = True
             self._turn.notify_all()
         if thread is not None:
-            thread.join(self._timeout_s)
+            thread.join(min(DISCARD_S, self._timeout_s))
         with contextlib.suppress(CheckpointError, OSError):
             for name in list(self._record.files):
                 remove(f"{self._url}/{name}")
@@ -138,14 +138,13 @@ class Mirror:
 
     def pass_over(self, *, everything: bool) -> list[str]:
         """Upload what is due; what is missing at the URL now. Called by the thread, and by `penstock report`."""
-        lines = dict(self._lines())  # before the others are looked at: they tell of no file that is not seen
-        seen = look(self._directory) | {name: facts for name, (facts, _) in lines.items()}
+        seen, lines = self._look()
         waited_s = {name: time.monotonic() - at for name, at in self._uploaded_at.items()}
         files, failures, has_changed = self._record.files, 0, False
         for name in due(seen, self._before, files, waited_s, self._every_s, everything=everything):
             if self._abandoned:
                 break
-            data = lines[name][1] if name in lines else None
+            data = lines.get(name)
             is_whole = True
             if data is not None and PurePosixPath(name).name == EVENTS and _others(name, seen, files):
                 held = without_end(data)
@@ -173,13 +172,16 @@ class Mirror:
                 self._record.write(self._directory)
         return self._missing
 
-    def _lines(self) -> Iterator[tuple[str, tuple[Seen, bytes]]]:
-        """Files of lines that have changed, up to their last whole one; also of runs before the run."""
-        for file in [*self._directory.glob("*.jsonl"), *self._directory.glob("*/*.jsonl")]:
-            name = file.relative_to(self._directory).as_posix()
+    def _look(self) -> tuple[dict[str, Seen], dict[str, bytes]]:
+        """All files, and the whole lines of those of lines that have changed. Lines are read before others are looked
+        at, so that they tell of nothing that is not seen."""
+        first = {name: facts for name, facts in look(self._directory).items() if is_lines(name)}
+        lines = {}
+        for name, facts in first.items():
             with contextlib.suppress(OSError):
-                if is_lines(name) and (facts := seen_of(file)) != self._record.files.get(name):
-                    yield name, (facts, whole_lines(file.read_bytes()))
+                if facts != self._record.files.get(name):
+                    lines[name] = whole_lines((self._directory / name).read_bytes())
+        return {name: facts for name, facts in look(self._directory).items() if not is_lines(name)} | first, lines
 
     def _upload(self, name: str, seen: Seen, data: bytes | None) -> None:
         """Raises `CheckpointError`, `OSError`."""

@@ -77,8 +77,11 @@ def due(
             return waited_s.get(name, math.inf) >= every_s * (seen[name].num_bytes // PACE_BYTES)
         return before.get(name) == seen[name]
 
-    order = sorted(seen, key=lambda name: (is_lines(name), PurePosixPath(name).name == EVENTS, name))
-    return [name for name in order if is_mirrored(name) and is_due(name)]
+    def turn(name: str) -> tuple[bool, bool, int, str]:
+        path = PurePosixPath(name)  # of the runs before a run first
+        return is_lines(name), path.name == EVENTS, -len(path.parts), name
+
+    return [name for name in sorted(seen, key=turn) if is_mirrored(name) and is_due(name)]
 
 
 def gone(seen: Mapping[str, Seen], uploaded: Mapping[str, Seen]) -> list[str]:

@@ -60,6 +60,7 @@ def test_all_that_a_run_leaves_is_at_its_url_in_the_end() -> None:
     directory.write_samples(1, Rows.from_lists({"reward": [1.0]}))
     (directory.path / "sft" / "model").mkdir(parents=True)
     (directory.path / "sft" / "model" / "a").write_bytes(b"weights")
+    (directory.path / "sft" / "events.jsonl").write_text('{"kind": "end"}\n')
     directory.checkpoints.mkdir()
     (directory.checkpoints / "x").write_text("")
     directory.close()
@@ -68,6 +69,7 @@ def test_all_that_a_run_leaves_is_at_its_url_in_the_end() -> None:
         "events.jsonl",
         "metrics.jsonl",
         "samples/step_1.parquet",
+        "sft/events.jsonl",
         "sft/model/a",
         "timeline.json",
     ]

@@ -49,7 +49,7 @@ def test_all_but_locks_checkpoints_and_what_is_on_its_way_is_mirrored(name: str,
 
 def test_lines_come_last_and_events_after_all_that_they_tell_of() -> None:
     seen = dict.fromkeys(["events.jsonl", "sft/events.jsonl", "metrics.jsonl", "model/a", "report.html"], Seen(1, 1))
-    order = ["model/a", "report.html", "metrics.jsonl", "events.jsonl", "sft/events.jsonl"]
+    order = ["model/a", "report.html", "metrics.jsonl", "sft/events.jsonl", "events.jsonl"]
     assert due(seen, seen, {}, NEVER, 5.0) == order
 
 
