@@ -16,6 +16,7 @@ from typing import Any, cast
 from hydra import compose, initialize
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -136,7 +137,8 @@ def _compose_groups(
 ) -> DictConfig:
     values, preset = _recipe_values(recipe, config_class, algorithm_replaced="algorithm" in choices)
     store = ConfigStore.instance()
-    store.store(name="penstock_schema", node=RunConfig)
+    if "penstock_schema.yaml" not in store.repo:  # a tenth of a second, each time
+        store.store(name="penstock_schema", node=RunConfig)
     store.store(group="algorithm", name="chosen", node=config_class)
     store.store(group="recipe", name="chosen", node=values, package="_global_")
     defaults: list[Any] = ["penstock_schema", {"algorithm": "chosen"}]
@@ -149,14 +151,18 @@ def _compose_groups(
     packaged = name is None or not Path(name).exists() or recipe.name == name
     main = {"recipe": name if packaged else str(recipe.directory), "algorithm": {"name": algorithm}}
     store.store(name="penstock_run", node={"defaults": [*defaults, "_self_"], **main})
-    _check_recipe(recipe, values, config_class)
     backup = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()  # a program that runs under Hydra itself may call us
     try:
         with initialize(version_base=None, config_path=None, job_name="penstock"):
-            return compose("penstock_run")
+            tree = compose("penstock_run")
+    except (HydraException, OmegaConfBaseException):
+        _refuse(recipe, values, config_class)
+        raise
     finally:
         GlobalHydra.instance().hydra = backup
+    check_keys(tree, values, f"{recipe.file}: ")
+    return tree
 
 
 def _store_preset(name: str, group: str) -> str:
@@ -195,8 +201,8 @@ def _recipe_values(
     return values, None if preset is None else str(preset)
 
 
-def _check_recipe(recipe: Recipe, values: dict[str, Any], config_class: type[AlgorithmConfig]) -> None:
-    """Unknown keys and wrong types of the YAML, with its file name; Hydra would name neither."""
+def _refuse(recipe: Recipe, values: dict[str, Any], config_class: type[AlgorithmConfig]) -> None:
+    """Raise `ConfigError` for an unknown key or a wrong type of the YAML, with its file name: Hydra names neither."""
     tree = OmegaConf.structured(RunConfig)
     tree.algorithm = OmegaConf.structured(config_class)
     where = f"{recipe.file}: "
