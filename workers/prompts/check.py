@@ -1,5 +1,6 @@
 """A look at the prompts before anything starts: `penstock validate`, and the first second of a run."""
 
+import heapq
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,15 +47,14 @@ def check_prompts(
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(tokenizer, config.data, limits)
     num_read = min(len(dataset), sample if isinstance(dataset, ProblemDataset) else MAX_READ_ROWS)
-    sizes = []
-    for index in range(num_read):
-        task = dataset.row(index)
-        sizes.append(len(task.prompt) + (len(task.response or "") if rows_are != "prompts" else 0))
-    longest = sorted(range(num_read), key=lambda index: -sizes[index])[:sample]
+
+    def num_characters(row: tuple[int, Task]) -> int:
+        return len(row[1].prompt) + (len(row[1].response or "") if rows_are != "prompts" else 0)
+
+    longest = heapq.nlargest(sample, ((index, dataset.row(index)) for index in range(num_read)), key=num_characters)
     prompts, responses, skipped = [], [], 0
-    for index in sorted(longest):
+    for _, task in sorted(longest, key=lambda row: row[0]):
         try:
-            task = dataset.row(index)
             prompt, response = _encoded(encoder, task, rows_are)
         except PromptTooLong:
             if config.data.too_long != "skip":
