@@ -5,6 +5,7 @@ that take the place of one that died.
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import ray
@@ -201,4 +202,10 @@ def _file_of(function: str) -> str:
 
 
 def _remote(cls: type, options: dict[str, Any]) -> Any:
-    return ray.remote(cls).options(**options)
+    return _actor_class(cls).options(**options)
+
+
+@cache
+def _actor_class(cls: type) -> Any:
+    """Ray sends each of these to the cluster once."""
+    return ray.remote(cls)

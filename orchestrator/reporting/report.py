@@ -7,6 +7,7 @@ Called at the end of a run and by `penstock report RUN`. What the page says is g
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
     directory = RunDirectory.open(path)
     config = directory.read_config()
     found = charts(directory.read_metrics(), config.get("max_staleness"))
-    directory.write_text("report.html", page(directory, found))
+    directory.write_text("report.html", page(directory, config, found))
     if pngs:
         write_pngs(found, directory.plots, faults_of(directory.read_events()))
     return directory.report
@@ -58,9 +59,9 @@ def _last_samples(names: Sequence[str]) -> list[str]:
     return [steps[max(steps)]] if steps else []
 
 
-def page(directory: RunDirectory, found: Sequence[Chart]) -> str:
+def page(directory: RunDirectory, config: Mapping[str, Any], found: Sequence[Chart]) -> str:
     """The whole HTML document."""
-    config, events = directory.read_config(), directory.read_events()
+    events = directory.read_events()
     faults = faults_of(events)
     samples_step, samples = read_samples(directory)
     shown = events if len(events) <= MAX_EVENTS else [*events[: MAX_EVENTS // 2], *events[-MAX_EVENTS // 2 :]]
@@ -83,7 +84,9 @@ def page(directory: RunDirectory, found: Sequence[Chart]) -> str:
     )
 
 
+@cache
 def _environment() -> Environment:
+    """It keeps the templates that it has compiled."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
