@@ -14,7 +14,6 @@ from hypothesis import settings
 from tests.machines.cluster import Cluster, machines
 from tests.machines.privileges import what_is_missing
 from tests.ray_cluster import connected, running_cluster
-from tests.warm_workers import SOCKET
 from tests.warm_workers import warm_python as warm_server
 
 # Machines of continuous integration are shared and slow at odd moments: a property is about values, not about time.
@@ -71,7 +70,7 @@ def cold_spawn() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def ray_address(warm_python: list[str]) -> Iterator[str]:
     """A Ray cluster of this process's tests, for drivers in processes of their own too."""
-    with running_cluster({SOCKET: str(Path(warm_python[0]).with_name("socket"))}) as address:
+    with running_cluster(warm_python) as address:
         yield address
 
 

@@ -1,7 +1,7 @@
 """One Ray cluster for all tests of a process, of workers that start quickly. The fixtures are in `tests/conftest.py`.
 
-Run as a program it is the cluster: `python ray_cluster.py NODES` prints its address and lives until its input ends. All
-its nodes are on this machine.
+Run as a program it is the cluster: `ray_cluster.py NODES` prints its address and lives until its input ends. All its
+nodes are on this machine, and are started by a Python whose forks are warm (`warm_workers.py`).
 """
 
 import json
@@ -23,15 +23,14 @@ QUIET = {"REPORTER_UPDATE_INTERVAL_MS": "600000", "RAY_worker_niceness": "0"}
 
 
 @contextmanager
-def running_cluster(environment: Mapping[str, str], nodes: Sequence[Mapping[str, Any]] = ()) -> Iterator[str]:
-    """The address of a cluster in processes of its own. `environment`: what it has beside this process's. `nodes`: one
-    for each, with what it has; none: a single one."""
+def running_cluster(warm_python: Sequence[str], nodes: Sequence[Mapping[str, Any]] = ()) -> Iterator[str]:
+    """The address of a cluster in processes of its own. `nodes`: one for each, with what it has; none: a single one."""
     cluster = subprocess.Popen(
-        [sys.executable, __file__, json.dumps(list(nodes))],
+        [*warm_python, __file__, json.dumps(list(nodes))],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env={**os.environ, **QUIET, **environment},
+        env={**os.environ, **QUIET},
     )
     assert cluster.stdin is not None
     assert cluster.stdout is not None
@@ -60,7 +59,7 @@ def serve(nodes: Sequence[Mapping[str, Any]]) -> None:
         "include_dashboard": False,
         "dashboard_agent_listen_port": 0,  # any: a cluster that takes jobs must find the usual one free
         "include_log_monitor": False,  # it reads the files of all workers that there were, again and again
-        "setup_worker_path": str(Path(__file__).with_name("warm_workers.py")),
+        "setup_worker_path": str(Path(__file__).with_name("warm_client.py")),
     }
     settings = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}
     head, *others = nodes or [{"num_cpus": NUM_CPUS, "num_gpus": NUM_GPUS}]

@@ -3,23 +3,25 @@
 A worker of a real run spends five to ten seconds of CPU on importing torch, transformers and Ray, a vLLM engine twenty,
 and the tests start hundreds of them. A server imports them once, and forks:
 
-    raylet ─▶ warm_workers.py default_worker.py …  ─┐  arguments, environment,
-    test ───▶ DIRECTORY/python -m MODULE …         ─┼───── open files ─────▶  server
-    spawn ──▶ DIRECTORY/python -c CODE …           ─┘                           │ fork
-                    │ lives as long as the fork                                 ▼
-                    └─────────── signals, its own end ──────────▶  default_worker.py, MODULE or CODE
+    test ───▶ DIRECTORY/python -m MODULE …                          ─┐  arguments, environment,
+    spawn ──▶ DIRECTORY/python -c CODE …                            ─┼───── open files ─────▶  server
+    raylet ─▶ DIRECTORY/python warm_client.py default_worker.py …   ─┘                           │ fork
+                    │ warm_client.py: lives as long as the fork                                  ▼
+                    └────────────────── signals, its own end ──────────────▶  default_worker.py, MODULE or CODE
 
-The cluster of the tests (`ray_cluster.py`) starts its workers by this file. `DIRECTORY/python` takes the arguments of
-Python: tests start ranks, drivers and benchmarks with it, and `multiprocessing` starts the processes of vLLM with it,
-in the forks and in tests that ask for the fixture `warm_spawn`. What a fork starts by `sys.executable` is a fork. Each
-has its own environment, and lives where its caller does: on a machine of `tests/machines`, if it is on one. Starts as
-users see them are tested without it: `penstock run` in a shell, `ray job submit`, an engine of vLLM. Used by
-`tests/conftest.py`, and by `tests/machines/ray_nodes.py` for Ray on machines.
+`DIRECTORY/python` takes the arguments of Python: tests start ranks, drivers and benchmarks with it, and
+`multiprocessing` starts the processes of vLLM with it, in the forks and in tests that ask for the fixture `warm_spawn`.
+What a fork starts by `sys.executable` is a fork: so are the nodes of the tests' clusters, and their workers, which they
+set up by `warm_client.py`. Each has its own environment, and lives where its caller does: on a machine of
+`tests/machines`, if it is on one. Starts as users see them are tested without it: `penstock run` in a shell,
+`ray job submit`, an engine of vLLM. Used by `tests/conftest.py`, by `ray_cluster.py`, and by
+`tests/machines/ray_nodes.py` for Ray on machines.
 """
 
 import fcntl
 import gc
 import json
+import marshal
 import multiprocessing
 import os
 import select
@@ -36,10 +38,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-SOCKET = "PENSTOCK_TEST_WARM_SOCKET"
-"""Environment variable of the cluster: where the server listens."""
 CLOCK_AHEAD_S = "PENSTOCK_TEST_CLOCK_AHEAD_S"
 """Environment variable of a machine: its wall clock is ahead by so much, for all that Python asks it."""
+CLIENT = str(Path(__file__).with_name("warm_client.py"))
+"""What Ray is told to set up workers by."""
 EXECUTABLE = "python"
 """Name of the command, beside the socket."""
 START_S = 180.0
@@ -56,11 +58,21 @@ MODULES = (
     "pyarrow.compute",
     "pyarrow.parquet",
     "ray._private.workers.default_worker",
+    "ray._private.arrow_serialization",
+    "ray._common.pydantic_compat",
+    "ray._common.usage.usage_lib",
+    "ray.cluster_utils",
+    "ray.dashboard.agent",
+    "ray.dashboard.http_server_agent",
+    "ray.dashboard.optional_utils",
+    "ray._private.runtime_env.plugin_schema_manager",
+    "pyarrow.json",
+    "pydantic.v1",
     "peft",
     "math_verify",
     "reasoning_gym.factory",
     "reasoning_gym",
-    "penstock.workers.trainer.trainer",
+    "penstock.workers.trainer.assembly",
     "penstock.workers.trainer.engines.fsdp",
     "penstock.workers.trainer.checkpointing.saver",
     "penstock.workers.rollout.engine_hf",
@@ -78,7 +90,8 @@ VLLM_MODULES = (
     "vllm.v1.worker.cpu_model_runner",
     "vllm.model_executor.models.qwen2",
 )
-"""Imported before the first fork. None of them starts a thread."""
+"""Imported before the first fork. None of them starts a thread, or draws an id of Ray's: all forks would draw the same
+next ones, as they would after `ray.scripts.scripts`."""
 QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
 """What vLLM reads while it is imported, as `vllm_setup.py` has it."""
 
@@ -89,11 +102,11 @@ def warm_python(directory: Path) -> Iterator[Path]:
     path, command = directory / "socket", directory / EXECUTABLE
     command.write_text(
         f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        f"from warm_workers import run\nsys.exit(run({str(path)!r}, sys.argv[1:]))\n"
+        f"from warm_client import run\nsys.exit(run({str(path)!r}, sys.argv[1:]))\n"
     )
     command.chmod(stat.S_IRWXU)
     environment = {**QUIET, **os.environ}
-    server = subprocess.Popen([sys.executable, __file__, "serve", str(path)], stdin=subprocess.PIPE, env=environment)
+    server = subprocess.Popen([sys.executable, __file__, str(path)], stdin=subprocess.PIPE, env=environment)
     try:
         deadline = time.monotonic() + START_S
         while not path.exists():
@@ -111,8 +124,8 @@ def serve(path: str) -> None:
     import importlib
 
     # Ray reads them while it is imported: a worker that will be told its job, and ends with the process of this number,
-    # which every machine has. That it ends with its raylet is the caller's business.
-    os.environ.update(RAY_JOB_ID="ffffffff", RAY_RAYLET_PID="1")
+    # which every machine has. That it ends with its raylet is the caller's business. Agents see it by a pipe of theirs.
+    os.environ.update(RAY_JOB_ID="ffffffff", RAY_RAYLET_PID="1", RAY_enable_pipe_based_agent_to_parent_health_check="1")
     for name in MODULES:
         importlib.import_module(name)
     if importlib.util.find_spec("vllm"):
@@ -190,7 +203,7 @@ def become(caller: socket.socket) -> None:
 
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, files, _, _ = socket.recv_fds(caller, MAX_REQUEST, MAX_FILES)
-    request = json.loads(message)
+    request = marshal.loads(message)
     caller = socket.socket(fileno=_moved(caller.detach(), HIGH))
     for file, number in zip([_moved(file, HIGH) for file in files], request["files"], strict=True):
         os.dup2(file, number)
@@ -198,6 +211,9 @@ def become(caller: socket.socket) -> None:
     os.chdir(request["directory"])
     os.environ.clear()
     os.environ.update(request["environment"])
+    arguments = request["arguments"]
+    if arguments[0] == CLIENT:
+        arguments = set_up(arguments[1:])
     if ahead_s := os.environ.get(CLOCK_AHEAD_S):
         _set_clock_ahead(float(ahead_s))
     if threads := os.environ.get("OMP_NUM_THREADS"):  # torch reads it when it is loaded
@@ -205,7 +221,7 @@ def become(caller: socket.socket) -> None:
     Config.initialize("")  # Ray's C++ has read the server's environment; whether a cluster asks for a token is there
     caller.send(str(os.getpid()).encode())
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
-    status = _status_of(request["arguments"])
+    status = _status_of(arguments)
     threading._shutdown()  # type: ignore[attr-defined]  # as at Python's own end: executors end, other threads are waited for
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
@@ -257,38 +273,9 @@ def _end_with(caller: socket.socket) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run(path: str, arguments: Sequence[str]) -> int:
-    """Hand everything to the server, and live as long as the process that it forks; its exit status."""
-    ends_with = []
-    if arguments[0] == __file__:  # a worker, if not started by `__main__` below, then by a node that is a fork itself
-        arguments = set_up(arguments[1:])
-        ends_with = [os.pidfd_open(os.getppid())]  # its raylet
-    files = [int(name) for name in os.listdir("/proc/self/fd")]
-    files = sorted(file for file in files if file <= 2 or _is_open(file))
-    request = {
-        "arguments": list(arguments), "environment": dict(os.environ), "directory": os.getcwd(), "files": files
-    }  # fmt: skip
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
-        server.connect(path)
-        socket.send_fds(server, [json.dumps(request).encode()], files)
-        process = int(server.recv(64) or b"0")
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: os.kill(process, number))
-        ended = select.select([server, *ends_with], [], [])[0]
-        return int((server in ended and server.recv(64)) or b"137")
-
-
-def _is_open(file: int) -> bool:
-    """And would be, in a program that this one is replaced by."""
-    try:
-        return os.get_inheritable(file)
-    except OSError:
-        return False
-
-
 def use_warm_workers(ray_params: Any, head: bool) -> None:
-    """For `RAY_START_HOOK`: have the node that `ray start` is about to start set up its workers by this file."""
-    ray_params.setup_worker_path = __file__
+    """For `RAY_START_HOOK`: have the node that `ray start` is about to start set up warm workers."""
+    ray_params.setup_worker_path = CLIENT
 
 
 def set_up(arguments: Sequence[str]) -> list[str]:
@@ -310,7 +297,4 @@ def set_up(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "serve":
-        sys.exit(serve(sys.argv[2]))
-    else:
-        sys.exit(run(os.environ[SOCKET], [__file__, *sys.argv[1:]]))
+    serve(sys.argv[1])

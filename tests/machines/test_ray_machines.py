@@ -44,7 +44,9 @@ def test_who_has_not_its_token_is_turned_away(ray_machines, warm_python, environ
     status = [*warm_python, "-m", "ray.scripts.scripts", "status"]
     with pytest.raises(CommandFailed, match="InvalidAuthToken"):
         ray_machines[2].run(status, env=environment)
-    assert "/8.0 CPU" in ray_machines[2].run(status).stdout
+    deadline = time.monotonic() + 30  # a node that is just there has not told what it has
+    while "/8.0 CPU" not in (told := ray_machines[2].run(status).stdout):
+        assert time.monotonic() < deadline, told
 
 
 def test_workers_end_with_their_node(ray_machines, warm_python) -> None:

@@ -1,19 +1,17 @@
 """A cluster of three nodes on this machine."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.ray_cluster import connected, running_cluster
-from tests.warm_workers import SOCKET
 
 NODES = [{"num_cpus": 2}, {"num_cpus": 3, "labels": {"zone": "a"}}, {"num_cpus": 3, "labels": {"zone": "b"}}]
 
 
 @pytest.fixture(scope="session")
 def three_node_address(warm_python: list[str]) -> Iterator[str]:
-    with running_cluster({SOCKET: str(Path(warm_python[0]).with_name("socket"))}, NODES) as address:
+    with running_cluster(warm_python, NODES) as address:
         yield address
 
 
