@@ -6,7 +6,6 @@ from typing import Any
 
 from penstock.conf.errors import DataError
 from penstock.conf.run import RunConfig
-from penstock.workers.prompts.dataset import ProblemDataset
 from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong, TokenLimits
 
@@ -46,7 +45,7 @@ def check_prompts(
     """
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(tokenizer, config.data, limits)
-    num_read = min(len(dataset), sample if isinstance(dataset, ProblemDataset) else MAX_READ_ROWS)
+    num_read = min(len(dataset), sample if config.data.source == "reasoning_gym" else MAX_READ_ROWS)
 
     def num_characters(row: tuple[int, Task]) -> int:
         return len(row[1].prompt) + (len(row[1].response or "") if rows_are != "prompts" else 0)
