@@ -22,7 +22,7 @@ from tests.run_files import metrics_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NUM_KILLS = 20 if os.environ.get("PENSTOCK_SOAK") else 4
-MAX_STEPS = 6 * NUM_KILLS
+MAX_STEPS = 4 * NUM_KILLS
 """More than are made between two kills."""
 ONE_THREAD = ["rollout.num_threads=1", "trainer.num_threads=1"]
 """Sums in one order."""
