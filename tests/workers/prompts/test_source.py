@@ -257,6 +257,21 @@ def test_check_finds_a_long_prompt_and_a_bad_line_wherever_they_are(tmp_path):
         check_prompts(open_dataset(skipping.data, EvaluationConfig()), Characters(), skipping, sample=1)
 
 
+def test_check_makes_few_of_an_environments_problems_and_each_once(tmp_path):
+    (tmp_path / "teacher.py").write_text(
+        "told = []\ndef teach(task):\n    told.append(task['index'])\n    return str(len(told))\n"
+    )
+    config = make_config(
+        "chain_sum", source="reasoning_gym", size=40, teacher=f"{tmp_path}/teacher.py:teach",
+        options={"max_terms": 2, "max_digits": 1}, max_prompt_tokens=75,
+    )  # fmt: skip
+    report = check_prompts(
+        open_dataset(config.data, EvaluationConfig()), Characters(), config, rows_are="demonstrations", sample=5
+    )
+    assert (report.rows, report.read, report.tokenized) == (40, 5, 5)
+    assert report.longest_response == len("5") + 1
+
+
 def test_a_row_without_a_demonstration_is_named():
     encoder = PromptEncoder(Characters(), DataConfig(), TokenLimits(50, 60, ""))
     with pytest.raises(DataError, match=r"row 3: no demonstration.*data\.columns\.response"):
