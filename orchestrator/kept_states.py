@@ -93,12 +93,13 @@ class KeptStates:
         leaves this step without its second copies.
         """
         nodes = self._look()
-        if self._is_off or len(nodes.agents) < 2:
+        if self._is_off:
             return 0.0
         for rank, node in nodes.node_of_rank.items():
             if node not in nodes.agents:
                 raise WorkerDied(f"The node of rank {rank} has left after step {step}, before its state was copied.")
-        partner_of = partners(list(nodes.agents), nodes.node_of_rank)
+        if not (partner_of := partners(list(nodes.agents), nodes.node_of_rank)):
+            return 0.0
         began = self._clock()
         try:
             await self._fetch(nodes, step, {rank: (nodes.node_of_rank[rank], to) for rank, to in partner_of.items()})

@@ -1,5 +1,6 @@
 """Actors that note what they are asked, in the order of all: what the controller's parts say to whom, and when."""
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,14 +29,21 @@ class NotingActors:
 class _Handle:
     def __init__(self, name: str, said: list[str]) -> None:
         self._name, self._said = name, said
+        self._held: set[str] = set()
+
+    def holds(self, method: str) -> None:
+        """It answers this no more."""
+        self._held.add(method)
 
     def __getattr__(self, method: str) -> Any:
-        name, said = self._name, self._said
+        name, said, held = self._name, self._said, self._held
 
         class Method:
             @staticmethod
             async def remote(*arguments: Any) -> Any:
                 said.append(f"{name} {method}")
+                if method in held:
+                    await asyncio.Event().wait()
                 return Publication("v", arguments[1]) if method == "publish" else None
 
         return Method

@@ -10,6 +10,7 @@ import pytest
 from penstock.conf.errors import WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
+from penstock.orchestrator import weight_relays
 from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.orchestrator.weight_sync import WeightSync
 from tests.orchestrator.noting_actors import NotingActors
@@ -157,3 +158,38 @@ def test_a_node_whose_engines_are_gone_is_told_nothing_and_one_that_dies_holds_n
     assert actors.said == [
         "x begin_version", "trainer-0 publish", "x wait_for_version", "rollout-0 load", "x reclaim_versions",
     ]  # fmt: skip
+
+
+def test_a_version_whose_source_is_gone_is_waited_for_no_longer_and_brought_to_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(weight_relays, "PASSED_ON_S", 0.1)
+    monkeypatch.setattr(weight_relays, "LOOK_S", 0.01)
+    actors = NotingActors({"trainer": 1, "rollout": 1})
+    where = {"trainer-0": "x", "rollout-0": "a", "rollout-1": "b"}
+    agents = {node: (node, actors.handle(node)) for node in "xab"}
+    addresses = {node: Address(node, 1) for node in "xab"}
+    actors.relay_nodes = RelayNodes(where, agents, addresses, ["rollout-0"])
+    newcomer = [("rollout-1", actors.handle("rollout-1"))]
+
+    async def body() -> None:
+        sync = WeightSync(actors, RunConfig())  # type: ignore[arg-type]
+        await sync.connect()
+        await sync.load(await sync.publish(1))
+        assert not sync.is_cut_off
+        second = await sync.publish(2)
+        agents["a"][1].holds("wait_for_version")
+        loading = asyncio.ensure_future(sync.load(second))
+        await asyncio.sleep(0.05)
+        without = {node: agent for node, agent in agents.items() if node != "x"}
+        actors.relay_nodes = RelayNodes(where, without, addresses, ["rollout-0", "rollout-1"])
+        assert sync.is_cut_off
+        with pytest.raises(WorkerDied, match="x: gone before the others had the weights"):
+            await loading
+        actors.said.clear()
+        coming = asyncio.ensure_future(sync.catch_up(newcomer))
+        await asyncio.sleep(0.2)
+        coming.cancel()
+        assert actors.said == []
+
+    asyncio.run(body())

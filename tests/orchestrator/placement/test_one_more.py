@@ -28,6 +28,14 @@ def test_a_reward_goes_where_engines_are() -> None:
     assert place_one(REWARD, nodes, roles) == nodes[2]
 
 
+def test_a_rank_that_has_lost_its_node_goes_where_other_ranks_are() -> None:
+    nodes = [node(1, 8), node(2, 2), node(3, 4)]
+    rank = ActorPlan("Trainer-policy-1", "trainer", num_cpus=1)
+    roles = {nodes[0].id: ["rollout"], nodes[1].id: ["trainer"]}
+    assert place_one(rank, nodes, roles) == nodes[1]
+    assert place_one(rank, [nodes[0], nodes[2]], roles) == nodes[0]
+
+
 def test_nodes_that_the_role_may_not_be_on_are_left_alone() -> None:
     nodes = [node(1), node(2, zone="a"), node(3, zone="b")]
     assert open_nodes("rollout", nodes, ClusterConfig(nodes=["node-2", "node-9"])) == [nodes[1]]  # 9 has left
