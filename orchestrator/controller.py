@@ -30,7 +30,7 @@ from penstock.orchestrator.elastic.ear import Ear
 from penstock.orchestrator.elastic.following import Following
 from penstock.orchestrator.elastic.members import Members, catching_up
 from penstock.orchestrator.evaluation import Evaluator
-from penstock.orchestrator.failures import Kind, cause_of, held_back, kind_of, leaves
+from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.store_recovery import StoreRecovery
 from penstock.orchestrator.faults.supervisor import Supervisor
@@ -46,6 +46,7 @@ from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sample_log import SampleLog
 from penstock.orchestrator.reporting.sinks import Sink
 from penstock.orchestrator.reporting.step_log import QUICK_S, StepLog
+from penstock.orchestrator.versions import Versions
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
@@ -103,10 +104,10 @@ class Controller:
         share = faults.partner_share if faults.keep_state and met is not None else 0.0
         self._states = KeptStates(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
         self._ranks = TrainerRecovery(fleet, self.store, self._supervisor, self._states, self._before, met, timeout_s)
-        self._renewing = asyncio.Lock()
-        self._delivery: Delivery | None = None
-        """That is on its way to the engines."""
-        self._published_last = self._before
+        self._versions = Versions(
+            self._weights, self._ranks, self._turns, self.store, self._supervisor, self._stores, directory.timeline,
+            self._before,
+        )  # fmt: skip
         self._stop = False
         self._samples = SampleLog(config, flow, directory, self._last_batch)
         self._log = StepLog(
@@ -158,7 +159,7 @@ class Controller:
                 await finishing
             await self._samples.write(step)
             phases |= await self._save_if_due(step, reports)
-            delivery, phases["publish"] = await self._publish(step)
+            delivery, phases["publish"] = await self._versions.publish(step)
             finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
@@ -181,9 +182,9 @@ class Controller:
     async def _go_on(self) -> None:
         """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
         self.outcome.num_steps = self._before
-        delivery, _ = await self._publish(self._before)
-        await self._load(delivery)
-        await self._published(self._before)
+        delivery, _ = await self._versions.publish(self._before)
+        await self._versions.load(delivery)
+        await self._versions.tell(self._before)
 
     async def _train(self, step: int) -> tuple[list[StepReport], dict[str, float]]:
         """One update by all ranks, and the seconds of what belongs to it. They lease its batch themselves, as soon as
@@ -199,7 +200,7 @@ class Controller:
                 copied_s = await self._states.copy(step)
             except PenstockError as failure:
                 if not await self._supervisor.check_partners(failure, stores):
-                    await self._renew(failure, ranks)
+                    await self._versions.renew(failure, ranks)
                 continue
             try:
                 await self._stores.trained(step, reports, stores)
@@ -208,24 +209,6 @@ class Controller:
                     raise
                 await self._supervisor.with_store(self._stores.tell)
             return reports, {"partner": copied_s} if copied_s else {}
-
-    async def _renew(self, failure: PenstockError, ranks: int) -> None:
-        """Others take the place of ranks that have failed, unless they have done so since there had been `ranks`. If
-        part of the newest version is gone with their node, it is published again. Raises the failure where that cannot
-        be."""
-        async with self._renewing:
-            if ranks != self._ranks.generation:
-                return
-            trained = await self._ranks.recover(failure)
-            if not self._weights.is_cut_off:
-                return
-            if self._delivery is None:
-                if trained == self._published_last:  # else the next one comes at once
-                    await self._weights.load(await self._weights.publish(trained))
-            elif trained == self._delivery.version:
-                self._delivery = await self._weights.publish(trained)
-            else:
-                raise failure
 
     async def _last_batch(self, columns: list[str]) -> Rows:
         return await self._supervisor.with_store(lambda: self.store.last_batch(columns))
@@ -267,52 +250,15 @@ class Controller:
         except PenstockError as error:
             return str(error)
 
-    async def _publish(self, version: int) -> tuple[Delivery, float]:
-        """Publish this version: once it returns the trainers may go on to the next step. Ranks that are lost are
-        replaced, and publish it again."""
-        start = time.time()
-        while True:
-            ranks = self._ranks.generation
-            try:
-                delivery = await self._weights.publish(version)
-                break
-            except PenstockError as failure:
-                await self._renew(failure, ranks)
-        self.directory.timeline.span("trainer", "publish", start, time.time(), version=version)
-        return delivery, time.time() - start
-
-    async def _load(self, delivery: Delivery) -> float:
-        """Every engine loads this version; seconds."""
-        await self._turns.generation()
-        start, self._delivery = time.time(), delivery
-        while True:
-            ranks, delivery = self._ranks.generation, self._delivery
-            try:
-                seconds = await self._weights.load(delivery)
-                break
-            except PenstockError as failure:
-                if kind_of(failure) is Kind.DEATH:  # of a node with ranks, before all of the version was elsewhere
-                    await self._renew(failure, ranks)
-                if self._delivery is delivery:
-                    raise
-        self._delivery = None
-        self.directory.timeline.span("engines", "load weights", start, start + seconds, version=delivery.version)
-        return seconds
-
     async def _finish(self, step: int, reports: list[StepReport], delivery: Delivery, phases: dict[str, float]) -> None:
         """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
         `phases`: seconds of what the step had besides its update."""
-        phases["publish"] += await self._load(delivery)
+        phases["publish"] += await self._versions.load(delivery)
         accuracy, evaluation_s = await self._evaluate_if_due(step)
-        await self._published(delivery.version)
+        await self._versions.tell(delivery.version)
         phases |= {"evaluation": evaluation_s} if accuracy is not None else {}
         self.outcome.last_metrics = await self._log.write(step, reports, phases, accuracy)
         self.outcome.num_steps = step
-
-    async def _published(self, version: int) -> None:
-        await self._supervisor.with_store(lambda: self.store.published(version))
-        self._stores.published(version)
-        self._published_last = version
 
     def _counters(self) -> dict[str, float]:
         counters = self._recoveries.metrics(time.monotonic()) | self.directory.losses.metrics()

@@ -1,0 +1,102 @@
+"""Versions of the weights, from the trainer's ranks to the engines and to the store's ear, also where ranks are lost on
+the way: the step that a version came from is trained, so others publish it again.
+
+    publish ─▶ the ranks may go on      load ─▶ every engine serves it      tell ─▶ the store may admit prompts
+
+Which calls that takes is `weight_sync.py`; how ranks are replaced, `faults/trainer_recovery.py`. Used by
+`controller.py`.
+"""
+
+import asyncio
+import time
+
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.colocation import Turns
+from penstock.orchestrator.failures import Kind, kind_of
+from penstock.orchestrator.faults.store_recovery import StoreRecovery
+from penstock.orchestrator.faults.supervisor import Supervisor
+from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
+from penstock.orchestrator.recording.timeline import Timeline
+from penstock.orchestrator.weight_sync import WeightSync
+from penstock.store.client.client import StoreClient
+from penstock.workers.weights.transport import Delivery
+
+
+class Versions:
+    """Lifecycle: `publish`, `load` and `tell` for each version, one after the other; the ranks may make the next step
+    once it is published. `renew` whenever ranks have failed, wherever that was noticed."""
+
+    def __init__(
+        self,
+        weights: WeightSync,
+        ranks: TrainerRecovery,
+        turns: Turns,
+        store: StoreClient,
+        supervisor: Supervisor,
+        stores: StoreRecovery,
+        timeline: Timeline,
+        before: int,
+    ) -> None:
+        """`before`: the last step before this process."""
+        self._weights, self._ranks, self._turns = weights, ranks, turns
+        self._store, self._supervisor, self._stores, self._timeline = store, supervisor, stores, timeline
+        self._told = before
+        """The newest that the store has heard of, which every engine serves."""
+        self._on_its_way: Delivery | None = None
+        """That engines are about to load."""
+        self._renewing = asyncio.Lock()
+
+    async def publish(self, version: int) -> tuple[Delivery, float]:
+        """The ranks' weights as this version; seconds. Once it returns they may go on to the next step."""
+        start = time.time()
+        while True:
+            ranks = self._ranks.generation
+            try:
+                delivery = await self._weights.publish(version)
+                break
+            except PenstockError as failure:
+                await self.renew(failure, ranks)
+        self._timeline.span("trainer", "publish", start, time.time(), version=version)
+        return delivery, time.time() - start
+
+    async def load(self, delivery: Delivery) -> float:
+        """Every engine loads it; seconds."""
+        await self._turns.generation()
+        start, self._on_its_way = time.time(), delivery
+        while True:
+            ranks, delivery = self._ranks.generation, self._on_its_way
+            try:
+                seconds = await self._weights.load(delivery)
+                break
+            except PenstockError as failure:
+                if kind_of(failure) is Kind.DEATH:  # of a node with ranks, before all of the version was elsewhere
+                    await self.renew(failure, ranks)
+                if self._on_its_way is delivery:
+                    raise
+        self._on_its_way = None
+        self._timeline.span("engines", "load weights", start, start + seconds, version=delivery.version)
+        return seconds
+
+    async def tell(self, version: int) -> None:
+        """The store, once every engine serves it."""
+        await self._supervisor.with_store(lambda: self._store.published(version))
+        self._stores.published(version)
+        self._told = version
+
+    async def renew(self, failure: PenstockError, ranks: int) -> None:
+        """Others take the place of ranks that have failed, unless they have done so since there had been `ranks`. If
+        part of the newest version is gone with their node, it is published again. Raises the failure where that cannot
+        be."""
+        async with self._renewing:
+            if ranks != self._ranks.generation:
+                return
+            trained = await self._ranks.recover(failure)
+            if not self._weights.is_cut_off:
+                return
+            if self._on_its_way is None:
+                if trained == self._told:  # else the next one comes at once
+                    await self._weights.load(await self._weights.publish(trained))
+            elif trained == self._on_its_way.version:
+                self._on_its_way = await self._weights.publish(trained)
+            else:
+                raise failure
