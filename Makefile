@@ -13,9 +13,9 @@ setup: ## .venv from the lock: minutes the first time, nothing after that
 demo: setup ## a tiny model learns arithmetic by reinforcement learning, within ten minutes on two cores
 	$(BIN)/penstock run recipe=arithmetic $(ARGS)
 
-# Much of a whole run is waiting for processes to start, so two test processes share the cores, a file at a time. Threads that
-# wait by spinning would keep the cores from those that compute.
-WORKERS := 2
+# Much of a whole run is waiting: for processes to start, for what is lost to be noticed. So three test processes share two
+# cores, a file at a time. Threads that wait by spinning would keep the cores from those that compute.
+WORKERS := 3
 SLOWEST := --durations=10 --durations-min=1
 test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)

@@ -94,7 +94,11 @@ class Controller:
         faults, timeout_s = config.faults, config.rollout.start_timeout_s
         self._stores = StoreRecovery(fleet, self.store, self._before, faults.store_snapshot_s, timeout_s)
         stays = self._stores if config.placement != "colocated" else None  # engines sleep while it is brought back
-        self._supervisor = Supervisor(fleet, self.store, self._recoveries, directory, progress, stores=stays)
+        self._watch = Watch(fleet, config, directory)
+        self._supervisor = Supervisor(
+            fleet, self.store, self._recoveries, directory, progress, stores=stays,
+            tokens_in_flight=self._watch.tokens_in_flight,
+        )  # fmt: skip
         catch_up = catching_up(config, self._weights)
         self._members = Members(
             fleet, flow, config, self.store, self._supervisor, catch_up, directory, progress, wanted
@@ -125,7 +129,7 @@ class Controller:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._members.begin(tasks)
-                self._members.until_end(Watch(self.fleet, self.config, self.directory).run())
+                self._members.until_end(self._watch.run())
                 self._members.until_end(self._stores.take_snapshots())
                 self._members.serve("prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))

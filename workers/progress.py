@@ -37,6 +37,9 @@ class Progress:
     start; falls only when work under way is given up."""
     num_in_flight: int = 0
     """Samples that an engine decodes; rows that anybody else holds."""
+    tokens_in_flight: int = 0
+    """Response tokens of these: what is done again if the worker dies. Of engines so far; 0 of roles whose work on a
+    token is no model's."""
 
 
 class Phases:
@@ -59,6 +62,6 @@ class Phases:
         finally:
             self.enter(before)
 
-    def progress(self, num_done: int = 0, num_in_flight: int = 0) -> Progress:
+    def progress(self, num_done: int = 0, num_in_flight: int = 0, tokens_in_flight: int = 0) -> Progress:
         phase, since = self._present
-        return Progress(phase, self._clock() - since, num_done, num_in_flight)
+        return Progress(phase, self._clock() - since, num_done, num_in_flight, tokens_in_flight)

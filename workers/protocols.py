@@ -82,6 +82,8 @@ class Sampled:
     """Since the start, those of samples in flight included."""
     num_in_flight: int
     """Samples that it decodes. What waits for new weights, or for the device, is not among them."""
+    tokens_in_flight: int = 0
+    """That those have so far."""
 
 
 class RolloutEngine(Protocol):

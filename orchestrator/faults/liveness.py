@@ -79,6 +79,11 @@ class Liveness:
             self._moved_s = self._heard_s
         self._last = progress
 
+    @property
+    def tokens_in_flight(self) -> int:
+        """By its last answer."""
+        return self._last.tokens_in_flight if self._last is not None else 0
+
     def judge(self, now: float) -> Verdict:
         lived_s, faults = self._lived.until(now), self._faults
         if (silent_s := lived_s - self._heard_s) >= faults.heartbeat_timeout_s:

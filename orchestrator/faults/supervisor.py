@@ -46,8 +46,9 @@ class Supervisor:
         progress: Progress,
         clock: Callable[[], float] = time.monotonic,
         stores: StoreRecovery | None = None,
+        tokens_in_flight: Callable[[Sequence[str]], int] = lambda names: 0,
     ) -> None:
-        """`stores`: brings the store back; None where it cannot be."""
+        """`stores`: brings the store back; None where it cannot be. `tokens_in_flight`: that members had under way."""
         self.step = 0
         """That the run is at."""
         self._fleet, self._store, self._recoveries = fleet, store, recoveries
@@ -56,7 +57,7 @@ class Supervisor:
         self._replacing: dict[str, asyncio.Task[None]] = {}
         """By title, restarts under way."""
         self._leaving: set[str] = set()
-        self._stores = stores
+        self._stores, self._tokens_in_flight = stores, tokens_in_flight
         self._looking = asyncio.Lock()
 
     async def keep(self, role: str, team: Sequence[str], catch_up: CatchUp | None = None) -> None:
@@ -145,14 +146,15 @@ class Supervisor:
             self._fleet.remove(team)  # those of a start that has failed, too
             await self._start(team, catch_up, title)
 
+        tokens = self._tokens_in_flight(team)
         self._fleet.remove(team)
-        await self._bring_back(role, title, failure, start)
+        await self._bring_back(role, title, failure, start, tokens)
 
     async def _bring_back(
-        self, role: str, title: str, failure: Exception, start: Callable[[], Awaitable[None]]
+        self, role: str, title: str, failure: Exception, start: Callable[[], Awaitable[None]], tokens: int = 0
     ) -> None:
         """Start what takes the place of a member that is lost, as often as that is to be tried. Raises the failure if
-        it is not, or not any more."""
+        it is not, or not any more. `tokens`: that were under way, and are made again."""
         began = self._clock()
         self._directory.event("fault", **_facts(role, title, self.step, failure))
         self._progress.note(f"{title} is lost, another takes its place: {first_line(failure)}")
@@ -171,7 +173,8 @@ class Supervisor:
         else:
             raise failure
         seconds = self._recoveries.caught_up(title, self._clock())
-        self._directory.event("recovered", role=role, member=title, step=self.step, seconds=round(seconds, 3))
+        about = {"role": role, "member": title, "step": self.step, "tokens_again": tokens}
+        self._directory.event("recovered", **about, seconds=round(seconds, 3))
         self._progress.note(f"{title} serves again after {seconds:.1f} s")
 
     def beyond_help(self, role: str, title: str, failure: Exception) -> None:

@@ -55,7 +55,7 @@ class TrainerRecovery:
         if self._met is None or (isinstance(failure, DeadlineExceeded) and await self._all_wait()):
             self._supervisor.beyond_help(ROLE, title_of(team), failure)
             raise failure
-        self._fleet.remove(team)
+        self._fleet.kill(team)
         trained = await self._supervisor.with_store(lambda: self._store.settle(STAGE))
         if trained > self._before and not await self._states.are_there(trained):
             self._supervisor.beyond_help(ROLE, title_of(team), failure)

@@ -10,6 +10,7 @@ so it is with the store. An agent that is ended is a node that is lost. Used by 
 import asyncio
 import contextlib
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,6 +65,10 @@ class Watch:
                         continue  # it has left meanwhile
                     await self._end(name, watched, verdict)
             await asyncio.sleep(max(0.0, began + beat_s - time.monotonic()))
+
+    def tokens_in_flight(self, names: Sequence[str]) -> int:
+        """Response tokens that these had under way at their last heartbeats."""
+        return sum(self._watched[name].liveness.tokens_in_flight for name in names if name in self._watched)
 
     def _look_around(self) -> None:
         """Who is there now: those that have come anew are watched anew."""

@@ -82,8 +82,10 @@ def _replaced(fault: Fault, event: Mapping[str, Any]) -> None:
     fault.seconds = float(event.get("seconds", 0.0))
     fault.until_step = int(event.get("step", fault.step))
     fault.outcome = "replaced"
+    costs = [f"{tokens:,} tokens made again"] if (tokens := int(event.get("tokens_again", 0))) else []
     if fault.num_tries > 1:
-        fault.cost = f"failed restarts: {fault.num_tries - 1}"
+        costs.append(f"failed restarts: {fault.num_tries - 1}")
+    fault.cost = ", ".join(costs)
 
 
 def _returned(fault: Fault, event: Mapping[str, Any], at_s: float) -> None:

@@ -146,7 +146,7 @@ class Rollout:
     async def progress(self) -> Progress:
         """Tokens sampled, and samples in flight. At any time."""
         sampled = self._engine.sampled()
-        return self._phases.progress(sampled.num_tokens, sampled.num_in_flight)
+        return self._phases.progress(sampled.num_tokens, sampled.num_in_flight, sampled.tokens_in_flight)
 
     async def stats(self) -> dict[str, float]:
         """Of the sampled rollouts."""

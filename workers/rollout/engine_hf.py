@@ -68,7 +68,7 @@ class HfEngine:
         self._tokenizer: Any = None
         self._eos_ids: frozenset[int] = frozenset()
         self._interrupts: deque[tuple[Callable[[], None], Future[None]]] = deque()
-        self._num_tokens = self._num_in_flight = 0
+        self._num_tokens = self._num_in_flight = self._tokens_in_flight = 0
         self._compute: ThreadPoolExecutor | None = None
         self._closing = threading.Event()
         self._awake = asyncio.Event()
@@ -125,7 +125,7 @@ class HfEngine:
         return self._version
 
     def sampled(self) -> Sampled:
-        return Sampled(self._num_tokens, self._num_in_flight)
+        return Sampled(self._num_tokens, self._num_in_flight, self._tokens_in_flight)
 
     async def close(self) -> None:
         """Groups in flight end with `WorkerDied`."""
@@ -184,6 +184,7 @@ class HfEngine:
                 active = [active[index] for index in going_on]
                 chosen_B = chosen_B[going_on]
             inputs = chosen_B[:, None].to(self._model.device)
+        self._tokens_in_flight -= sum(len(response.token_ids) for response in responses)
         return [self._completion(response) for response in responses]
 
     def _room(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
@@ -197,6 +198,7 @@ class HfEngine:
 
     def _extend(self, response: _Response, token: int, logprob: float, sampling: Sampling) -> None:
         self._num_tokens += 1
+        self._tokens_in_flight += 1
         response.token_ids.append(token)
         response.logprobs.append(logprob)
         response.versions.append(self._version)

@@ -101,7 +101,8 @@ class ScriptedEngine:
         groups = [
             [self._so_far(length, now - started) for length in lengths] for started, lengths in self._in_flight.values()
         ]
-        return Sampled(self._num_tokens + sum(map(sum, groups)), sum(map(len, groups)))
+        so_far = sum(map(sum, groups))
+        return Sampled(self._num_tokens + so_far, sum(map(len, groups)), so_far)
 
     async def close(self) -> None:
         self._closed = True

@@ -179,7 +179,7 @@ class VllmEngine:
 
     def sampled(self) -> Sampled:
         now = under_way(self._llm.output_processor) if self._llm is not None else Sampled(0, 0)
-        return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight)
+        return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens)
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None

@@ -183,7 +183,9 @@ class Trainer(_Rank):
     def progress(self) -> Progress:
         """Rows trained, and those of the batch that it has. At any time."""
         worker = self._started.worker if self._started is not None else None
-        return self._phases.progress(worker.num_rows, worker.num_in_flight) if worker else self._phases.progress()
+        if worker is None:
+            return self._phases.progress()
+        return self._phases.progress(worker.num_rows, worker.num_in_flight, worker.tokens_in_flight)
 
     def close(self) -> None:
         """Let go of engines and ranks, as far as there are any."""

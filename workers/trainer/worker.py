@@ -50,8 +50,9 @@ class TrainerWorker:
         (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one reports.
         `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone."""
         self._phases = phases or Phases()
-        self.num_rows = self.num_in_flight = 0
-        """Of its share: trained so far, and of the batch that it has."""
+        self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
+        """Of its share: rows trained so far, rows of the batch that it has, and response tokens of those that it speaks
+        for."""
         self._speaks_for_rows = speaks_for_rows
         self._preparation = preparation
         self._keep = keep
@@ -84,6 +85,8 @@ class TrainerWorker:
             return None
         leased = time.perf_counter()
         self.num_in_flight = len(lease.rows)
+        if self._speaks_for_rows:
+            self.tokens_in_flight = int(lease.rows.lengths("response_ids").sum())
         with self._phases.within(UPDATING):
             rows, critic_metrics = (
                 self._preparation.apply(lease.rows, lease.version)
@@ -95,7 +98,7 @@ class TrainerWorker:
             not_kept = self._keep(step) if self._keep is not None else None
             seconds = report.seconds | {"keep": time.perf_counter() - updated}
         self.num_rows += self.num_in_flight
-        self.num_in_flight = 0
+        self.num_in_flight = self.tokens_in_flight = 0
         trained = time.perf_counter()
         spoken_for = lease.rows if self._speaks_for_rows else lease.rows.select([])
         return StepReport(

@@ -33,9 +33,10 @@ def test_a_member_that_was_replaced_says_when_and_how_long_it_was_away() -> None
 
 def test_a_restart_that_failed_is_the_same_loss() -> None:
     events = [event(0, "start"), lost(1, "Rollout-0", "rollout", 3), lost(5, "Rollout-0", "rollout", 3)]
-    events.append(event(9, "recovered", member="Rollout-0", role="rollout", step=3, seconds=8.0))
+    events.append(event(9, "recovered", member="Rollout-0", role="rollout", step=3, seconds=8.0, tokens_again=1234))
     (fault,) = faults_of(events)
-    assert (fault.num_tries, fault.seconds, fault.cost) == (2, 8.0, "failed restarts: 1")
+    assert (fault.num_tries, fault.seconds) == (2, 8.0)
+    assert fault.cost == "1,234 tokens made again, failed restarts: 1"
 
 
 def test_a_return_mends_all_and_says_what_is_done_twice() -> None:

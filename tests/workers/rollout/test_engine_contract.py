@@ -189,6 +189,10 @@ def test_tokens_count_while_their_sample_is_in_flight(served) -> None:
     midway = {seen.num_tokens for seen in during if before.num_tokens < seen.num_tokens < after.num_tokens}
     assert len(midway) > 3
     assert max(seen.num_in_flight for seen in during) == 4
+    assert (before.tokens_in_flight, after.tokens_in_flight) == (0, 0)
+    assert all(
+        seen.tokens_in_flight == seen.num_tokens - before.num_tokens for seen in during if seen.num_tokens in midway
+    )
 
 
 def test_tokens_of_samples_that_wait_for_others_of_their_group_count(served) -> None:

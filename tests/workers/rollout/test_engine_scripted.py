@@ -64,7 +64,7 @@ def test_tokens_count_while_their_sample_is_in_flight() -> None:
         await group
         return seen
 
-    in_flight = [Sampled(0, 2), Sampled(2 * 5, 2), Sampled(10 + 12, 2)]  # 1 s of latency, then 10 tokens a second each
+    in_flight = [Sampled(tokens, 2, tokens) for tokens in (0, 2 * 5, 10 + 12)]  # after 1 s, 10 tokens a second each
     assert run_virtually(watched()) == [*in_flight, Sampled(30, 0), Sampled(30, 0)]
 
 

@@ -162,10 +162,12 @@ def test_what_a_trainer_and_a_scorer_are_at_is_told_from_another_thread() -> Non
         for phases_of, worker in ((of_scorer, scorer), (phases, trainer)):
             await asyncio.to_thread(computing.acquire)
             seen.append((phases_of.progress().phase, worker.num_in_flight))
+            assert trainer.tokens_in_flight == (1 + 2 + 3 + 4 if worker is trainer else 0)
             go_on.release()
         await stepping
         await client.close("done")
         await serving
+        assert trainer.tokens_in_flight == 0
         return [*seen, (trainer.num_rows, trainer.num_in_flight), (scorer.num_computed, scorer.num_in_flight)]
 
     assert asyncio.run(asyncio.wait_for(run(), 60)) == [(COMPUTING, 4), (UPDATING, 4), (4, 0), (4, 0)]
