@@ -55,6 +55,8 @@ class Growth:
         self._may_change = config.placement != "colocated" and choose_transport(config) not in STREAMS
         """Engines and ranks may come and go: they have not met each other at the start."""
         self._making_room = asyncio.Lock()
+        self.on_node: Callable[[], None] = lambda: None
+        """Called when a node may be new, or have a new agent."""
 
     def fill(self) -> None:
         """As many engines as there is room for (`rollout.num_workers=auto`), to start with the others."""
@@ -140,10 +142,12 @@ class Growth:
         async with self._making_room:
             finding = asyncio.ensure_future(asyncio.to_thread(self._room_for, actor, claims))
             try:
-                return await asyncio.shield(finding)
+                claim = await asyncio.shield(finding)
             except asyncio.CancelledError:
                 finding.add_done_callback(_give_back)
                 raise
+        self.on_node()
+        return claim
 
     def _on(self, node: str) -> list[ActorPlan]:
         node_of = self._reservation.assignment.node_of

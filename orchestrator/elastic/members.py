@@ -76,7 +76,6 @@ class Members:
             if role not in ROLES or self._flow.of_kind(role):
                 for team in self._fleet.teams(role):
                     self._keep(role, team)
-        self._nodes.look()
 
     def close(self) -> None:
         """Nobody joins or leaves any more."""
@@ -147,7 +146,6 @@ class Members:
                     done.problems.append(str(error))
                     self._directory.event("join_failed", role=role, error=type(error).__name__, message=str(error))
                     return names
-                self._nodes.look()
         return names
 
     async def _join(self, role: str, name: str) -> str:

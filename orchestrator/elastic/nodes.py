@@ -16,7 +16,7 @@ from penstock.store.client.client import StoreClient
 
 
 class Nodes:
-    """Lifecycle: `look` at the start, and whenever there may be a node more."""
+    """Lifecycle: `look` at the start; from then on it hears of nodes that are new."""
 
     def __init__(
         self,
@@ -35,6 +35,8 @@ class Nodes:
         self._watched: set[str] = set()
 
     def look(self) -> None:
+        """Watch those that are there and are not watched yet."""
+        self._fleet.growth.on_node = self.look
         for node, name, handle in self._fleet.growth.nodes:
             if node not in self._watched:
                 self._watched.add(node)

@@ -349,6 +349,10 @@ class ScriptedFleet(OneMachine):
             self.strike(name)
         agent.kill()
 
+    @staticmethod
+    def on_node() -> None:
+        """Told in its place by who watches nodes."""
+
     def first_stage(self, role: str) -> str:
         return role
 
@@ -365,6 +369,7 @@ class ScriptedFleet(OneMachine):
         if node not in self._later:
             self._later[node] = Handle(f"Agent-{node}", Agent()), []
         self._later[node][1].append(name)
+        self.on_node()
         return name
 
     def take_out(self, name: str) -> tuple[ActorPlan, Any]:

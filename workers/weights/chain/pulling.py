@@ -105,7 +105,8 @@ class Puller:
                 pull.lost(time.monotonic())
 
     def _receive(self, connection: Connection, parcel: Parcel, frame: Frame) -> None:
-        """Each chunk into its place. A damaged one is overwritten when it comes again."""
+        """Each chunk into its place. A damaged one is overwritten when it comes again; those that came before the
+        connection broke are here to stay."""
         spans = self._transfer.plan.spans
         num_chunks = len(spans)
         if any(chunk >= num_chunks or len(digest) != DIGEST_BYTES for chunk, digest in parcel.chunks):
@@ -114,19 +115,22 @@ class Puller:
         if frame.num_bytes != sum(sizes):
             raise ConnectionAbortedError(f"a parcel of {sum(sizes)} bytes that says {frame.num_bytes}.")
         began = time.monotonic()
-        good = []
-        for (chunk, digest), size in zip(parcel.chunks, sizes, strict=True):
-            target = self._target(chunk, size)
-            is_right = self._fill(connection, target) == digest
-            now = time.monotonic()
-            if not is_right:
-                self._counters.add(damaged=1)
-                self._pull.damaged(chunk, now)
-            elif self._pull.arrived(chunk, size, now - began, now):
-                good.append((chunk, digest))
-            began = now
-        self._counters.add(chunks=len(good), bytes_in=frame.num_bytes)
-        self._transfer.add(self._source, good)
+        good, num_bytes = [], 0
+        try:
+            for (chunk, digest), size in zip(parcel.chunks, sizes, strict=True):
+                target = self._target(chunk, size)
+                is_right = self._fill(connection, target) == digest
+                num_bytes += size
+                now = time.monotonic()
+                if not is_right:
+                    self._counters.add(damaged=1)
+                    self._pull.damaged(chunk, now)
+                elif self._pull.arrived(chunk, size, now - began, now):
+                    good.append((chunk, digest))
+                began = now
+        finally:
+            self._counters.add(chunks=len(good), bytes_in=num_bytes)
+            self._transfer.add(self._source, good)
 
     def _target(self, chunk: int, size: int) -> memoryview:
         """A chunk that is here already is not written again: others may be reading it."""

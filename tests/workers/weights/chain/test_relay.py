@@ -19,7 +19,7 @@ from penstock.workers.weights.chain.routes import Broadcast
 from penstock.workers.weights.publication.publication import PublicationWriter, newest_publication
 from penstock.workers.weights.publication.reused_files import publication_directories
 from tests.tmpfs import run_in_tmpfs
-from tests.workers.weights.chain.relays import SERVICE, TOKEN, Cluster, plan_of, values_of
+from tests.workers.weights.chain.relays import CHUNK_BYTES, SERVICE, TOKEN, Cluster, plan_of, values_of
 
 
 @pytest.mark.parametrize(("nodes", "receivers"), [
@@ -202,6 +202,32 @@ def test_a_flipped_byte_is_counted_and_fetched_again(tmp_path: Path, monkeypatch
         cluster.write(1)
         cluster.check(1)
         assert sum(relay.stats()["damaged"] for relay in cluster.relays.values()) == len(flips)
+
+
+def test_chunks_that_came_before_their_connection_broke_within_a_parcel_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link breaks within the last chunk of the first parcel, and of the first parcel of the next version."""
+    broken: set[int] = set()
+    whole = Connection.send_bytes
+
+    def break_off(self: Connection, data: object) -> None:
+        view = memoryview(data).cast("B")  # type: ignore[arg-type]
+        if cluster.number in broken or len(view) < CHUNK_BYTES:
+            whole(self, view)
+            return
+        broken.add(cluster.number)
+        whole(self, view[:-1])
+        self.hang_up()
+        raise ConnectionResetError
+
+    monkeypatch.setattr(Connection, "send_bytes", break_off)
+    with Cluster(tmp_path, plan_of(["x"]), ["a"]) as cluster:
+        for version in (1, 2):
+            cluster.begin(version)
+            cluster.write(version)
+            cluster.check(version)
+        assert broken == {1, 2}
 
 
 FILL = """
