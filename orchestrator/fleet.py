@@ -111,10 +111,10 @@ class Fleet:
             self.plan, self.reservation, self.agents, self._maker, cores, self.config, self.namespace, self._made
         )
         if self.with_store:
-            actor = self._plan_of(STORE)
+            store = self._plan_of(STORE)
             self.store_process = StoreProcess(
                 self.config, self.flow, self.namespace, self.agents, self._node_of(STORE),
-                lambda: self.reservation.options(actor), len(nodes) > 1,
+                lambda: self.reservation.options(store), len(nodes) > 1,
             )  # fmt: skip
             self.store_process.start(self.resumed.store if self.resumed is not None else None)
         if self.config.rollout.follows_cluster:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig
@@ -25,7 +26,7 @@ def print_summary(directory: Path, config: RunConfig, console: Console | None = 
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for card in found:
         style = {True: "bold green", False: "bold red", None: "bold"}[card.good]
-        table.add_row(card.label, f"[{style}]{card.value}[/]", f"[dim]{card.detail}[/]")
+        table.add_row(card.label, Text(card.value, style), Text(card.detail, "dim"))  # errors may have brackets
     console.print()
     console.print(table)
     console.print()

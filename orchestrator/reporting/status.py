@@ -115,7 +115,7 @@ def _last_step(directory: RunDirectory) -> str:
 
 
 def _print_end(directory: RunDirectory, ended: dict[str, Any], console: Console) -> None:
-    why = "" if ended["kind"] == "end" else f": {ended.get('error', '')} {ended.get('message', '')}"
+    why = "" if ended["kind"] == "end" else escape(f": {ended.get('error', '')} {ended.get('message', '')}")
     console.print(f"[bold]{directory.path.name}[/]  {ended['kind']} at {ended['time']}, {_last_step(directory)}{why}")
     steps = directory.read_metrics()
     counts = {

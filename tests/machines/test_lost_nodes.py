@@ -43,6 +43,7 @@ def test_ranks_of_a_lost_machine_and_of_a_lost_agent_go_on_elsewhere_with_the_sa
         go("alone", ["cluster.nodes=[machine1]", "cluster.cpus_per_worker=0"], [])
         agents = [f"Agent-{machine.address}" for machine in cluster]
         faults = [
+            Fault(Target("Store", KILL), 1, 0.1),
             Fault(Target(agents[1], KILL), 2, 0.1),
             Fault(Target("2", POWER), 4, 0.1),
             Fault(Target(agents[2], KILL), 6, 0.1),
@@ -62,6 +63,7 @@ def test_ranks_of_a_lost_machine_and_of_a_lost_agent_go_on_elsewhere_with_the_sa
         "Trainer-policy-1",
     }
     assert {event["role"] for event in told("recovered")} >= {"trainer", "rollout"}
+    assert [event["role"] for event in told("fault")].count("store") == 1, "it did not stay on the first machine"
     lines = metrics_of(folder / "lost")
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert all(line["timing_s/partner"] > 0 for line in lines)

@@ -48,3 +48,12 @@ def test_a_run_at_a_url_is_told_by_its_url_and_its_working_copy(
     for line in (f"report    {url}/report.html", f"model     {url}/model", f"all files {url}", f"also in   {run.path}"):
         assert line in summary.getvalue().splitlines()
     assert f"run       {url}" in unfinished.getvalue().splitlines()
+
+
+def test_an_error_with_brackets_is_told_as_it_is(tmp_path: Path) -> None:
+    config = load_config([f"output_dir={tmp_path}", "name=run", "checkpoint.every_steps=1"])
+    run, text = RunDirectory.create(config), io.StringIO()
+    run.log_metrics({"step": 1, "checkpoint/failed": 1.0})
+    run.event("checkpoint_failed", step=1, error="CheckpointError", message="rank 1: [/src/pair.cc:537] closed")
+    print_summary(run.path, config, Console(file=text, width=200))
+    assert "[/src/pair.cc:537] closed" in text.getvalue()

@@ -59,11 +59,11 @@ def test_a_store_is_shown_by_stage_lease_and_waiter() -> None:
 def test_a_run_that_has_ended_is_described_by_what_it_logged_last(tmp_path: Path) -> None:
     run = made(tmp_path)
     run.log_metrics({"step": 7, "store/rows_trained": 512, "dropped/reward_error": 3, "reward/mean": 0.5})
-    run.event("failed", error="WorkerDied", message="Rollout-0 is gone")
+    run.event("failed", error="WorkerDied", message="Rollout-0 is gone [/src/pair.cc:537]")
     text = shown(run)
     assert "failed at" in text
     assert "step 7" in text
-    assert "WorkerDied Rollout-0 is gone" in text
+    assert "WorkerDied Rollout-0 is gone [/src/pair.cc:537]" in text
     assert "dropped/reward_error" in text
     assert "reward/mean" not in text
 
