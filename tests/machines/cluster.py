@@ -106,7 +106,10 @@ def machines(
         raise MachinesUnavailable(f"machines need {missing}")
 
     numbers = range(1, num_machines + 1)
-    hosts = "".join(f"{address_of(number)} {hostname_of(number)}\n" for number in numbers)
+    # Also as torch's store asks for it, over IPv6: the machines have no name server, and would wait 5 s for one.
+    hosts = "".join(
+        f"{prefix}{address_of(number)} {hostname_of(number)}\n" for prefix in ("", "::ffff:") for number in numbers
+    )
     kept = kept_folders([ROOT, sys.prefix, sys.base_prefix, Path(sys.executable).parent, *keep])
     with ExitStack() as stack:
         switch = Switch()
