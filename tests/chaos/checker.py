@@ -81,7 +81,7 @@ def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answe
     for after, event in later:
         if event["kind"] == "recovered" and _is_of(event, done):
             return Answer(done, noticed, "recovered", event["seconds"], was_starting)
-        if event["kind"] == "node_left" and done.how == POWER:
+        if event["kind"] == "node_left" and (done.how == POWER or done.who == f"Agent-{event['node']}"):
             return Answer(done, noticed, "did without", 0.0, was_starting)
         if event["kind"] == "returned":
             return Answer(done, noticed, "returned", event["seconds"], was_starting)
