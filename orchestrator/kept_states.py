@@ -23,8 +23,8 @@ POLICY = "policy"
 """The trainer whose states are kept, as agents call it."""
 ANSWER_S = 15.0
 """Within which an agent that is there says so."""
-ENOUGH = 10
-"""Copies, after which it is known what they cost."""
+FREE_S = 10.0
+"""That copies may take beyond their share: those of a run's first steps tell little."""
 MAX_FAILURES = 3
 """Copies in a row that fail, after which no more are made."""
 
@@ -46,10 +46,8 @@ class Cost:
     """What copies take of a run's time. Pure.
 
     >>> cost = Cost(most=0.1)
-    >>> [cost.is_too_high(seconds, now) for seconds, now in [(9.0, 20.0), *((0.2, 20.0 + n) for n in range(1, 10))]]
-    [False, False, False, False, False, False, False, False, False, False]
-    >>> cost.is_too_high(0.2, 30.0)
-    True
+    >>> [cost.is_too_high(seconds=8.0, now=now) for now in (100.0, 120.0, 140.0)]
+    [False, False, True]
     """
 
     most: float
@@ -62,7 +60,7 @@ class Cost:
         self.seconds.append(seconds)
         if len(self.seconds) == 1:
             self.began = now
-        return len(self.seconds) > ENOUGH and self.share(now) > self.most
+        return sum(self.seconds[1:]) > FREE_S + self.most * (now - self.began)
 
     def share(self, now: float) -> float:
         return sum(self.seconds[1:]) / (now - self.began) if now > self.began else 0.0
