@@ -71,8 +71,9 @@ class Versions:
             except PenstockError as failure:
                 if kind_of(failure) is Kind.DEATH:  # of a node with ranks, before all of the version was elsewhere
                     await self.renew(failure, ranks)
-                if self._on_its_way is delivery:
-                    raise
+                async with self._renewing:  # who renews the ranks at this moment gives up what is under way
+                    if self._on_its_way is delivery:
+                        raise
         self._on_its_way = None
         self._timeline.span("engines", "load weights", start, start + seconds, version=delivery.version)
         return seconds
