@@ -23,8 +23,10 @@ class OneMachine:
     async def present(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
         return list(self._role(role))
 
-    def remove(self, names: Collection[str]) -> None:
+    def kill(self, names: Collection[str]) -> None:
         pass
+
+    remove = kill
 
     @property
     def actors(self) -> dict[str, Any]:

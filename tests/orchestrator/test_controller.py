@@ -122,7 +122,7 @@ class Play:
             role=role_of,
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config,
-            teams=files.teams, present=files.present, actors=files.actors, remove=files.remove,
+            teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
             growth=SimpleNamespace(nodes=[]),
         )  # fmt: skip
