@@ -10,7 +10,7 @@ What fetches is `workers/node/states.py`; which node is whose partner, `workers/
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.errors import KeptStateError, PenstockError, WorkerDied
@@ -52,18 +52,21 @@ class Cost:
 
     most: float
     """Share of the time."""
-    seconds: list[float] = field(default_factory=list)
-    began: float = 0.0
+    spent_s: float = 0.0
+    """By all copies but the first, which takes room as well."""
+    began: float | None = None
+    """When the first had ended."""
 
     def is_too_high(self, seconds: float, now: float) -> bool:
-        """Of all copies but the first, which takes room as well, from one that has just ended at `now`."""
-        self.seconds.append(seconds)
-        if len(self.seconds) == 1:
+        """With one that has just ended, at `now`."""
+        if self.began is None:
             self.began = now
-        return sum(self.seconds[1:]) > FREE_S + self.most * (now - self.began)
+            return False
+        self.spent_s += seconds
+        return self.spent_s > FREE_S + self.most * (now - self.began)
 
     def share(self, now: float) -> float:
-        return sum(self.seconds[1:]) / (now - self.began) if now > self.began else 0.0
+        return self.spent_s / (now - self.began) if self.began is not None and now > self.began else 0.0
 
 
 class KeptStates:
@@ -90,9 +93,9 @@ class KeptStates:
         Raises what tells that a node with ranks is gone: then the step is lost, and is made again. Any other failure
         leaves this step without its second copies.
         """
-        nodes = self._look()
         if self._is_off:
             return 0.0
+        nodes = self._look()
         for rank, node in nodes.node_of_rank.items():
             if node not in nodes.agents:
                 raise WorkerDied(f"The node of rank {rank} has left after step {step}, before its state was copied.")
