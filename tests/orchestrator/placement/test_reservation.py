@@ -14,6 +14,7 @@ from penstock.conf.errors import ResourceError
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.placement import reservation
 from penstock.orchestrator.placement.actors import plan_actors
 from penstock.orchestrator.placement.assignment import assign
 from penstock.orchestrator.placement.nodes import cluster_nodes, free_nodes
@@ -108,6 +109,34 @@ def test_a_second_run_takes_the_nodes_that_are_free(three_nodes: str) -> None:
     assert second.assignment.node_of["Trainer-policy-0"] == free
     first.release()
     second.release()
+
+
+def test_a_rank_that_has_lost_its_node_has_its_own_room_again_or_another(
+    three_nodes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actors, config = planned("algorithm=sft", "evaluation.every_steps=0", "cluster.cpus_per_worker=1")
+    made = Reservation.make(actors, config, "penstock-moves-00000000", 60)
+    rank = next(actor for actor in actors if actor.role == "trainer")
+    own = made.assignment.node_of[rank.name]
+    try:
+        again = made.claim_again(rank, actors, config, "penstock-moves-00000000")
+        assert (again.node, again.is_own) == (own, False)  # only the agent was lost there
+        made.accept(rank, again)
+
+        with monkeypatch.context() as without:
+            free = free_nodes()
+            without.setattr(reservation, "cluster_nodes", lambda: [node for node in cluster_nodes() if node != own])
+            without.setattr(reservation, "free_nodes", list)
+            with pytest.raises(ResourceError, match="No node that trainer may be on has room"):
+                made.claim_again(rank, actors, config, "penstock-moves-00000000")
+            assert made.assignment.node_of[rank.name] == own
+            without.setattr(reservation, "free_nodes", lambda: [node for node in free if node.id != own.id])
+            other = made.claim_again(rank, actors, config, "penstock-moves-00000000")
+        assert other.is_own
+        made.accept(rank, other)
+        assert made.assignment.node_of[rank.name].id == other.node.id != own.id
+    finally:
+        made.release()
 
 
 def test_a_run_that_finds_the_cluster_taken_waits_and_is_told_who_has_it(
