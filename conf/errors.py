@@ -72,6 +72,10 @@ class RunInUse(PenstockError):
     exit_code = 2
 
 
+class TakenOver(RunInUse):
+    """Another process drives the run now, with the actors that this one has started."""
+
+
 class WeightError(PenstockError):
     """A publication is missing, damaged, or not what the engine serves."""
 

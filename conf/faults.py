@@ -36,6 +36,11 @@ class FaultsConfig:
     heartbeat_timeout_s: float = 60.0
     """A member that answers no heartbeat for so many seconds counts as lost, and is killed. Raise it where one call of
     C code holds Python's lock for longer, or while you debug."""
+    lease_s: float = 300.0
+    """On a cluster, the run's actors live on for so many seconds when the command that drives the run dies, and the
+    same command with resume=auto goes on with them, without losing a step. Until then they keep what they have
+    reserved. 300: long enough for `--retries`, and for a person who is there. 0: they end with the command, and the run
+    goes on from its newest checkpoint."""
     stall_s: float = 300.0
     """An engine that has samples in flight and makes no token for so many seconds counts as lost. Far more than the
     longest prefill; loading weights is not counted."""
@@ -69,6 +74,7 @@ class FaultsConfig:
         within("faults.pause_s", self.pause_s, 0, LONGEST_PAUSE_S)
         at_least("faults.max_returns", self.max_returns, 0)
         at_least("faults.store_snapshot_s", self.store_snapshot_s, 0)
+        at_least("faults.lease_s", self.lease_s, 0)
         if self.straggler_factor and not self.straggler_factor > 1:
             raise ConfigError(
                 f"faults.straggler_factor={self.straggler_factor}: half of all groups take longer than the median. "

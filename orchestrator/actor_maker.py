@@ -5,10 +5,7 @@ that take the place of one that died.
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
 from typing import Any
-
-import ray
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
@@ -16,6 +13,7 @@ from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.node_files import NodeFiles
+from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.reservation import Reservation
 from penstock.orchestrator.placement.threads import threads_of
@@ -47,12 +45,13 @@ class ActorMaker:
         files: NodeFiles,
         cores: Mapping[str, int],
         states_root: str,
+        owner: Owner,
     ) -> None:
         """`cores`: of each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their state."""
         self._plan, self._config, self._flow = plan, config, flow
         self._model_path, self._resumed, self._namespace = model_path, resumed, namespace
         self._reservation, self._files, self._cores = reservation, files, cores
-        self._states_root = states_root
+        self._states_root, self._owner = states_root, owner
 
     def bring_files(self) -> None:
         """What actors read from the driver's disk, to the nodes that they are on. Raises `ResourceError`,
@@ -95,24 +94,20 @@ class ActorMaker:
             **self._reservation.options(actor),
         }
         if actor.role == "prompts":
-            return _remote(Prompts, options).remote(
-                self._config,
-                self._model_path,
-                self._flow.rows_are,
-                self._resumed.prompts if self._resumed else None,
-            )
+            start = self._resumed.prompts if self._resumed else None
+            return self._owner.make(Prompts, options, self._config, self._model_path, self._flow.rows_are, start)
         if actor.role == "rollout":
-            return _remote(Rollout, options).remote(self._rollout_spec(actor))
+            return self._owner.make(Rollout, options, self._rollout_spec(actor))
         if actor.role == "reward":
-            return _remote(Reward, options).remote(self._reward_plan(actor))
+            return self._owner.make(Reward, options, self._reward_plan(actor))
         if actor.role == "compute":
             stage = self._flow.stage(str(actor.stage))
-            return _remote(Compute, options).remote(actor.name, stage, self._flow.columns)
+            return self._owner.make(Compute, options, actor.name, stage, self._flow.columns)
         # A rank computes in one thread; a second one waits for a checkpoint meanwhile, a third one answers heartbeats.
         options["max_concurrency"] = 3
         if actor.role == "scorer":
-            return _remote(Scorer, options).remote(self._scorer_spec(actor))
-        return _remote(Trainer, options).remote(self._trainer_spec(actor))
+            return self._owner.make(Scorer, options, self._scorer_spec(actor))
+        return self._owner.make(Trainer, options, self._trainer_spec(actor))
 
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self._config
@@ -146,6 +141,7 @@ class ActorMaker:
             checkpoint_timeout_s=config.checkpoint.timeout_s,
             phase_timeout_s=config.weights.phase_timeout_s,
             keeps_state=self._states_root if config.faults.keep_state else None,
+            after_step=self._resumed.step if self._resumed is not None else 0,
             **self._of_rank(actor, stage),
         )
 
@@ -199,13 +195,3 @@ def _file_of(function: str) -> str:
     """Of `file.py:function`; nothing of another name."""
     file = function.rpartition(":")[0]
     return file if file.endswith(".py") else ""
-
-
-def _remote(cls: type, options: dict[str, Any]) -> Any:
-    return _actor_class(cls).options(**options)
-
-
-@cache
-def _actor_class(cls: type) -> Any:
-    """Ray sends each of these to the cluster once."""
-    return ray.remote(cls)

@@ -1,12 +1,11 @@
 """The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run."""
 
-import contextlib
 import logging
 import math
 import os
 import socket
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +21,8 @@ from penstock.orchestrator.placement.nodes import cluster_nodes
 MIB = 2**20
 KNOCK_S = 10.0
 """For the cluster's port to answer."""
+_started: set[str] = set()
+"""Clusters that this process has started, and that end with it."""
 
 
 def count_local_gpus() -> int:
@@ -51,24 +52,45 @@ def namespace_of(run_id: str) -> str:
     return f"penstock-{run_id}-{uuid.uuid4().hex[:8]}"
 
 
-@contextlib.contextmanager
-def connect(actors: list[ActorPlan], config: RunConfig, run_id: str) -> Iterator[str]:
-    """Connect to Ray, check that the plan fits, yield the namespace of the run's actors; disconnect at the end.
+def is_elsewhere() -> bool:
+    """The cluster that `connect` connects to, or has, does not end with this process."""
+    if ray.is_initialized():
+        return ray.get_runtime_context().gcs_address not in _started
+    return bool(os.environ.get("RAY_ADDRESS"))
 
-    A Ray that this process was connected to already is used and left alone.
+
+def this_node() -> str:
+    """Ray's id of the one that this process is on."""
+    return str(ray.get_runtime_context().get_node_id())
+
+
+class Cluster:
+    """The one that a run is on. One that this process was connected to already is used and left alone.
+
+    Lifecycle: `connect`, a second time of which changes nothing; `close`.
     """
-    namespace = namespace_of(run_id)
-    borrowed = ray.is_initialized()
-    if not borrowed:
-        check_resources(actors, config)
-        _start(actors, config, namespace)
-    try:
+
+    def __init__(self, actors: Sequence[ActorPlan], config: RunConfig) -> None:
+        """`actors`: that must fit."""
+        self._actors, self._config = list(actors), config
+        self._is_connected = self._is_own = False
+
+    def connect(self, run_id: str) -> None:
+        """Raises `ResourceError`, also where the plan does not fit."""
+        if self._is_connected:
+            return
+        if not ray.is_initialized():
+            check_resources(self._actors, self._config)
+            _start(self._actors, self._config, namespace_of(run_id))
+            self._is_own = True
+        self._is_connected = True
         nodes = cluster_nodes()
-        check_fits(actors, sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
-        yield namespace
-    finally:
-        if not borrowed:
+        check_fits(self._actors, sum(node.cpus for node in nodes), sum(node.gpus for node in nodes))
+
+    def close(self) -> None:
+        if self._is_own:
             ray.shutdown()
+        self._is_connected = self._is_own = False
 
 
 def check_placement(actors: Sequence[ActorPlan], config: RunConfig) -> None:
@@ -125,3 +147,4 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
         object_store_memory=config.cluster.object_store_mib * MIB,
         **common,
     )
+    _started.add(ray.get_runtime_context().gcs_address)

@@ -39,6 +39,7 @@ from penstock.orchestrator.faults.watch import Watch
 from penstock.orchestrator.fleet import Fleet
 from penstock.orchestrator.kept_states import KeptStates
 from penstock.orchestrator.model_export import export_model
+from penstock.orchestrator.ownership.owners import ThisProcess
 from penstock.orchestrator.ray_calls import answer, answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, update_metrics
@@ -46,6 +47,7 @@ from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sample_log import SampleLog
 from penstock.orchestrator.reporting.sinks import Sink
 from penstock.orchestrator.reporting.step_log import QUICK_S, StepLog
+from penstock.orchestrator.takeover.handover import Handover
 from penstock.orchestrator.versions import Versions
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
@@ -64,6 +66,19 @@ class Outcome:
     last_metrics: dict[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Taken:
+    """Where a process has left off whose actors live on."""
+
+    step: int
+    """The last that was trained."""
+    reports: list[StepReport]
+    """Of that step, if its numbers are not written yet: what comes after the update is done again. Empty: they are, or
+    are lost."""
+    metrics: dict[str, Any]
+    """What is written of that step."""
+
+
 class Controller:
     """Lifecycle: made over a started fleet, `run` once. The files and displays it writes to belong to the caller."""
 
@@ -78,15 +93,22 @@ class Controller:
         evaluator: Evaluator | None = None,
         recoveries: Recoveries | None = None,
         wanted: dict[str, int] | None = None,
+        handover: Handover | None = None,
+        taken: Taken | None = None,
     ) -> None:
-        """Of the run, also before this controller: `recoveries`, and how many members of a role were `wanted`."""
+        """Of the run, also before this controller: `recoveries`, and how many members of a role were `wanted`.
+        `handover`: what it leaves for a process that goes on with the fleet; `taken`: where one has left off that this
+        goes on after."""
         self.fleet, self.config, self.flow = fleet, config, flow
         self.directory, self.progress, self.sinks = directory, progress, sinks
         self.evaluator = evaluator
         self.store = StoreClient(fleet.store)
         self.outcome = Outcome()
-        self._before = fleet.resumed.step if fleet.resumed is not None else 0
+        base = fleet.resumed.step if fleet.resumed is not None else 0
+        self._before = taken.step if taken is not None else base
         """The last step before this process."""
+        self._taken = taken
+        self._handover = handover if handover is not None else Handover(ThisProcess(), lambda owner: b"")
         self._weights = WeightSync(fleet, config)
         self._turns = Turns(fleet.role, self.store, config)
         self._saving = CheckpointWriter(fleet, self.store, config, directory, progress)
@@ -107,7 +129,7 @@ class Controller:
         timeout_s = config.trainer.collective_timeout_s
         share = faults.partner_share if faults.keep_state and met is not None else 0.0
         self._states = KeptStates(lambda: fleet.state_nodes, share, timeout_s, self._no_more_copies)
-        self._ranks = TrainerRecovery(fleet, self.store, self._supervisor, self._states, self._before, met, timeout_s)
+        self._ranks = TrainerRecovery(fleet, self.store, self._supervisor, self._states, base, met, timeout_s)
         self._versions = Versions(
             self._weights, self._ranks, self._turns, self.store, self._supervisor, self._stores, directory.timeline,
             self._before,
@@ -130,9 +152,13 @@ class Controller:
             async with asyncio.TaskGroup() as tasks:
                 self._members.begin(tasks)
                 self._members.until_end(self._watch.run())
+                if self._taken is not None:
+                    await self._stores.adopt()
+                self._members.until_end(self._handover.run())
                 self._members.until_end(self._stores.take_snapshots())
                 self._members.serve("prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))
+                await self._handover.leave()
                 self._supervisor.close()
                 self._members.close()
                 await self._supervisor.with_store(lambda: self.store.close("the run is complete"))
@@ -149,16 +175,15 @@ class Controller:
         # No sooner: engines begin with version 0, and a resumed store has groups that are too young for its tokens.
         self._members.serve("rollout")
         self._take_wishes()
-        if not self._before:
+        if not self._before and not (self._taken is not None and self._taken.metrics):
             await self._first_evaluation()
         self._log.begin()
         self._recoveries.time.begin(self._before, len(self.fleet.role("rollout")), time.monotonic())
         finishing: asyncio.Task[None] | None = None
-        for step in range(self._before + 1, self.config.trainer.max_steps + 1):
-            reports, phases = await self._train(step)
-            tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
-            num_engines = len(self.fleet.role("rollout"))
-            self._recoveries.time.trained(step, tokens, time.monotonic(), num_engines)
+        begun = self._taken.reports if self._taken is not None else []
+        first = self._before if begun else self._before + 1
+        for step in range(first, self.config.trainer.max_steps + 1):
+            reports, phases = (begun, {}) if step == self._before else await self._train(step)
             if finishing is not None:
                 await finishing
             await self._samples.write(step)
@@ -186,6 +211,11 @@ class Controller:
     async def _go_on(self) -> None:
         """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
         self.outcome.num_steps = self._before
+        if self._taken is not None:
+            if self._taken.reports:  # the step is gone on with
+                return
+            if self._saving.is_due(self._before) and not self._saving.has(self._before):
+                await self._saving.begin(self._before, self._taken.metrics, is_last=True)
         delivery, _ = await self._versions.publish(self._before)
         await self._versions.load(delivery)
         await self._versions.tell(self._before)
@@ -206,12 +236,15 @@ class Controller:
                 if not await self._supervisor.check_partners(failure, stores):
                     await self._versions.renew(failure, ranks)
                 continue
+            await self._handover.note(reports)
             try:
                 await self._stores.trained(step, reports, stores)
             except PenstockError as failure:
                 if not await self._supervisor.check_partners(failure, stores):
                     raise
                 await self._supervisor.with_store(self._stores.tell)
+            tokens = sum(int(report.rows.response_tokens_N.sum()) for report in reports)
+            self._recoveries.time.trained(step, tokens, time.monotonic(), len(self.fleet.role("rollout")))
             return reports, {"partner": copied_s} if copied_s else {}
 
     async def _last_batch(self, columns: list[str]) -> Rows:

@@ -23,10 +23,12 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.failures import Kind, kind_of
+from penstock.orchestrator.fleet_state import FleetState
 from penstock.orchestrator.growth import Growth
 from penstock.orchestrator.kept_states import POLICY, StateNodes
 from penstock.orchestrator.node_agents import NodeAgents
 from penstock.orchestrator.node_files import NodeFiles
+from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.reservation import Reservation
@@ -46,7 +48,8 @@ LOOK_S = 0.1
 
 @dataclass
 class Fleet:
-    """Lifecycle: `create` makes the actors, `start` loads models and engines side by side, `close` ends them.
+    """Lifecycle: `create` makes the actors, `start` loads models and engines side by side, `close` ends them. Or it is
+    `adopt`ed from a process that has died, with actors that live on.
 
     `actors` maps the plan's names to handles; `role(...)` picks those of one role, in rank order. Those that died are
     `remove`d, and others that `replace` them are there once they are `add`ed. One more is planned by `growth`, and
@@ -62,6 +65,8 @@ class Fleet:
     with_store: bool = True
     resumed: Checkpoint | None = None
     """What the run goes on from."""
+    owner: Owner = field(default_factory=ThisProcess)
+    """With whom the actors end."""
     actors: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -74,6 +79,7 @@ class Fleet:
         self._starting: dict[str, Any] = {}
         """Those that replace others, and are not added yet."""
         self._growth: Growth | None = None
+        self._cores: dict[str, int] = {}
         self.store_process: StoreProcess | None = None
 
     @property
@@ -97,25 +103,14 @@ class Fleet:
     def create(self) -> None:
         """Create every actor; models are not loaded yet."""
         timeout_s = self.config.rollout.start_timeout_s
-        self._reservation = Reservation.make(self.plan, self.config, self.namespace, timeout_s)
+        self._reservation = Reservation.make(self.plan, self.config, self.namespace, timeout_s, self.owner)
         nodes = self._reservation.assignment.nodes
         self.agents.create([(node.id, node.address) for node in nodes])
-        cores = dict(self._cores_of(nodes))
-        self._maker = ActorMaker(
-            self.plan, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
-            self._files, cores, f"{self.agents.root}/{STATES}/{POLICY}",
-        )  # fmt: skip
+        self._cores = dict(self._cores_of(nodes))
+        maker = self._put_together()
         if len(nodes) > 1:
-            self._maker.bring_files()
-        self._growth = Growth(
-            self.plan, self.reservation, self.agents, self._maker, cores, self.config, self.namespace, self._made
-        )
-        if self.with_store:
-            store = self._plan_of(STORE)
-            self.store_process = StoreProcess(
-                self.config, self.flow, self.namespace, self.agents, self._node_of(STORE),
-                lambda: self.reservation.options(store), len(nodes) > 1,
-            )  # fmt: skip
+            maker.bring_files()
+        if self.store_process is not None:
             self.store_process.start(self.resumed.store if self.resumed is not None else None)
         if self.config.rollout.follows_cluster:
             self.growth.fill()
@@ -123,6 +118,46 @@ class Fleet:
             if actor.role == "store" or (not self.with_store and actor.role in ("prompts", "compute")):
                 continue
             self.actors[actor.name] = self._make(actor.name)
+
+    def _put_together(self) -> ActorMaker:
+        """What makes actors, once it is known where they go."""
+        self._maker = ActorMaker(
+            self.plan, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
+            self._files, self._cores, f"{self.agents.root}/{STATES}/{POLICY}", self.owner,
+        )  # fmt: skip
+        self._growth = Growth(
+            self.plan, self.reservation, self.agents, self._maker, self._cores, self.config, self.namespace, self._made
+        )
+        if self.with_store:
+            store, crosses_nodes = self._plan_of(STORE), len(self.reservation.assignment.nodes) > 1
+            self.store_process = StoreProcess(
+                self.config, self.flow, self.namespace, self.agents, self._node_of(STORE),
+                lambda: self.reservation.options(store), crosses_nodes, self.owner,
+            )  # fmt: skip
+        return self._maker
+
+    def state(self, owner: RunOwner) -> FleetState:
+        """Of now, for a process that goes on with it."""
+        names = {name: owner.name_of(handle) for name, handle in self.actors.items()}
+        store = self.store_process.state if self.store_process is not None else None
+        return FleetState(
+            list(self.plan), names, Counter(self._made), self.reservation, self.agents.state, self._files.state, store,
+            dict(self._cores),
+        )  # fmt: skip
+
+    def adopt(self, state: FleetState, handles: Mapping[str, Any]) -> None:
+        """Instead of `create` and `start`: go on with actors that are there, or have died since. `handles`: by the
+        names that Ray knows them by."""
+        self.plan[:] = state.plan
+        self._made.update(state.made)
+        self._cores = dict(state.cores)
+        self._reservation = state.reservation.belong_to(self.owner)
+        self.agents.adopt(state.agents, handles)
+        self._files.adopt(state.places)
+        self._put_together()
+        if self.store_process is not None and state.store is not None:
+            self.store_process.adopt(state.store, handles)
+        self.actors |= {name: handles[known] for name, known in state.names.items()}
 
     def start(self) -> None:
         """Load models and start engines, all at the same time. Raises what the first failing actor raised."""
@@ -315,6 +350,13 @@ class Fleet:
         self.agents.close(grace_s)
         if self._reservation is not None:
             self._reservation.release()
+        self.owner.close()
+        self.actors.clear()
+        self._starting.clear()
+
+    def let_go(self) -> None:
+        """Another process drives it now."""
+        self.owner.let_go()
         self.actors.clear()
         self._starting.clear()
 

@@ -52,8 +52,7 @@ class Growth:
         """`cores`: of each node, which `maker` reads as well. `names`: that members ever had."""
         self._plan, self._reservation, self._agents, self._maker = plan, reservation, agents, maker
         self._cores, self._config, self._namespace, self._names = cores, config, namespace, names
-        self._may_change = config.placement != "colocated" and choose_transport(config) not in STREAMS
-        """Engines and ranks may come and go: they have not met each other at the start."""
+        self._may_change = takes_newcomers(config)
         self._making_room = asyncio.Lock()
         self.on_node: Callable[[], None] = lambda: None
         """Called when a node may be new, or have a new agent."""
@@ -190,6 +189,11 @@ class Growth:
     def _accept(self, actor: ActorPlan, claim: Claim) -> None:
         self._reservation.accept(actor, claim)
         self._plan.append(actor)
+
+
+def takes_newcomers(config: RunConfig) -> bool:
+    """Engines and ranks may come and go: they have not met each other at the start."""
+    return config.placement != "colocated" and choose_transport(config) not in STREAMS
 
 
 def _give_back(finding: "asyncio.Future[Claim]") -> None:

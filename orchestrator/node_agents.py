@@ -7,6 +7,7 @@ that its agent owns. What an agent does is in `workers/node/agent.py`.
 import contextlib
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import ray
@@ -16,6 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from penstock.conf.cluster import ClusterConfig
 from penstock.network.handshake import new_token
 from penstock.orchestrator.kept_states import StateNodes
+from penstock.orchestrator.ownership.owners import Owner, ThisProcess
 from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.data.far.nodes import RowsNode, RowsNodes
@@ -26,11 +28,32 @@ from penstock.workers.node.agent import NodeFacts
 MANY_CALLS = 1_000
 
 
-class NodeAgents:
-    """Lifecycle: `create` on the run's nodes, `facts` once they are needed, `close` after every other actor."""
+@dataclass(frozen=True)
+class AgentsState:
+    """What another process needs to go on with agents."""
 
-    def __init__(self, run_id: str, namespace: str, config: ClusterConfig, spill_dir: str | None = None) -> None:
-        """`spill_dir`: `store.spill_dir`."""
+    root: str
+    token: bytes
+    members: dict[str, str]
+    """Names by node, the driver's first."""
+    names: set[str]
+    facts: dict[str, NodeFacts]
+
+
+class NodeAgents:
+    """Lifecycle: `create` on the run's nodes, or `adopt` those of a process that has died; `facts` once they are
+    needed, `close` after every other actor."""
+
+    def __init__(
+        self,
+        run_id: str,
+        namespace: str,
+        config: ClusterConfig,
+        spill_dir: str | None = None,
+        owner: Owner | None = None,
+    ) -> None:
+        """`spill_dir`: `store.spill_dir`. `owner`: with whom they end; None: this process."""
+        self._owner = owner or ThisProcess()
         self.root = f"{SHARED_MEMORY}/{PREFIX}{run_id}-{uuid.uuid4().hex[:12]}"
         """The run's directory in the shared memory of each of its nodes."""
         self._namespace, self._config, self._spill_dir = namespace, config, spill_dir
@@ -56,7 +79,19 @@ class NodeAgents:
                 "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
             }
             arguments = self.root, self._token, self._config.ports, self._config.files_dir, self._spill_dir
-            self.members[node] = name, ray.remote(Agent).options(**options).remote(*arguments)
+            self.members[node] = name, self._owner.make(Agent, options, *arguments)
+
+    @property
+    def state(self) -> AgentsState:
+        """Of now."""
+        members = {node: name for node, (name, _) in self.members.items()}
+        return AgentsState(self.root, self._token, members, set(self._names), dict(self._facts))
+
+    def adopt(self, state: AgentsState, handles: Mapping[str, Any]) -> None:
+        """`handles`: by name."""
+        self.root, self._token = state.root, state.token
+        self.members = {node: (name, handles[name]) for node, name in state.members.items()}
+        self._names, self._facts = set(state.names), dict(state.facts)
 
     def facts(self, timeout_s: float) -> dict[str, NodeFacts]:
         """By node. Raises what an agent raised, and `DeadlineExceeded` naming those that did not start."""
@@ -76,32 +111,38 @@ class NodeAgents:
     def relay_nodes(self, node_of: Mapping[str, str], engines: Sequence[str], timeout_s: float) -> RelayNodes:
         """`node_of`: each actor's. `engines`: all that there are to be. Nodes that share their memory have one relay.
         Actors on nodes that have left are left out."""
-        facts = self.facts(timeout_s)
-        owner = {fact.memory: node for node, fact in facts.items() if fact.owns_root}
-        places = {name: owner[facts[node].memory] for name, node in node_of.items() if node in facts}
+        facts, speaker = self.facts(timeout_s), self._speakers(timeout_s)
+        places = {name: speaker[node] for name, node in node_of.items() if node in speaker}
         return RelayNodes(
             places,
             dict(self.members),
             {node: fact.address for node, fact in facts.items()},
             [name for name in engines if name in places],
+            self._owner.epoch,
         )
 
     def state_nodes(self, node_of_rank: Mapping[int, str], timeout_s: float) -> StateNodes:
         """Where copies of the trainer's state may lie. Nodes that share their memory are one."""
-        facts = self.facts(timeout_s)
-        owner = {fact.memory: node for node, fact in facts.items() if fact.owns_root}
+        facts, speaker = self.facts(timeout_s), self._speakers(timeout_s)
+        there = dict.fromkeys(speaker.values())
         return StateNodes(
-            {rank: owner[facts[node].memory] if node in facts else node for rank, node in node_of_rank.items()},
-            {node: self.members[node] for node in owner.values()},
-            {node: facts[node].address for node in owner.values()},
+            {rank: speaker.get(node, node) for rank, node in node_of_rank.items()},
+            {node: self.members[node] for node in there},
+            {node: facts[node].address for node in there},
         )
 
     def rows_nodes(self, timeout_s: float) -> RowsNodes:
         """Where the store's large batches may lie: on nodes that are there now. Nodes that share their memory have one
         server."""
+        facts, speaker = self.facts(timeout_s), self._speakers(timeout_s)
+        servers = {node: RowsNode(node, facts[node].rows, facts[node].address) for node in speaker.values()}
+        return RowsNodes({node: servers[other] for node, other in speaker.items()}, self._token)
+
+    def _speakers(self, timeout_s: float) -> dict[str, str]:
+        """The node whose agent speaks for the shared memory of each node: several may have the same."""
         facts = self.facts(timeout_s)
-        owner = {fact.memory: RowsNode(node, fact.rows, fact.address) for node, fact in facts.items() if fact.owns_root}
-        return RowsNodes({node: owner[fact.memory] for node, fact in facts.items()}, self._token)
+        of_memory = {fact.memory: node for node, fact in facts.items() if fact.owns_root}
+        return {node: of_memory[fact.memory] for node, fact in facts.items()}
 
     def close(self, grace_s: float) -> None:
         """Have them remove the run's directories. Never raises for one that is dead: its directory goes with it."""

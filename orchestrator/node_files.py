@@ -56,6 +56,15 @@ class NodeFiles:
             for target, place in self._wait("obtain", wanted).items():
                 self._places[target, path] = f"{place}/{source.name}" if is_code else place
 
+    @property
+    def state(self) -> dict[tuple[str, str], str]:
+        """Of now, for another process."""
+        return dict(self._places)
+
+    def adopt(self, places: Mapping[tuple[str, str], str]) -> None:
+        """What another process has brought to nodes."""
+        self._places = dict(places)
+
     def local(self, node: str, path: str) -> str:
         """Where that node has it."""
         return self._places.get((node, path), path)

@@ -7,7 +7,7 @@ directory is left valid and no process is left behind.
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,11 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import ConfigError, PenstockError
+from penstock.conf.errors import ConfigError, PenstockError, TakenOver
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
-from penstock.orchestrator.cluster import check_placement, connect
+from penstock.orchestrator.cluster import Cluster, check_placement, is_elsewhere, namespace_of, this_node
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.validate import check_run, first_runs
 from penstock.orchestrator.controller import Outcome
@@ -32,6 +32,8 @@ from penstock.orchestrator.reporting.closing import print_unfinished
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.report import write_report
 from penstock.orchestrator.reporting.sinks import Sink, close_sinks, make_sinks
+from penstock.orchestrator.takeover.left_behind import LeftBehind, find
+from penstock.orchestrator.takeover.run_state import Identity, identity_of
 from penstock.orchestrator.training import Training
 from penstock.workers.models.fresh import build_fresh_model
 
@@ -71,20 +73,32 @@ def run(
     flow = flow.check() if flow is not None else build_dataflow(config.algorithm)
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
-    directory, resumed = open_run(config)
-    directory.losses.tell_to(partial(console.print, markup=False, highlight=False, soft_wrap=True))
+    tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    cluster = Cluster(_with_warm_start(plan, config), config)
     try:
-        with connect(_with_warm_start(plan, config), config, directory.run_id) as namespace:
+        directory, goes_on = open_run(config, partial(_left_behind, config, flow, cluster, tell))
+    except BaseException:
+        cluster.close()
+        raise
+    directory.losses.tell_to(tell)
+    try:
+        with contextlib.closing(cluster):
+            cluster.connect(directory.run_id)
             check_placement(plan, config)  # now, and not after the runs that come first
+            namespace = goes_on.state.namespace if isinstance(goes_on, LeftBehind) else namespace_of(directory.run_id)
             note_connection(directory, namespace)
-            if resumed is not None:
-                model_path, paths = resumed.model_path, resumed.model_paths | config.model.paths
+            identity = identity_of(config, flow, this_node())
+            if goes_on is not None:
+                before = goes_on.state if isinstance(goes_on, LeftBehind) else goes_on
+                model_path, paths = before.model_path, before.model_paths | config.model.paths
                 config = replace(config, model=replace(config.model, paths=paths))
             else:
                 model_path = starting_model(config, directory)
                 config = with_other_models(config, directory, model_path)
-            outcome = _train(config, flow, plan, directory, model_path, namespace, console, sinks, resumed)
+            outcome = _train(config, flow, plan, directory, model_path, namespace, console, sinks, goes_on, identity)
         directory.event("end", steps=outcome.num_steps, seconds=time.monotonic() - start)
+    except TakenOver:  # the directory is the other process's
+        raise
     except BaseException as error:
         interrupted = isinstance(error, KeyboardInterrupt | asyncio.CancelledError)
         if not directory.has_begun and (interrupted or is_refusal(error)):
@@ -99,6 +113,16 @@ def run(
     finally:
         _close(directory)
     return RunResult(directory.path, outcome, time.monotonic() - start, directory.url)
+
+
+def _left_behind(
+    config: RunConfig, flow: Dataflow, cluster: Cluster, tell: Callable[[str], None], directory: RunDirectory
+) -> LeftBehind | None:
+    """What a command that has died has left of the run. Raises `ResourceError` if no cluster answers."""
+    if not (directory.cluster_file.is_file() and is_elsewhere()):
+        return None
+    cluster.connect(directory.run_id)
+    return find(directory, identity_of(config, flow, this_node()), config.faults.lease_s, tell)
 
 
 def _close(directory: RunDirectory) -> None:
@@ -140,14 +164,17 @@ def _train(
     namespace: str,
     console: Console,
     sinks: Sequence[Sink],
-    resumed: Checkpoint | None,
+    goes_on: Checkpoint | LeftBehind | None,
+    identity: Identity,
 ) -> Outcome:
     """With its display and its sinks, which are closed whatever happens in between."""
     progress = Progress(config, directory.path.name, console=console, losses=directory.losses)
     directory.losses.tell_to(progress.note)
     all_sinks = [*sinks, *make_sinks(config.tracking, directory)]
     try:
-        return Training(config, flow, plan, directory, model_path, namespace, progress, resumed).run(all_sinks)
+        return Training(config, flow, plan, directory, model_path, namespace, progress, identity, goes_on).run(
+            all_sinks
+        )
     finally:
         close_sinks(all_sinks, directory.losses)
         progress.close()

@@ -28,7 +28,7 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
-from penstock.orchestrator.cluster import check_placement, connect
+from penstock.orchestrator.cluster import Cluster, check_placement, namespace_of
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.elastic.by_hand import ByHand
 from penstock.orchestrator.elastic.members import catching_up
@@ -268,10 +268,12 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 @contextlib.contextmanager
 def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
     sinks: list[Sink] = []
-    with connect(plan, config, directory.run_id) as namespace:
+    with contextlib.closing(Cluster(plan, config)) as cluster:
+        cluster.connect(directory.run_id)
         check_placement(plan, config)
         model_path = starting_model(config, directory)
         config = with_other_models(config, directory, model_path)
+        namespace = namespace_of(directory.run_id)
         agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
         fleet = Fleet(plan, config, flow, model_path, namespace, agents, with_store=False)
         try:

@@ -4,11 +4,13 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
 from penstock.store.spec import StoreSpec
@@ -17,8 +19,17 @@ DEAD_S = 1.0
 """For a store that is lost to say that it is there all the same, before it is killed."""
 
 
+@dataclass(frozen=True)
+class StoreState:
+    """What another process needs to go on with a store."""
+
+    name: str
+    """That Ray knows it by."""
+    num_made: int
+
+
 class StoreProcess:
-    """Lifecycle: `start`; `replace` any number of times; `end`."""
+    """Lifecycle: `start`, or `adopt` one; `replace` any number of times; `end`."""
 
     def __init__(
         self,
@@ -29,10 +40,12 @@ class StoreProcess:
         node: str,
         options: Callable[[], Mapping[str, Any]],
         crosses_nodes: bool,
+        owner: Owner,
     ) -> None:
         """`node`: Ray's id of the one that it is on. `options`: for Ray, at each start. `crosses_nodes`: large batches
         may lie on several."""
         self.handle: Any = None
+        self._owner = owner
         self._config, self._flow, self._namespace = config, flow, namespace
         self._agents, self._node, self._options = agents, node, options
         self._crosses_nodes = crosses_nodes
@@ -46,12 +59,27 @@ class StoreProcess:
         self.handle = create_store_actor(
             StoreSpec.of(self._flow, self._config),
             self._namespace,
-            STORE if self._num_made == 1 else f"{STORE}.{self._num_made}",
+            self._name,
             restore=snapshot,
             ports=self._config.cluster.ports,
             nodes=self._agents.rows_nodes(timeout_s) if self._crosses_nodes else None,
             options=self._options(),
+            make=self._owner.make,
         )
+
+    @property
+    def state(self) -> StoreState:
+        """Of now."""
+        return StoreState(self._name, self._num_made)
+
+    def adopt(self, state: StoreState, handles: Mapping[str, Any]) -> None:
+        """`handles`: by the names that Ray knows actors by."""
+        self.handle, self._num_made = handles[state.name], state.num_made
+
+    @property
+    def _name(self) -> str:
+        """Names of dead actors are free late, so later ones have a number."""
+        return STORE if self._num_made == 1 else f"{STORE}.{self._num_made}"
 
     async def replace(self, snapshot: str | None, timeout_s: float) -> None:
         """End it, with all rows that lie on nodes, and start another. Raises what that raises, `DeadlineExceeded`."""

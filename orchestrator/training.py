@@ -12,23 +12,29 @@ import time
 from collections.abc import Iterator
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import PenstockError
+from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import newest, rewind
-from penstock.orchestrator.cluster import namespace_of
-from penstock.orchestrator.controller import Controller, Outcome
+from penstock.orchestrator.cluster import is_elsewhere, namespace_of
+from penstock.orchestrator.controller import Controller, Outcome, Taken
 from penstock.orchestrator.evaluation import Evaluator, HeldOut
 from penstock.orchestrator.failures import first_line
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import End, Recoveries
 from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.growth import takes_newcomers
 from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.connection import note_connection
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import Sink
+from penstock.orchestrator.takeover.handover import Handover
+from penstock.orchestrator.takeover.left_behind import LeftBehind
+from penstock.orchestrator.takeover.ranks import take_up
+from penstock.orchestrator.takeover.run_state import Identity, RunState, pack
 
 
 class Training:
@@ -43,16 +49,22 @@ class Training:
         model_path: str,
         namespace: str,
         progress: Progress,
-        resumed: Checkpoint | None = None,
+        identity: Identity,
+        goes_on: Checkpoint | LeftBehind | None = None,
     ) -> None:
-        """`namespace`: of the first fleet. `resumed`: what the run goes on from."""
+        """`namespace`: of the first fleet. `identity`: of a command that may go on with it. `goes_on`: what the run
+        goes on from."""
         self._config, self._flow, self._plan = config, flow, plan
         self._directory, self._model_path, self._progress = directory, model_path, progress
+        self._identity = identity
+        self._left = goes_on if isinstance(goes_on, LeftBehind) else None
+        """Until it is taken up."""
+        resumed = goes_on.state.resumed if isinstance(goes_on, LeftBehind) else goes_on
         self._namespace, self._resumed, self._first = namespace, resumed, resumed
         self._recoveries = Recoveries(config.faults)
-        self._wanted: dict[str, int] = {}
+        self._wanted: dict[str, int] = dict(self._left.state.wanted) if self._left is not None else {}
         """Members that people have wished for, by role."""
-        self._has_started = False
+        self._has_started = self._left is not None
         self._cause: PenstockError | None = None
         """What the run returns for, until it has."""
         self._from_step = 0
@@ -66,10 +78,12 @@ class Training:
         while True:
             step = 0
             try:
-                with self._fleet() as fleet:
+                left, self._left = self._left, None
+                with self._fleet(left) as fleet:
+                    taken = self._taken(fleet, left) if left is not None else None
                     controller = Controller(
                         fleet, config, self._flow, self._directory, self._progress, sinks, evaluator, self._recoveries,
-                        self._wanted,
+                        self._wanted, self._handover(fleet), taken,
                     )  # fmt: skip
                     try:
                         return asyncio.run(controller.run())
@@ -84,13 +98,21 @@ class Training:
             self._return()
 
     @contextlib.contextmanager
-    def _fleet(self) -> Iterator[Fleet]:
-        """One that has started."""
-        agents = NodeAgents(self._directory.run_id, self._namespace, self._config.cluster, self._config.store.spill_dir)
+    def _fleet(self, left: LeftBehind | None) -> Iterator[Fleet]:
+        """One that has started: `left` behind, or new."""
+        config, owner = self._config, left.owner if left is not None else self._new_owner()
+        spill_dir = config.store.spill_dir
+        agents = NodeAgents(self._directory.run_id, self._namespace, config.cluster, spill_dir, owner)
         fleet = Fleet(
-            self._plan, self._config, self._flow, self._model_path, self._namespace, agents, resumed=self._resumed
-        )
+            self._plan, config, self._flow, self._model_path, self._namespace, agents, resumed=self._resumed,
+            owner=owner,
+        )  # fmt: skip
+        is_anothers = False
         try:
+            if left is not None:
+                fleet.adopt(left.state.fleet, left.handles)
+                yield fleet
+                return
             self._progress.phase(_starting_text(self._plan, self._config))
             began = time.monotonic()
             fleet.create()
@@ -101,9 +123,47 @@ class Training:
             if self._cause is not None:
                 self._returned()
             yield fleet
+        except TakenOver:
+            is_anothers = True
+            raise
         finally:
             self._progress.phase("stopping")
-            fleet.close()
+            if is_anothers:
+                fleet.let_go()
+            else:
+                fleet.close()
+
+    def _new_owner(self) -> Owner:
+        """Of the next fleet."""
+        if self._config.faults.lease_s and is_elsewhere() and takes_newcomers(self._config):
+            return RunOwner.start(self._namespace, self._config.faults.lease_s)
+        return ThisProcess()
+
+    def _handover(self, fleet: Fleet) -> Handover:
+        """What there is to say of it."""
+        resumed, namespace, paths = self._resumed, self._namespace, dict(self._config.model.paths)
+
+        def describe(owner: RunOwner) -> bytes:
+            state = RunState(namespace, self._model_path, paths, resumed, dict(self._wanted), fleet.state(owner))
+            return pack(self._identity, state)
+
+        return Handover(fleet.owner, describe)
+
+    def _taken(self, fleet: Fleet, left: LeftBehind) -> Taken:
+        """Where the command before has left off, with its ranks there. Raises what the store fails with."""
+        self._progress.phase("taking over what the command before has left")
+        began = time.monotonic()
+        step = asyncio.run(take_up(fleet, left.reports))
+        lines = {int(line.get("step", 0)): line for line in self._directory.read_metrics()}
+        is_written = step in lines or not step
+        reports = [] if is_written else [report for report in left.reports if report.step == step]
+        seconds = time.monotonic() - began
+        self._directory.event("serving", seconds=round(seconds, 3))
+        self._progress.note(
+            f"goes on after step {step} with the actors of the command before, of which nothing was heard for "
+            f"{left.silent_s:.0f} s"
+        )
+        return Taken(step, reports, lines.get(step, {}))
 
     def _may_return(self, failure: PenstockError, step: int) -> bool:
         """Whether the last checkpoint is to be returned to. `step`: the last that was logged.

@@ -25,6 +25,8 @@ Members = Sequence[tuple[str, Any]]
 """Names and handles of actors."""
 LOOK_S = 0.2
 """Between two looks for nodes that a version comes from."""
+EPOCH_BITS = 32
+"""Of a broadcast's number, below those that say which process has begun it."""
 PASSED_ON_S = 3.0
 """In which what a node has sent before it was gone comes to all others."""
 
@@ -41,6 +43,8 @@ class RelayNodes:
     """Of each node's listener."""
     engines: Sequence[str] = ()
     """Names of those that there are to be: also of one that is lost or joins, and has no handle yet."""
+    epoch: int = 0
+    """Of the process that tells them of versions: what it says comes after all that those before it have said."""
 
     def agents_of(self, nodes: Iterable[str]) -> dict[str, Any]:
         """Handles, of those that are there."""
@@ -91,7 +95,7 @@ class WeightRelays:
         await self._plan_if_needed(trainers)
         if not self._crosses_nodes:
             return
-        self._number += 1
+        self._number = max(self._number, self._nodes.epoch << EPOCH_BITS) + 1
         self._whole, self._begun = None, self._broadcast(self._nodes, version, self._receivers)
         self._sending = self._nodes.agents_of(self._sources)
         await self._tell(self._nodes, self._used, "begin_version", self._begun, phase=f"begin version {version}")

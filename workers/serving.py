@@ -1,4 +1,5 @@
-"""What an actor does for a store, until it closes. A `run` with another store takes the place of the one before.
+"""What an actor does for a store, until it closes. A `run` with another store takes the place of the one before; with
+the same store, it is a second call for the same work, by another process that drives the run.
 
 Used by the actors of prompts, rollout, reward and compute.
 """
@@ -15,6 +16,7 @@ class Serving:
 
     serving = Serving(worker.run)
     await serving.run(store)        # until the store closes
+    await serving.run(store)        # meanwhile: returns with the first call
     await serving.run(other_store)  # meanwhile: the first call returns once its tasks have ended, then this one serves
     await serving.drain(30.0)       # meanwhile: finish what is held, then `run` returns
     """
@@ -22,15 +24,19 @@ class Serving:
     def __init__(self, serve: Callable[[StoreClient], Awaitable[None]]) -> None:
         self._serve = serve
         self._running: asyncio.Task[None] | None = None
+        self._store: Any = None
         self._client: StoreClient | None = None
-        """Of the task that serves."""
+        """Both of the task that serves."""
         self._turn = asyncio.Lock()
 
     async def run(self, store: Any) -> None:
         """Raises what serving raises."""
-        if self._running is not None:
-            self._running.cancel()
-        self._running = mine = asyncio.create_task(self._run(store))
+        mine = self._running
+        if mine is None or mine.done() or store != self._store:
+            if mine is not None:
+                mine.cancel()
+            self._running = mine = asyncio.create_task(self._run(store))
+            self._store = store
         try:
             await mine
         except asyncio.CancelledError:

@@ -1,7 +1,8 @@
 """Where a run goes on: its directory, and the checkpoint that it starts from, if any.
 
     resume=never     a new run
-    resume=auto      the run called `name`, from its newest checkpoint; a new run if there is no such run
+    resume=auto      the run called `name`: with the actors that live on, where the command that drove it has died
+                     (`takeover/`); else from its newest checkpoint; a new run if there is no such run
     resume=PATH      a new run, from that checkpoint (or the newest of that run)
 
 Called by `run.py` before any actor starts. The directory is locked before anything in it is touched, and so is
@@ -24,17 +25,21 @@ from penstock.orchestrator.recording.fetching import bring_here
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.run_place import RunPlace
 from penstock.orchestrator.recording.turns import ENDS, STARTS
+from penstock.orchestrator.takeover.left_behind import LeftBehind
 from penstock.workers.files import absolute, download, exists, is_url
 
 
-def open_run(config: RunConfig) -> tuple[RunDirectory, Checkpoint | None]:
-    """The run's directory, locked, with its first event written, and what it goes on from. What does not fit is told
-    before anything is made or changed. Raises `ConfigError`, `CheckpointError`, `RunInUse`."""
+def open_run(
+    config: RunConfig, find: Callable[[RunDirectory], LeftBehind | None] = lambda directory: None
+) -> tuple[RunDirectory, Checkpoint | LeftBehind | None]:
+    """The run's directory, locked, with its first event written, and what it goes on from. `find`: what a command that
+    has died has left of it. What does not fit is told before anything is made or changed. Raises `ConfigError`,
+    `CheckpointError`, `RunInUse`, and what `find` raises."""
     if config.resume == "auto" and _there(config):
         place = RunPlace.of_run(config)
         directory = RunDirectory.open(place.path, place.url)
         directory.lock(directory.path, f"name={config.name}")
-        return _opened(directory, config, lambda: _rewound(directory, config))
+        return _opened(directory, config, lambda: find(directory) or _rewound(directory, config))
     resumed = None
     if config.resume not in ("auto", "never"):
         resumed = open_checkpoint(absolute(config.resume))
@@ -43,8 +48,8 @@ def open_run(config: RunConfig) -> tuple[RunDirectory, Checkpoint | None]:
 
 
 def _opened(
-    directory: RunDirectory, config: RunConfig, choose: Callable[[], Checkpoint | None]
-) -> tuple[RunDirectory, Checkpoint | None]:
+    directory: RunDirectory, config: RunConfig, choose: Callable[[], Checkpoint | LeftBehind | None]
+) -> tuple[RunDirectory, Checkpoint | LeftBehind | None]:
     try:
         if config.checkpoint.directory is not None and not is_url(config.checkpoint.directory):
             with contextlib.suppress(ConfigError):  # one that cannot be made is told by its first checkpoint
@@ -55,6 +60,10 @@ def _opened(
             about = {"recipe": config.recipe, "algorithm": config.algorithm.name, "max_staleness": config.max_staleness}
             directory.event("start", **about)
             return directory, None
+        if isinstance(resumed, LeftBehind):
+            directory.rewind(config)
+            directory.event("taken_over", epoch=resumed.owner.epoch, silent_s=round(resumed.silent_s, 3))
+            return directory, resumed
         directory.event("resume", step=resumed.step, path=resumed.directory)
         return directory, _with_local_files(resumed, directory)
     except BaseException:

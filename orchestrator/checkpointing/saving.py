@@ -70,6 +70,11 @@ class CheckpointWriter:
             return False
         return is_last or step % every == 0 or step == self._config.trainer.max_steps
 
+    def has(self, step: int) -> bool:
+        """One of that step, or a later one, is complete. Raises `CheckpointError`."""
+        newest = self._checkpoints.newest()
+        return newest is not None and newest.step >= step
+
     async def begin(self, step: int, metrics: Mapping[str, Any], *, is_last: bool = False) -> float:
         """Take the state of now, after step `step`; what it cost in seconds. `metrics`: of that step, as far as
         they are known. `is_last`: of the run, so that it waits for an earlier one that is late. Raises

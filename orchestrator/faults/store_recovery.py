@@ -57,6 +57,12 @@ class StoreRecovery:
         await self._in_time(asyncio.gather(*told))
         self._told = step
 
+    async def adopt(self) -> None:
+        """The store was there before this process: from now on there is a snapshot to bring it back from. Raises what
+        the store fails with."""
+        async with self._lock:
+            await self._take(0)
+
     def published(self, version: int) -> None:
         self._version = version
 

@@ -34,16 +34,16 @@ class TrainerRecovery:
         store: StoreClient,
         supervisor: Supervisor,
         states: KeptStates,
-        before: int,
+        base: int,
         met: Callable[[], Awaitable[None]] | None,
         timeout_s: float,
     ) -> None:
-        """`before`: the last step before this process. `met`: what new ranks and the engines do before weights go
-        between them; None where ranks cannot be replaced. `timeout_s`: for each to read its copies."""
+        """`base`: the step that the run's actors were started after. `met`: what new ranks and the engines do before
+        weights go between them; None where ranks cannot be replaced. `timeout_s`: for each to read its copies."""
         self.generation = 0
         """Ranks before these."""
         self._fleet, self._store, self._supervisor, self._states = fleet, store, supervisor, states
-        self._before, self._met, self._timeout_s = before, met, timeout_s
+        self._base, self._met, self._timeout_s = base, met, timeout_s
 
     async def recover(self, failure: PenstockError) -> int:
         """New ranks are there, with the state after the last step that was trained, which is returned. Raises the
@@ -57,12 +57,12 @@ class TrainerRecovery:
             raise failure
         self._fleet.kill(team)
         trained = await self._supervisor.with_store(lambda: self._store.settle(STAGE))
-        if trained > self._before and not await self._states.are_there(trained):
+        if trained > self._base and not await self._states.are_there(trained):
             self._supervisor.beyond_help(ROLE, title_of(team), failure)
             raise failure
 
         async def catch_up(members: Members) -> None:
-            if trained == self._before:  # the checkpoint that the run goes on from, which may be gone later
+            if trained == self._base:  # the checkpoint that the run goes on from, which may be gone later
                 await self._fleet.resume(members)
                 return
             await self._states.bring(trained)
@@ -78,7 +78,7 @@ class TrainerRecovery:
         if stores != self._supervisor.stores_before:  # they may have been attached to the one before
             await self._fleet.attach_trainers()
         await self._met()
-        if trained > self._before:
+        if trained > self._base:
             with contextlib.suppress(PenstockError):  # who is gone by now is missed by the next step
                 await self._states.copy(trained)
         self.generation += 1

@@ -17,11 +17,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from penstock.conf.errors import ResourceError
 from penstock.conf.run import RunConfig
+from penstock.orchestrator.ownership.owners import Owner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.assignment import Assignment, assign
 from penstock.orchestrator.placement.nodes import NODE_ID, Node, cluster_nodes, free_nodes, titles
@@ -61,8 +62,11 @@ class Reservation:
     that joined has reserved is its own, and goes back to the cluster with it.
     """
 
-    def __init__(self, assignment: Assignment, index: Mapping[str, int], group: PlacementGroup | None) -> None:
+    def __init__(
+        self, assignment: Assignment, index: Mapping[str, int], group: PlacementGroup | None, owner: Owner
+    ) -> None:
         self.assignment = assignment
+        self._owner = owner
         self._group = group
         self._claims = {name: Claim(assignment.node_of[name], group, bundle) for name, bundle in index.items()}
         """Of those that have reserved something."""
@@ -70,20 +74,23 @@ class Reservation:
         """Those of the start, and who had them."""
 
     @classmethod
-    def make(cls, actors: Sequence[ActorPlan], config: RunConfig, name: str, timeout_s: float) -> "Reservation":
-        """`name`: the namespace of the run. Raises `ResourceError` if the cluster can never hold it, and if what it
-        wants is not free in time."""
+    def make(
+        cls, actors: Sequence[ActorPlan], config: RunConfig, name: str, timeout_s: float, owner: Owner | None = None
+    ) -> "Reservation":
+        """`name`: the namespace of the run. `owner`: with whom it ends; None: this process. Raises `ResourceError` if
+        the cluster can never hold it, and if what it wants is not free in time."""
+        owner = owner or ThisProcess()
         bundles = bundles_of(actors, config)
         index = {actor.name: number for number, unit in enumerate(bundles) for actor in unit}
         deadline = time.monotonic() + timeout_s
         plans = _plans(actors, config)
         assignment = next(plans)
         if not bundles:
-            return cls(assignment, {}, None)
+            return cls(assignment, {}, None, owner)
         told = False
         while (left_s := deadline - time.monotonic()) > 0:
-            if group := _reserved(bundles, assignment, name, min(PATIENCE_S, left_s)):
-                return cls(assignment, index, group)
+            if group := _reserved(bundles, assignment, name, min(PATIENCE_S, left_s), owner):
+                return cls(assignment, index, group, owner)
             if not told:
                 _LOG.warning("%s: waiting up to %g s. %s", wanted(bundles, assignment), timeout_s, holders())
             told, assignment = True, next(plans)
@@ -119,7 +126,7 @@ class Reservation:
             return Claim(node)
         if node is not None:
             alone = Assignment((node,), {actor.name: node})
-            if group := _reserved([[actor]], alone, f"{name}{OF_MEMBER}{actor.name}", PATIENCE_S):
+            if group := _reserved([[actor]], alone, f"{name}{OF_MEMBER}{actor.name}", PATIENCE_S, self._owner):
                 return Claim(node, group, is_own=True)
         raise ResourceError(
             f"No node that {actor.role} may be on has room for one more, which reserves "
@@ -154,6 +161,21 @@ class Reservation:
         claim.release()
         if claim.group is not None and not claim.is_own:
             self._vacant.append((actor, claim))
+
+    @property
+    def groups(self) -> list[PlacementGroup]:
+        """All that it has of the cluster."""
+        claims = [*self._claims.values(), *(claim for _, claim in self._vacant)]
+        return [*filter(None, {self._group, *(claim.group for claim in claims)})]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For the next process that drives the run: all but this one's owner."""
+        return {key: value for key, value in self.__dict__.items() if key != "_owner"}
+
+    def belong_to(self, owner: Owner) -> "Reservation":
+        """Of the process that it has come to."""
+        self._owner = owner
+        return self
 
     def release(self) -> None:
         for claim in self._claims.values():
@@ -213,16 +235,11 @@ def _plans(actors: Sequence[ActorPlan], config: RunConfig) -> Iterator[Assignmen
 
 
 def _reserved(
-    bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment, name: str, timeout_s: float
+    bundles: Sequence[Sequence[ActorPlan]], assignment: Assignment, name: str, timeout_s: float, owner: Owner
 ) -> PlacementGroup | None:
     """None if it is not free in time."""
-    nodes = [assignment.node_of[unit[0].name] for unit in bundles]
-    group: PlacementGroup = placement_group(
-        [_resources(unit) for unit in bundles],
-        strategy="PACK",
-        name=name,
-        bundle_label_selector=[{NODE_ID: node.id} for node in nodes],
-    )
+    labels = [{NODE_ID: assignment.node_of[unit[0].name].id} for unit in bundles]
+    group = owner.reserve([_resources(unit) for unit in bundles], labels, name)
     try:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:

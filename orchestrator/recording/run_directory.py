@@ -161,13 +161,13 @@ class RunDirectory:
         if self._mirror is not None:
             self._mirror.bring(timeout_s)
 
-    def rewind(self, config: RunConfig, step: int, metrics: Mapping[str, Any] | None = None) -> None:
-        """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again. config.yaml
-        becomes this run's. `metrics`: of that step, for a run that was killed before it had written its line. Raises
-        `ConfigError`."""
+    def rewind(self, config: RunConfig, step: int | None = None, metrics: Mapping[str, Any] | None = None) -> None:
+        """Go on after step `step`: later lines of metrics.jsonl go, since those steps are taken again; None: none are.
+        config.yaml becomes this run's. `metrics`: of that step, for a run that was killed before it had written its
+        line. Raises `ConfigError`."""
 
         def is_kept(line: Mapping[str, Any]) -> bool:
-            return int(line.get("step", 0)) <= step
+            return step is None or int(line.get("step", 0)) <= step
 
         try:
             kept = cut_lines(self.metrics_file, is_kept)

@@ -1,18 +1,16 @@
 """The store as a Ray actor: a light process, named, that everyone in the run finds."""
 
-import atexit
 import contextlib
 import gc
 import os
-import shutil
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.network.handshake import new_token
 from penstock.store.data.far.nodes import RowsNodes
-from penstock.store.data.roots import PREFIX, SHARED_MEMORY, identity, sweep_stale
+from penstock.store.data.roots import PREFIX, SHARED_MEMORY, guard_root, identity, sweep_stale
 from penstock.store.data.segments import Segments
 from penstock.store.service import store
 from penstock.store.service.server import Door, Endpoint
@@ -48,6 +46,8 @@ class Store:
         token = nodes.token if nodes is not None else new_token()
         door = Door(ray.util.get_node_ip_address(), token, span)  # type: ignore[no-untyped-call]
         segments = Segments(directory, spill, spec.shared_bytes, nodes)
+        for place in (directory, spill):
+            guard_root(place)
         node = ray.get_runtime_context().get_node_id()
         self._store = store.Store(spec, segments=segments, node=node, restore=restore, door=door)
 
@@ -76,22 +76,27 @@ def create_store_actor(
     ports: list[int] | None = None,
     nodes: RowsNodes | None = None,
     options: Mapping[str, Any] | None = None,
+    make: Callable[..., Any] | None = None,
 ) -> Any:
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
     until `end_store_actor`.
 
     `restore`: a snapshot to go on from, see `snapshot.py`. `directory`: which it makes for its socket and
-    segments; None: one in shared memory, which goes with this process if nobody ends the store. `ports`: first and last
+    segments; None: one in shared memory. `ports`: first and last
     that it may listen on for other machines; None: any. `nodes`: of a run on several, with the token that all of them
-    ask for, the store too. `options`: more for Ray, such as its node.
+    ask for, the store too. `options`: more for Ray, such as its node. `make`: makes the actor of its class, options and
+    arguments; None: this process does.
     """
-    import ray
-
     if directory is None:
         directory = os.path.join(SHARED_MEMORY, f"{PREFIX}store-{uuid.uuid4().hex}")
-        atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    own = {"name": name, "namespace": namespace, "num_cpus": 0}
-    return ray.remote(Store).options(**own, **(options or {})).remote(spec, directory, restore, ports, nodes)
+    options = {"name": name, "namespace": namespace, "num_cpus": 0, **(options or {})}
+    return (make or _make)(Store, options, spec, directory, restore, ports, nodes)
+
+
+def _make(cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
+    import ray
+
+    return ray.remote(cls).options(**options).remote(*arguments)
 
 
 def end_store_actor(handle: Any, spill_dir: str | None = None, timeout_s: float = 10.0) -> None:

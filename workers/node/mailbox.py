@@ -13,6 +13,7 @@ class Mailbox:
         self._waiting: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._asked = 0
+        self._taking: asyncio.Task[tuple[int, Any]] | None = None
 
     async def ask(self, question: Any) -> Any:
         """The answer. None: it was closed before there was one."""
@@ -26,8 +27,12 @@ class Mailbox:
             del self._answers[number]
 
     async def take(self) -> tuple[int, Any]:
-        """The next question and its number."""
-        return await self._waiting.get()
+        """The next question and its number. Whoever waits for one already does so no more: another process drives the
+        run."""
+        if self._taking is not None:
+            self._taking.cancel()
+        self._taking = taking = asyncio.create_task(self._waiting.get())
+        return await taking
 
     def answer(self, number: int, answer: Any) -> None:
         """Whoever asked may have gone."""

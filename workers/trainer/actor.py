@@ -128,8 +128,15 @@ class Trainer(_Rank):
         """Go on from the kept copies of a step, after `start`, where each rank's node has its own. Copies of later
         steps count no more. Collective. Raises `KeptStateError`, on all ranks alike, having changed nothing."""
         kept = self._needed(self._parts.kept, "faults.keep_state=true")
+        worker = self._parts.worker
         with self._phases.within(RESUMING):
+            worker.after_step = None
             kept.restore(step)
+            worker.after_step = step
+
+    def after_step(self) -> int | None:
+        """The step whose weights and optimizer it has; None: of none, as an update has failed, or is under way."""
+        return self._parts.worker.after_step
 
     def plan_chunks(self, node: str, num_receivers: int) -> "ChunkPlan":
         """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them. The same

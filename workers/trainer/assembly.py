@@ -60,6 +60,7 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | No
         speaks_for_rows=ranks.speaks_for_rows,
         phases=phases,
         peers=ranks,
+        after_step=spec.after_step,
     )
     return TrainerParts(trainer, state, kept, worker)
 

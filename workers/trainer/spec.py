@@ -46,6 +46,8 @@ class TrainerSpec(RankSpec):
     keeps_state: str | None = None
     """Directory in shared memory below which every rank keeps a copy of its state after each update, the same on all
     nodes (`kept/`). None: no copies."""
+    after_step: int = 0
+    """The last step before the run's actors were started: 0, or the checkpoint's."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
     """Of each phase of a weight sync."""
 

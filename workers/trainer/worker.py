@@ -44,12 +44,16 @@ class TrainerWorker:
         speaks_for_rows: bool = True,
         phases: Phases | None = None,
         peers: Peers | None = None,
+        after_step: int = 0,
     ) -> None:
         """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
         update; None for none. `keep`: copies the state after a step, and says why if it does so no more
         (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one reports.
-        `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone."""
+        `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone. `after_step`: that the
+        trainer goes on from."""
         self._phases = phases or Phases()
+        self.after_step: int | None = after_step
+        """Whose weights and optimizer the trainer has now; None while an update is under way, or if it failed."""
         self.num_rows = self.num_in_flight = self.tokens_in_flight = 0
         """Of its share: rows trained so far, rows of the batch that it has, and response tokens of those that it speaks
         for."""
@@ -93,9 +97,11 @@ class TrainerWorker:
                 if self._preparation is not None
                 else (lease.rows, {})
             )
+            self.after_step = None
             report = self._trainer.update(rows, self._loss)
             updated = time.perf_counter()
             not_kept = self._keep(step) if self._keep is not None else None
+            self.after_step = step
             seconds = report.seconds | {"keep": time.perf_counter() - updated}
         self.num_rows += self.num_in_flight
         self.num_in_flight = self.tokens_in_flight = 0

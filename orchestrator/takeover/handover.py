@@ -1,0 +1,47 @@
+"""What a command leaves for the one that may come after it, told to the run's owner while the run goes on. Used by
+`training.py` and `controller.py`.
+
+    every second    who is where, if that has changed
+    each step       the ranks' reports, before the store is told: a step that was noted is made, whoever completes it
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from penstock.orchestrator.ownership.owners import Owner, RunOwner
+from penstock.workers.trainer.report import StepReport
+
+KEEP_S = 1.0
+"""Between two looks at what has changed. A member that has come since is not known to the next command, and ends."""
+
+
+class Handover:
+    """Lifecycle: `keep` once the fleet serves, `run` until it is cancelled, `note` each step; `leave` when there is
+    nothing more to go on with. Where the actors end with this process, none of it does anything."""
+
+    def __init__(self, owner: Owner, describe: Callable[[RunOwner], bytes]) -> None:
+        """`describe`: the run of now."""
+        self._owner = owner if isinstance(owner, RunOwner) else None
+        self._describe = describe
+        self._kept = b""
+
+    async def keep(self) -> None:
+        """Raises `TakenOver`, `WorkerDied`, `DeadlineExceeded`, as the others do."""
+        if self._owner is not None and (state := self._describe(self._owner)) != self._kept:
+            await self._owner.keep(state)
+            self._kept = state
+
+    async def run(self) -> None:
+        while self._owner is not None:
+            await self.keep()
+            await asyncio.sleep(KEEP_S)
+
+    async def note(self, reports: Sequence[StepReport]) -> None:
+        """A step that all ranks have made."""
+        if self._owner is not None:
+            await self._owner.note(list(reports))
+
+    async def leave(self) -> None:
+        """The run is over, or its actors are."""
+        if self._owner is not None:
+            await self._owner.leave()

@@ -1,0 +1,61 @@
+"""Finds what a command that has died has left of a run. Called by `run.py` before the run is set back to a checkpoint.
+
+cluster.json ─▶ the run's `Owner` there ─▶ the same settings and code? ─▶ its actors are this command's now
+                      │ none                      │ no: they end
+                      └────────────▶ from the newest checkpoint ◀┘
+"""
+
+import json
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.ownership.owners import RunOwner
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.takeover.run_state import Identity, RunState, unpack
+from penstock.workers.trainer.report import StepReport
+
+
+@dataclass(frozen=True)
+class LeftBehind:
+    """Actors of a run that nobody drives but this process, from now on."""
+
+    owner: RunOwner
+    state: RunState
+    handles: dict[str, Any]
+    """Of its actors, by the names that Ray knows them by."""
+    reports: list[StepReport]
+    """Of the step that all ranks made last; none: of no step."""
+    silent_s: float
+    """Since the command before was heard of."""
+
+
+def find(directory: RunDirectory, identity: Identity, lease_s: float, tell: Callable[[str], None]) -> LeftBehind | None:
+    """What there is on the cluster that this process is connected to. None: nothing to go on with; what there is of
+    actors ends, and `tell` hears why."""
+    try:
+        found = json.loads(directory.cluster_file.read_text())
+    except (OSError, ValueError):
+        return None
+    if found["address"] != ray.get_runtime_context().gcs_address:
+        return None
+    try:
+        taken = RunOwner.take(found["namespace"], lease_s)
+    except PenstockError:  # it ends at this moment
+        return None
+    if taken is None:
+        return None
+    owner, kept = taken
+    state = unpack(kept.state, identity)
+    if isinstance(state, str):
+        owner.close()
+        tell(
+            f"actors of the command before are there, but {state}: they end, and the newest checkpoint is gone back to"
+        )
+        return None
+    handles = owner.keep_only(state.fleet.all_names, state.fleet.reservation.groups)
+    return LeftBehind(owner, state, handles, pickle.loads(kept.step) if kept.step is not None else [], kept.silent_s)
