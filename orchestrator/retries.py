@@ -1,5 +1,5 @@
-"""`penstock run --retries N`: the run in a process of its own, and another that goes on from the newest checkpoint when
-that one dies, or ends by a failure that a new process may help with. Used by `cli.py`.
+"""`penstock run --retries N`: the run in a process of its own, and another that goes on with it when that one dies, or
+ends by a failure that a new process may help with. Used by `cli.py`. What it goes on from is `resume=auto`'s to say.
 
 What is wrong with the configuration, the data or the user's code is told once: it would come again.
 """
@@ -38,8 +38,8 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
         if code == 0 or not left or not _may_help(config, code):
             return code
         print(
-            f"{config.name} has ended ({_how(code)}); going on from its newest checkpoint in {pause_s:g} s, "
-            f"{left} of --retries {retries} left.",
+            f"{config.name} has ended ({_how(code)}); going on with it in {pause_s:g} s, {left} of --retries {retries} "
+            "left.",
             file=sys.stderr,
         )
         time.sleep(pause_s)

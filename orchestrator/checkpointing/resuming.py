@@ -62,7 +62,9 @@ def _opened(
             return directory, None
         if isinstance(resumed, LeftBehind):
             directory.rewind(config)
-            directory.event("taken_over", epoch=resumed.owner.epoch, silent_s=round(resumed.silent_s, 3))
+            step = max((int(line.get("step", 0)) for line in directory.read_metrics()), default=0)
+            silent_s = round(resumed.silent_s, 3)
+            directory.event("taken_over", step=step, epoch=resumed.owner.epoch, silent_s=silent_s)
             return directory, resumed
         directory.event("resume", step=resumed.step, path=resumed.directory)
         return directory, _with_local_files(resumed, directory)

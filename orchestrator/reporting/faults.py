@@ -3,6 +3,7 @@
     fault ─▶ recovered                     another took its place
     fault ─▶ returning ─▶ returned         the run went back to its last checkpoint
     fault ─▶ given_up, or nothing          the run ended, or was ended meanwhile
+    taken_over                             the command itself had died, and another goes on with its actors
 
 Used by `report.py` and `summary.py`.
 """
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-WHOLE_RUN = "the run"
+WHOLE_RUN, COMMAND = "the run", "the command"
 
 
 @dataclass
@@ -53,6 +54,8 @@ def faults_of(events: Sequence[Mapping[str, Any]]) -> list[Fault]:
             fault = _fault(event, events)
             found.append(fault)
             absent[fault.member] = fault
+        elif kind == "taken_over":
+            found.append(_taken_over(event, events))
         elif kind == "recovered" and member in absent:
             _replaced(absent.pop(member), event)
         elif kind == "returned":
@@ -76,6 +79,14 @@ def _fault(event: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Fau
         step=int(event.get("step", event.get("from_step", 0))),
         cause=f"{event.get('error', '')}: {message}",
     )
+
+
+def _taken_over(event: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> Fault:
+    seconds = float(event.get("silent_s", 0.0))
+    return Fault(
+        COMMAND, COMMAND, at_s=max(0.0, _seconds(event, events) - seconds), step=int(event.get("step", 0)),
+        cause="its process is gone", seconds=seconds, outcome="another took over",
+    )  # fmt: skip
 
 
 def _replaced(fault: Fault, event: Mapping[str, Any]) -> None:

@@ -53,9 +53,7 @@ def find(directory: RunDirectory, identity: Identity, lease_s: float, tell: Call
     state = unpack(kept.state, identity)
     if isinstance(state, str):
         owner.close()
-        tell(
-            f"actors of the command before are there, but {state}: they end, and the newest checkpoint is gone back to"
-        )
+        tell(f"{directory.path.name}: its actors are there, but {state}. They end, and it goes on from its checkpoint.")
         return None
     handles = owner.keep_only(state.fleet.all_names, state.fleet.reservation.groups)
     return LeftBehind(owner, state, handles, pickle.loads(kept.step) if kept.step is not None else [], kept.silent_s)

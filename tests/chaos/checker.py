@@ -19,9 +19,12 @@ from pyarrow import parquet
 from tests.chaos.disturbance import Done
 from tests.chaos.plan import COMMAND, CUT, POWER
 
-NOTICED = ("fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "node_left", "resume")
-"""Kinds of events by which a run says that something has happened to it; `resume`: of the command that was started
-again."""
+NOTICED = (
+    "fault", "ended", "returning", "returned", "return_failed", "failed", "interrupted", "node_left", "resume",
+    "taken_over",
+)  # fmt: skip
+"""Kinds of events by which a run says that something has happened to it; `resume`, `taken_over`: of the command that
+was started again."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +49,9 @@ class Answer:
     noticed_after_s: float | None
     """None: it was not."""
     outcome: str
-    """`recovered`, `returned`; `did without` for a node whose work others did; `command` for one that was started
-    again; `over` where the run had done its work; `nothing` for a cable that was out."""
+    """`recovered`, `returned`; `did without` for a node whose work others did; `taken over` for a command that was
+    started again and has gone on with the actors, `command` for one that has started all anew; `over` where the run had
+    done its work; `nothing` for a cable that was out."""
     seconds: float
     """That the answer took."""
     was_starting: bool
@@ -85,6 +89,8 @@ def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answe
             return Answer(done, noticed, "did without", 0.0, was_starting)
         if event["kind"] == "returned":
             return Answer(done, noticed, "returned", event["seconds"], was_starting)
+        if event["kind"] == "taken_over" and done.who == COMMAND:
+            return Answer(done, noticed, "taken over", after, was_starting)
         if event["kind"] == "resume":
             return Answer(done, noticed, "command", after, was_starting)
         if event["kind"] == "end":

@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
 import time
 from pathlib import Path
 from random import Random
@@ -17,6 +15,7 @@ from penstock.conf.errors import CheckpointError
 from penstock.orchestrator.cli import main
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
+from tests.orchestrator.victim import Victim
 from tests.run_files import metrics_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -99,37 +98,14 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_run_goes_on(words, 
     assert sorted(events[1:-1]) == ["checkpoint_failed", "checkpoint_failed", "model_exported", "placed", "serving"]
 
 
-class Victim:
-    """`penstock run` in a process of its own, on a cluster that outlives it."""
-
-    def __init__(self, words, python, environment):
-        command = [*python, "-m", "penstock.orchestrator.cli", "run", *words]
-        self.process = subprocess.Popen(
-            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-
-    def wait_until(self, happened, timeout_s=120):
-        deadline = time.monotonic() + timeout_s
-        while not happened() and self.process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.005)
-
-    def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.communicate(timeout=30)
-
-    def finish(self):
-        output, _ = self.process.communicate(timeout=240)
-        assert self.process.returncode == 0, output[-3000:]
-
-
 @pytest.fixture
 def victim(warm_python, driver_environment):
     return lambda words: Victim(words, warm_python, driver_environment)
 
 
 def test_kills_at_random_moments_change_no_bit(words, tmp_path, victim):
-    """As it starts, between steps, while a checkpoint is written, just after one."""
-    words = [*words, "checkpoint.every_steps=1", f"trainer.max_steps={MAX_STEPS}", "resume=auto"]
+    """As it starts, between steps, while a checkpoint is written, just after one. Nothing lives on."""
+    words = [*words, "checkpoint.every_steps=1", f"trainer.max_steps={MAX_STEPS}", "resume=auto", "faults.lease_s=0"]
     victim([*words, "name=whole"]).finish()
     killed, random = tmp_path / "killed", Random(0)
 
