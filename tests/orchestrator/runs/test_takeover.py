@@ -1,0 +1,158 @@
+"""Commands that are killed, and others that go on with their actors: nothing starts again, no step is lost, and the
+weights are those of a run in which nothing happened."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import ray
+from ray.util import list_named_actors
+
+from tests.chaos.checker import Promises, broken
+from tests.model_files import load_model
+from tests.orchestrator.victim import Victim
+from tests.run_files import events_of, metrics_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+STEPS, NUM_KILLS = 12, 3
+SETTINGS = [
+    "rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1", "trainer.num_threads=1", "resume=auto",
+    f"trainer.max_steps={STEPS}", "tracking.samples_every_steps=1", "checkpoint.every_steps=0",
+    "faults.pause_s=0.1",
+]  # fmt: skip
+
+
+class Run:
+    """One run, by any number of commands."""
+
+    def __init__(self, start: Callable[[list[str]], Victim], words: list[str], directory: Path) -> None:
+        self._start, self.directory = start, directory
+        self.words = [*words, f"output_dir={directory.parent}", f"name={directory.name}"]
+
+    def begin(self, *more: str) -> Victim:
+        return self._start([*self.words, *more])
+
+    def kill_after(self, num_steps: int, delay_s: float = 0.0, *more: str) -> None:
+        """A command that is killed once so many more steps are written."""
+        victim, wanted = self.begin(*more), self.num_steps + num_steps
+        victim.wait_until(lambda: self.num_steps >= wanted)
+        time.sleep(delay_s)
+        assert victim.process.poll() is None, victim.process.communicate()[0][-3000:]
+        victim.kill()
+
+    @property
+    def num_steps(self) -> int:
+        file = self.directory / "metrics.jsonl"
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    @property
+    def kinds(self) -> list[str]:
+        return [event["kind"] for event in events_of(self.directory)]
+
+    @property
+    def namespace(self) -> str:
+        return str(json.loads((self.directory / "cluster.json").read_text())["namespace"])
+
+    def actor(self, name: str) -> Any:
+        return ray.get_actor(name, namespace=self.namespace)
+
+
+@pytest.fixture
+def start(
+    warm_python: list[str], driver_environment: dict[str, str], cluster: str
+) -> Iterator[Callable[[list[str]], Victim]]:
+    started: list[Victim] = []
+
+    def one(words: list[str]) -> Victim:
+        started.append(Victim(words, warm_python, driver_environment))
+        return started[-1]
+
+    yield one
+    for victim in started:
+        victim.process.kill()
+
+
+@pytest.fixture
+def new_run(start: Callable[[list[str]], Victim], small_run: list[str], tmp_path: Path) -> Callable[..., Run]:
+    return lambda name, *more: Run(start, [*small_run, *SETTINGS, *more], tmp_path / name)
+
+
+def assert_same_model(one: Run, other: Run) -> None:
+    expected, found = (load_model(run.directory / "model") for run in (one, other))
+    assert expected.keys() == found.keys()
+    assert all(expected[name].equal(found[name]) for name in expected)
+
+
+def broken_promises(run: Run, max_staleness: int = 0) -> list[str]:
+    return broken(run.directory, Promises(STEPS, 4, 4, max_staleness, {}, 0.0), [])
+
+
+def test_commands_that_are_killed_at_random_moments_cost_no_step_and_change_no_bit(new_run: Callable[..., Run]) -> None:
+    whole, killed, random = new_run("whole"), new_run("killed"), Random(3)
+    whole.begin().finish()
+    for _ in range(NUM_KILLS):
+        killed.kill_after(1, random.uniform(0.0, 0.5))
+    killed.begin().finish()
+    assert not broken_promises(killed)
+    assert killed.kinds.count("placed") == 1  # nobody was started again
+    assert killed.kinds.count("taken_over") == NUM_KILLS
+    assert not {"fault", "returned", "resume"}.intersection(killed.kinds)
+    epochs = [event["epoch"] for event in events_of(killed.directory) if event["kind"] == "taken_over"]
+    assert epochs == list(range(2, 2 + NUM_KILLS))
+    assert_same_model(whole, killed)
+
+
+def test_who_dies_with_the_command_is_replaced_by_the_next_one(new_run: Callable[..., Run]) -> None:
+    """Ranks, too: from the copies of their state."""
+    whole, killed = new_run("whole"), new_run("killed")
+    whole.begin().finish()
+    for name in ("Trainer-policy-0", "Rollout-1"):
+        killed.kill_after(2)
+        ray.kill(killed.actor(name))
+    killed.begin().finish()
+    lost = [(event["kind"], event["member"]) for event in events_of(killed.directory) if "member" in event]
+    assert ("recovered", "Trainer-policy-0") in lost
+    assert ("recovered", "Rollout-1") in lost
+    assert not broken_promises(killed)
+    assert_same_model(whole, killed)
+
+
+def test_asynchronous_runs_of_several_ranks_are_taken_over_within_their_bound(new_run: Callable[..., Run]) -> None:
+    run = new_run("ahead", "max_staleness=2", "trainer.num_ranks=2", "checkpoint.every_steps=2")
+    run.kill_after(3, 0.2)
+    run.kill_after(1, 0.1)
+    run.begin().finish()
+    assert run.kinds.count("taken_over") == 2
+    assert not broken_promises(run, max_staleness=2)
+    assert (run.directory / "checkpoints" / f"global_step_{STEPS}" / "COMPLETE").exists()
+
+
+def test_actors_of_other_settings_are_not_gone_on_with(new_run: Callable[..., Run]) -> None:
+    run = new_run("changed", "checkpoint.every_steps=1")
+    run.kill_after(3)
+    before = run.namespace
+    said = run.begin("trainer.optimizer.lr=0.002").finish()
+    assert "changed: its actors are there, but not the same as now: trainer.optimizer.lr. They end" in " ".join(
+        said.split()
+    )
+    assert "taken_over" not in run.kinds
+    assert "resume" in run.kinds
+    assert not [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == before]
+    assert [line["step"] for line in metrics_of(run.directory)] == list(range(1, STEPS + 1))
+
+
+def test_actors_end_when_nobody_comes_for_them(new_run: Callable[..., Run]) -> None:
+    run = new_run("left", "faults.lease_s=2", "checkpoint.every_steps=1")
+    run.kill_after(2)
+    deadline, namespace = time.monotonic() + 30, run.namespace
+    while [actor for actor in list_named_actors(all_namespaces=True) if actor["namespace"] == namespace]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    run.begin().finish()
+    assert "resume" in run.kinds
+    assert "taken_over" not in run.kinds
