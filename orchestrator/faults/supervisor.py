@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.conf.errors import PartnerGone, PenstockError
+from penstock.conf.errors import PartnerGone, PenstockError, WorkerDied
 from penstock.orchestrator.failures import CAUSE_GRACE_S, Kind, cause_of, first_line, kind_of
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import Recoveries
@@ -217,8 +217,10 @@ class Supervisor:
 
     async def _run(self, name: str) -> None:
         """One member's pull loop: it ends when the store closes, or it was asked to leave, and not before."""
+        if (handle := self._fleet.actors.get(name)) is None:
+            raise WorkerDied(f"{name} was gone before it served.")
         try:
-            await self._fleet.actors[name].run.remote(self._fleet.store)
+            await handle.run.remote(self._fleet.store)
         except Exception as error:  # noqa: BLE001 - every way in which an actor can fail has a named error
             raise translate(error, name) from None
         if not self._closing and name not in self._leaving:
