@@ -72,9 +72,9 @@ class Taken:
 
     step: int
     """The last that was trained."""
-    reports: list[StepReport]
-    """Of that step, if its numbers are not written yet: what comes after the update is done again. Empty: they are, or
-    are lost."""
+    unwritten: dict[int, list[StepReport]]
+    """Steps up to that one whose numbers are not written yet, and the ranks' reports of them. What comes after the
+    update is done again for the last one; of those before, engines have had the weights, or need them no more."""
     metrics: dict[str, Any]
     """What is written of that step."""
 
@@ -180,10 +180,10 @@ class Controller:
         self._log.begin()
         self._recoveries.time.begin(self._before, len(self.fleet.role("rollout")), time.monotonic())
         finishing: asyncio.Task[None] | None = None
-        begun = self._taken.reports if self._taken is not None else []
-        first = self._before if begun else self._before + 1
+        unwritten = dict(self._taken.unwritten) if self._taken is not None else {}
+        first = self._before if self._before in unwritten else self._before + 1
         for step in range(first, self.config.trainer.max_steps + 1):
-            reports, phases = (begun, {}) if step == self._before else await self._train(step)
+            reports, phases = (unwritten[step], {}) if step in unwritten else await self._train(step)
             if finishing is not None:
                 await finishing
             await self._samples.write(step)
@@ -212,10 +212,13 @@ class Controller:
         """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
         self.outcome.num_steps = self._before
         if self._taken is not None:
-            if self._taken.reports:  # the step is gone on with
+            self._log.begin()
+            is_done = self._before not in self._taken.unwritten
+            for step in sorted(self._taken.unwritten.keys() - {self._before}):
+                await self._log.write(step, self._taken.unwritten[step], {}, None)
+            await self._saving.adopt(self._before if is_done else None, self._taken.metrics)
+            if not is_done:  # the loop goes on with it
                 return
-            if self._saving.is_due(self._before) and not self._saving.has(self._before):
-                await self._saving.begin(self._before, self._taken.metrics, is_last=True)
         delivery, _ = await self._versions.publish(self._before)
         await self._versions.load(delivery)
         await self._versions.tell(self._before)
@@ -236,7 +239,7 @@ class Controller:
                 if not await self._supervisor.check_partners(failure, stores):
                     await self._versions.renew(failure, ranks)
                 continue
-            await self._handover.note(reports)
+            await self._handover.note(step, reports)
             try:
                 await self._stores.trained(step, reports, stores)
             except PenstockError as failure:
@@ -295,6 +298,7 @@ class Controller:
         await self._versions.tell(delivery.version)
         phases |= {"evaluation": evaluation_s} if accuracy is not None else {}
         self.outcome.last_metrics = await self._log.write(step, reports, phases, accuracy)
+        self._handover.written(step)
         self.outcome.num_steps = step
 
     def _counters(self) -> dict[str, float]:

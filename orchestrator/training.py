@@ -155,15 +155,14 @@ class Training:
         began = time.monotonic()
         step = asyncio.run(take_up(fleet, left.reports))
         lines = {int(line.get("step", 0)): line for line in self._directory.read_metrics()}
-        is_written = step in lines or not step
-        reports = [] if is_written else [report for report in left.reports if report.step == step]
+        unwritten = {made: reports for made, reports in left.reports.items() if made <= step and made not in lines}
         seconds = time.monotonic() - began
         self._directory.event("serving", seconds=round(seconds, 3))
         self._progress.note(
             f"goes on after step {step} with the actors of the command before, of which nothing was heard for "
             f"{left.silent_s:.0f} s"
         )
-        return Taken(step, reports, lines.get(step, {}))
+        return Taken(step, unwritten, lines.get(step, {}))
 
     def _may_return(self, failure: PenstockError, step: int) -> bool:
         """Whether the last checkpoint is to be returned to. `step`: the last that was logged.

@@ -92,8 +92,13 @@ class Checkpoints:
 
     def sweep(self) -> None:
         """Delete what was never completed. Only at the start of a run, when nobody writes."""
-        for step in self._all():
-            self.clear(step)
+        for step in self.unfinished():
+            remove(self.directory(step))
+
+    def unfinished(self) -> list[int]:
+        """Steps of those that are not complete: they are being written, or somebody has died who wrote them."""
+        complete = self.steps()
+        return [step for step in self._all() if step not in complete]
 
     def newest(self) -> Checkpoint | None:
         steps = self.steps()

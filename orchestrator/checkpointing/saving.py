@@ -70,10 +70,16 @@ class CheckpointWriter:
             return False
         return is_last or step % every == 0 or step == self._config.trainer.max_steps
 
-    def has(self, step: int) -> bool:
-        """One of that step, or a later one, is complete. Raises `CheckpointError`."""
-        newest = self._checkpoints.newest()
-        return newest is not None and newest.step >= step
+    async def adopt(self, step: int | None, metrics: Mapping[str, Any]) -> None:
+        """After another process, which may have died while one was written: its ranks may write it still, and it counts
+        for nothing. `step`: whose checkpoint is taken if one is due and is not there; None: that comes later. Raises as
+        `begin` does."""
+        if not self._config.checkpoint.every_steps:
+            return
+        with contextlib.suppress(CheckpointError):  # a place that does not answer is told by the next one
+            self._left |= set(await asyncio.to_thread(self._checkpoints.unfinished))
+            if step is not None and self.is_due(step) and step not in await asyncio.to_thread(self._checkpoints.steps):
+                await self.begin(step, metrics, is_last=True)
 
     async def begin(self, step: int, metrics: Mapping[str, Any], *, is_last: bool = False) -> float:
         """Take the state of now, after step `step`; what it cost in seconds. `metrics`: of that step, as far as

@@ -2,7 +2,8 @@
 `training.py` and `controller.py`.
 
     every second    who is where, if that has changed
-    each step       the ranks' reports, before the store is told: a step that was noted is made, whoever completes it
+    each step       the ranks' reports, before the store is told: a step that was noted is made, whoever completes it,
+                    and its line in metrics.jsonl is written, whoever writes it
 """
 
 import asyncio
@@ -24,6 +25,8 @@ class Handover:
         self._owner = owner if isinstance(owner, RunOwner) else None
         self._describe = describe
         self._kept = b""
+        self._open: dict[int, list[StepReport]] = {}
+        """Of steps whose line is not written yet."""
 
     async def keep(self) -> None:
         """Raises `TakenOver`, `WorkerDied`, `DeadlineExceeded`, as the others do."""
@@ -36,10 +39,15 @@ class Handover:
             await self.keep()
             await asyncio.sleep(KEEP_S)
 
-    async def note(self, reports: Sequence[StepReport]) -> None:
+    async def note(self, step: int, reports: Sequence[StepReport]) -> None:
         """A step that all ranks have made."""
         if self._owner is not None:
-            await self._owner.note(list(reports))
+            self._open[step] = list(reports)
+            await self._owner.note(self._open)
+
+    def written(self, step: int) -> None:
+        """Its line is."""
+        self._open.pop(step, None)
 
     async def leave(self) -> None:
         """The run is over, or its actors are."""

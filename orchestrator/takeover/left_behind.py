@@ -28,8 +28,8 @@ class LeftBehind:
     state: RunState
     handles: dict[str, Any]
     """Of its actors, by the names that Ray knows them by."""
-    reports: list[StepReport]
-    """Of the step that all ranks made last; none: of no step."""
+    reports: dict[int, list[StepReport]]
+    """Of the step that all ranks made last, and of those before it that had more to come."""
     silent_s: float
     """Since the command before was heard of."""
 
@@ -56,4 +56,4 @@ def find(directory: RunDirectory, identity: Identity, lease_s: float, tell: Call
         tell(f"{directory.path.name}: its actors are there, but {state}. They end, and it goes on from its checkpoint.")
         return None
     handles = owner.keep_only(state.fleet.all_names, state.fleet.reservation.groups)
-    return LeftBehind(owner, state, handles, pickle.loads(kept.step) if kept.step is not None else [], kept.silent_s)
+    return LeftBehind(owner, state, handles, pickle.loads(kept.step) if kept.step is not None else {}, kept.silent_s)

@@ -9,7 +9,7 @@ Ranks that cannot be brought there are ended: whoever calls them next hears of i
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from penstock.conf.errors import LeaseExpired, PenstockError
@@ -28,17 +28,17 @@ APART_S = 30.0
 ANSWER_S = 60.0
 
 
-async def take_up(fleet: Fleet, reports: Sequence[StepReport]) -> int:
-    """The last step that was trained; the ranks are idle and have its state, or are dead. `reports`: of a step that all
-    of them have made. Raises what the store fails with."""
+async def take_up(fleet: Fleet, made: Mapping[int, Sequence[StepReport]]) -> int:
+    """The last step that was trained; the ranks are idle and have its state, or are dead. `made`: reports of steps that
+    all of them have made. Raises what the store fails with."""
     client = StoreClient(fleet.store)
     try:
         await fleet.attach_trainers()
         is_idle = await _idle(fleet)
-        for report in reports:
-            if report.share is not None:
-                with suppress(LeaseExpired):  # the command before has told the store of it, or the step was lost
-                    await answer(client.complete_shared(report.share), name=STORE, phase="settle", timeout_s=ANSWER_S)
+        shares = [report.share for _, reports in sorted(made.items()) for report in reports]
+        for share in filter(None, shares):
+            with suppress(LeaseExpired):  # the command before has told the store of it, or the step was lost
+                await answer(client.complete_shared(share), name=STORE, phase="settle", timeout_s=ANSWER_S)
         trained = int(await answer(client.settle(STAGE), name=STORE, phase="settle", timeout_s=ANSWER_S))
     finally:
         await client.leave()

@@ -2,6 +2,7 @@
 weights are those of a run in which nothing happened."""
 
 import json
+import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -156,3 +157,22 @@ def test_actors_end_when_nobody_comes_for_them(new_run: Callable[..., Run]) -> N
     run.begin().finish()
     assert "resume" in run.kinds
     assert "taken_over" not in run.kinds
+
+
+def test_a_command_that_was_thought_dead_ends_when_it_comes_back(new_run: Callable[..., Run]) -> None:
+    """It was stopped, and the lock of its directory was lost with a file system."""
+    whole, run = new_run("whole"), new_run("run")
+    whole.begin().finish()
+    stopped = run.begin()
+    stopped.wait_until(lambda: run.num_steps >= 3)
+    stopped.process.send_signal(signal.SIGSTOP)
+    (run.directory / "run.lock").unlink()
+    successor = run.begin()
+    successor.wait_until(lambda: run.num_steps >= 6)
+    stopped.process.send_signal(signal.SIGCONT)
+    output, _ = stopped.process.communicate(timeout=60)
+    assert stopped.process.returncode == 2, output
+    assert "Another process has taken this run over" in " ".join(output.split())
+    successor.finish()
+    assert not broken_promises(run)
+    assert_same_model(whole, run)
