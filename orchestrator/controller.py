@@ -18,6 +18,7 @@ in any task ends the controller, with the error that explains the others (`failu
 
 import asyncio
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -48,6 +49,7 @@ from penstock.orchestrator.reporting.sample_log import SampleLog
 from penstock.orchestrator.reporting.sinks import Sink
 from penstock.orchestrator.reporting.step_log import QUICK_S, StepLog
 from penstock.orchestrator.takeover.handover import Handover
+from penstock.orchestrator.takeover.taken import Taken
 from penstock.orchestrator.versions import Versions
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
@@ -64,19 +66,6 @@ class Outcome:
     accuracies: list[float] = field(default_factory=list)
     """Held-out accuracy, from the first evaluation to the last."""
     last_metrics: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Taken:
-    """Where a process has left off whose actors live on."""
-
-    step: int
-    """The last that was trained."""
-    unwritten: dict[int, list[StepReport]]
-    """Steps up to that one whose numbers are not written yet, and the ranks' reports of them. What comes after the
-    update is done again for the last one; of those before, engines have had the weights, or need them no more."""
-    metrics: dict[str, Any]
-    """What is written of that step."""
 
 
 class Controller:
@@ -167,7 +156,7 @@ class Controller:
         return self.outcome
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
-        await self._weights.connect()
+        await (self._weights.connect() if self._taken is None else self._versions.with_ranks(self._weights.connect))
         if self._before:
             await self._go_on()
         else:
@@ -216,14 +205,15 @@ class Controller:
             is_done = self._before not in self._taken.unwritten
             for step in sorted(self._taken.unwritten.keys() - {self._before}):
                 await self._log.write(step, self._taken.unwritten[step], {}, None)
-            await self._saving.adopt(self._before if is_done else None, self._taken.metrics)
+            due, metrics = (self._before if is_done else None), self._taken.metrics
+            await self._versions.with_ranks(lambda: self._saving.adopt(due, metrics))
             if not is_done:  # the loop goes on with it
                 return
         delivery, _ = await self._versions.publish(self._before)
         await self._versions.load(delivery)
         await self._versions.tell(self._before)
 
-    async def _train(self, step: int) -> tuple[list[StepReport], dict[str, float]]:
+    async def _train(self, step: int) -> tuple[Sequence[StepReport], dict[str, float]]:
         """One update by all ranks, and the seconds of what belongs to it. They lease its batch themselves, as soon as
         it is complete, and it is trained once the store has been told. Ranks that are lost before that are replaced,
         and take the step again. So they do where the store was lost; one that is lost when it is told hears of the step
@@ -277,12 +267,12 @@ class Controller:
         self.directory.event("state_not_copied", step=self._supervisor.step, reason=reason)
         self.progress.note(reason)
 
-    async def _save_if_due(self, step: int, reports: list[StepReport]) -> dict[str, float]:
+    async def _save_if_due(self, step: int, reports: Sequence[StepReport]) -> dict[str, float]:
         """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
         if not self._saving.is_due(step):
             return {}
         metrics = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics)
-        return {"checkpoint": await self._saving.begin(step, metrics)}
+        return {"checkpoint": await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))}
 
     async def _described(self) -> str:
         try:
@@ -290,7 +280,9 @@ class Controller:
         except PenstockError as error:
             return str(error)
 
-    async def _finish(self, step: int, reports: list[StepReport], delivery: Delivery, phases: dict[str, float]) -> None:
+    async def _finish(
+        self, step: int, reports: Sequence[StepReport], delivery: Delivery, phases: dict[str, float]
+    ) -> None:
         """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
         `phases`: seconds of what the step had besides its update."""
         phases["publish"] += await self._versions.load(delivery)

@@ -17,7 +17,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import newest, rewind
 from penstock.orchestrator.cluster import is_elsewhere, namespace_of
-from penstock.orchestrator.controller import Controller, Outcome, Taken
+from penstock.orchestrator.controller import Controller, Outcome
 from penstock.orchestrator.evaluation import Evaluator, HeldOut
 from penstock.orchestrator.failures import first_line
 from penstock.orchestrator.faults.causes import is_recoverable
@@ -35,6 +35,7 @@ from penstock.orchestrator.takeover.handover import Handover
 from penstock.orchestrator.takeover.left_behind import LeftBehind
 from penstock.orchestrator.takeover.ranks import take_up
 from penstock.orchestrator.takeover.run_state import Identity, RunState, pack
+from penstock.orchestrator.takeover.taken import Taken
 
 
 class Training:
@@ -154,15 +155,13 @@ class Training:
         self._progress.phase("taking over what the command before has left")
         began = time.monotonic()
         step = asyncio.run(take_up(fleet, left.reports))
-        lines = {int(line.get("step", 0)): line for line in self._directory.read_metrics()}
-        unwritten = {made: reports for made, reports in left.reports.items() if made <= step and made not in lines}
         seconds = time.monotonic() - began
         self._directory.event("serving", seconds=round(seconds, 3))
         self._progress.note(
             f"goes on after step {step} with the actors of the command before, of which nothing was heard for "
             f"{left.silent_s:.0f} s"
         )
-        return Taken(step, unwritten, lines.get(step, {}))
+        return Taken.of(step, left.reports, self._directory.read_metrics())
 
     def _may_return(self, failure: PenstockError, step: int) -> bool:
         """Whether the last checkpoint is to be returned to. `step`: the last that was logged.

@@ -9,6 +9,8 @@ Which calls that takes is `weight_sync.py`; how ranks are replaced, `faults/trai
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.colocation import Turns
@@ -20,6 +22,8 @@ from penstock.orchestrator.recording.timeline import Timeline
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
 from penstock.workers.weights.transport import Delivery
+
+T = TypeVar("T")
 
 
 class Versions:
@@ -49,13 +53,7 @@ class Versions:
     async def publish(self, version: int) -> tuple[Delivery, float]:
         """The ranks' weights as this version; seconds. Once it returns they may go on to the next step."""
         start = time.time()
-        while True:
-            ranks = self._ranks.generation
-            try:
-                delivery = await self._weights.publish(version)
-                break
-            except PenstockError as failure:
-                await self.renew(failure, ranks)
+        delivery = await self.with_ranks(lambda: self._weights.publish(version))
         self._timeline.span("trainer", "publish", start, time.time(), version=version)
         return delivery, time.time() - start
 
@@ -83,6 +81,15 @@ class Versions:
         await self._supervisor.with_store(lambda: self._store.published(version))
         self._stores.published(version)
         self._told = version
+
+    async def with_ranks(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What the ranks answer, or those that take their place."""
+        while True:
+            ranks = self._ranks.generation
+            try:
+                return await call()
+            except PenstockError as failure:
+                await self.renew(failure, ranks)
 
     async def renew(self, failure: PenstockError, ranks: int) -> None:
         """Others take the place of ranks that have failed, unless they have done so since there had been `ranks`. If

@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
-from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError
+from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.conf.weights import STREAMS, SYNC_PHASES
@@ -131,7 +131,10 @@ class WeightSync:
 
     @property
     def _trainers(self) -> Members:
-        return self._fleet.role("trainer")
+        """Raises `WorkerDied` where there are none: who drove the run before died when it had just lost them."""
+        if not (ranks := self._fleet.role("trainer")):
+            raise WorkerDied("no rank of the trainer is there.")
+        return ranks
 
     @property
     def _engines(self) -> Members:

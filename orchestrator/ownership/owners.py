@@ -9,7 +9,7 @@ Made by `training.py`; used by whatever makes actors and reservations.
 import contextlib
 import pickle
 import threading
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Protocol
 
 import ray
@@ -117,12 +117,14 @@ class RunOwner:
 
     def make(self, cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
         refs = [ray.put(argument) for argument in arguments]
-        handle = _asked(self._handle.make.remote(self.epoch, cls, dict(options), refs))
+        with self._heeding():
+            handle = _asked(self._handle.make.remote(self.epoch, cls, dict(options), refs))
         self._names[handle] = options["name"]
         return handle
 
     def reserve(self, bundles: list[dict[str, float]], labels: list[dict[str, str]], name: str) -> PlacementGroup:
-        group: PlacementGroup = _asked(self._handle.reserve.remote(self.epoch, bundles, labels, name))
+        with self._heeding():
+            group: PlacementGroup = _asked(self._handle.reserve.remote(self.epoch, bundles, labels, name))
         return group
 
     def name_of(self, handle: Any) -> str:
@@ -131,7 +133,8 @@ class RunOwner:
 
     def keep_only(self, names: Collection[str], groups: Collection[PlacementGroup]) -> dict[str, Any]:
         """Handles of these actors, by name, as far as they were ever made. Other actors and reservations end."""
-        found: dict[str, Any] = _asked(self._handle.keep_only.remote(self.epoch, list(names), list(groups)))
+        with self._heeding():
+            found: dict[str, Any] = _asked(self._handle.keep_only.remote(self.epoch, list(names), list(groups)))
         self._names = {handle: name for name, handle in found.items()}
         return found
 
@@ -159,20 +162,26 @@ class RunOwner:
         self._stopped.set()
 
     async def _told(self, ref: Any) -> None:
-        if self._refusal is not None:
-            raise self._refusal
-        await answer(ref, name=OWNER, phase="keep", timeout_s=ANSWER_S)
+        with self._heeding():
+            await answer(ref, name=OWNER, phase="keep", timeout_s=ANSWER_S)
 
     def _renew(self, pause_s: float) -> None:
         """One that fails is tried again: of its death, all hear whose actors it has made."""
-        while not self._stopped.wait(pause_s):
-            try:
+        while not self._stopped.wait(pause_s) and ray.is_initialized():
+            with contextlib.suppress(PenstockError), self._heeding():
                 _asked(self._handle.renew.remote(self.epoch))
-            except TakenOver as refusal:
-                self._refusal = refusal
-                return
-            except PenstockError:
-                continue
+
+    @contextlib.contextmanager
+    def _heeding(self) -> Iterator[None]:
+        """Another process has taken it: nothing is renewed, and nothing ended, from then on."""
+        if self._refusal is not None:
+            raise TakenOver(str(self._refusal))
+        try:
+            yield
+        except TakenOver as refusal:
+            self._refusal = refusal
+            self._stopped.set()
+            raise
 
 
 def _asked(ref: Any) -> Any:

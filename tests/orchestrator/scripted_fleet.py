@@ -16,7 +16,7 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import WorkerDied
+from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config
@@ -26,11 +26,14 @@ from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import JsonLines, Sink
+from penstock.orchestrator.takeover.handover import Handover
+from penstock.orchestrator.takeover.taken import Taken
 from penstock.store.client.client import StoreClient
+from penstock.store.client.lease import SharedLease
 from penstock.store.errors import StoreClosed
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
-from penstock.workers.progress import SERVING
+from penstock.workers.progress import IDLE, SERVING, UPDATING, WAITING, Phases
 from penstock.workers.progress import Progress as Said
 from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
@@ -48,6 +51,9 @@ Pause = Callable[[float], Awaitable[None]]
 
 class Handle:
     """An actor's handle: `handle.method.remote(...)` starts the call. After `kill` nothing answers any more."""
+
+    outlives_callers = False
+    """Calls go on when nobody waits for them any more: the caller has died."""
 
     def __init__(self, name: str, member: Any) -> None:
         self._name, self._member = name, member
@@ -88,7 +94,7 @@ class Handle:
 
         task = asyncio.ensure_future(method(*arguments))
         self._calls[task] = answer
-        answer.add_done_callback(lambda done: task.cancel() if done.cancelled() else None)
+        answer.add_done_callback(lambda done: task.cancel() if done.cancelled() and not self.outlives_callers else None)
         task.add_done_callback(ended)
         return answer
 
@@ -114,9 +120,12 @@ class Agent(Member):
 class Prompts(Member):
     def __init__(self, num_groups: int) -> None:
         self._num_groups = num_groups
+        self._serving = Serving(self._put)
 
     async def run(self, store: Any) -> None:
-        client = StoreClient(store)
+        await self._serving.run(store)
+
+    async def _put(self, client: StoreClient) -> None:
         number = await client.become_source()
         with contextlib.suppress(StoreClosed):
             while True:
@@ -180,13 +189,28 @@ class Trainer(Member):
     def __init__(self, store: Any, rank: int, num_ranks: int, pause: Pause) -> None:
         self._client, self._rank, self._num_ranks, self._pause = StoreClient(store), rank, num_ranks, pause
         self.restored: int | None = None
+        self._after: int | None = 0
+        self._phases = Phases()
+        self._phases.enter(IDLE)
+        self._leasing: asyncio.Task[SharedLease | None] | None = None
+
+    async def progress(self) -> Said:
+        return self._phases.progress()
 
     async def step(self, step: int) -> StepReport | None:
-        client = self._client
-        lease = await client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
+        with self._phases.within(WAITING):
+            leasing = self._client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
+            self._leasing = asyncio.create_task(leasing)
+            try:
+                lease = await self._leasing
+            except asyncio.CancelledError:
+                raise PartnerGone("attached to another store") from None
         if lease is None:
             return None
-        await self._pause(3.0)
+        with self._phases.within(UPDATING):
+            self._after = None
+            await self._pause(3.0)
+            self._after = step
         return StepReport(
             step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {}, lease.rows.row_ids,
             lease.share,
@@ -194,9 +218,15 @@ class Trainer(Member):
 
     async def attach(self, store: Any) -> None:
         self._client = StoreClient(store)
+        if self._leasing is not None:
+            self._leasing.cancel()
 
     async def restore(self, step: int) -> None:
-        self.restored = step
+        assert self._phases.progress().phase == IDLE
+        self.restored = self._after = step
+
+    async def after_step(self) -> int | None:
+        return self._after
 
     async def publish(self, root: str, version: int) -> Publication:
         await self._pause(1.0)
@@ -224,7 +254,7 @@ class ScriptedFleet(OneMachine):
             self.store = store
 
         self.store_process = ScriptedStoreProcess(config, partial(store_of, config, flow), told, pause)
-        self.flow, self.store, self.resumed, self.model_path = flow, store, resumed, "/"
+        self.config, self.flow, self.store, self.resumed, self.model_path = config, flow, store, resumed, "/"
         self.weights_root, self.relay_nodes = Path(config.output_dir), on_one_node()
         super().__init__(self.role)
         self._pause, self._joined = pause, 0
@@ -416,12 +446,15 @@ def controller_over(
     directory: RunDirectory,
     sinks: Sequence[Sink] = (),
     wanted: dict[str, int] | None = None,
+    handover: Handover | None = None,
+    taken: Taken | None = None,
 ) -> Controller:
     """`sinks`: hear of each step before metrics.jsonl does. `wanted`: before this controller."""
     progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
     directory.losses.tell_to(progress.note)
     sinks = [*sinks, JsonLines(directory)]
-    return Controller(fleet, config, fleet.flow, directory, progress, sinks, wanted=wanted)  # type: ignore[arg-type]
+    more = {"wanted": wanted, "handover": handover, "taken": taken}
+    return Controller(fleet, config, fleet.flow, directory, progress, sinks, **more)  # type: ignore[arg-type]
 
 
 def flow_of(config: RunConfig) -> Dataflow:

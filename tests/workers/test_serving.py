@@ -59,6 +59,38 @@ def test_another_run_ends_the_one_before_and_waits_for_it() -> None:
     run(body)
 
 
+def test_a_second_run_with_the_same_store_is_the_first() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        loop = Loop()
+        serving = Serving(loop.serve)
+        first, second = (asyncio.create_task(serving.run(store)) for _ in range(2))
+        await client.put_groups([group()])
+        while not (await store.stats()).get("completed/rollout"):
+            await asyncio.sleep(0.005)
+        assert loop.now == 1
+        await store.close("done")
+        await asyncio.wait_for(asyncio.gather(first, second), 5)
+        assert loop.most == 1
+
+    run(body)
+
+
+def test_a_run_after_one_that_has_failed_serves_anew() -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        failures = iter([RuntimeError("broken")])
+
+        async def serve(store: StoreClient) -> None:
+            for failure in failures:
+                raise failure
+
+        serving = Serving(serve)
+        with pytest.raises(RuntimeError, match="broken"):
+            await serving.run(store)
+        await serving.run(store)
+
+    run(body)
+
+
 def test_the_store_before_gets_its_rows_back() -> None:
     async def body(first: Store, client: StoreClient) -> None:
         async def hold(store: StoreClient) -> None:

@@ -1,15 +1,15 @@
 """A run that is refused, or interrupted before it has begun, leaves nothing; one that has begun leaves what it did."""
 
-import contextlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.conf.errors import PenstockError, ResourceError, WorkerDied
+from penstock.conf.run import RunConfig
 from penstock.orchestrator import run as running
 from penstock.orchestrator import session as handles
 from penstock.orchestrator.configuration.compose import load_config
@@ -21,19 +21,27 @@ def words(small_run: list[str], tmp_path: Path) -> list[str]:
     return [*small_run, "rollout.engine=hf", f"output_dir={tmp_path}", "name=refused"]
 
 
-def connecting(error: BaseException, *, begun: bool = False) -> Any:
-    """Plays a cluster that does not take the run."""
+def connecting(error: BaseException, begun: Callable[[RunConfig], None] = lambda config: None) -> Any:
+    """Plays a cluster that does not take the run. `begun`: what comes before."""
 
-    @contextlib.contextmanager
-    def connect(actors: object, config: Any, run_id: str) -> Iterator[str]:
-        if begun:
-            directory = RunDirectory(Path(config.output_dir) / config.name)
-            directory.log_metrics({"step": 1})
-            directory.close()
-        raise error
-        yield ""
+    class Cluster:
+        def __init__(self, actors: object, config: RunConfig) -> None:
+            self._config = config
 
-    return connect
+        def connect(self, run_id: str) -> None:
+            begun(self._config)
+            raise error
+
+        def close(self) -> None:
+            """It never was connected to."""
+
+    return Cluster
+
+
+def write_a_line(config: RunConfig) -> None:
+    directory = RunDirectory(Path(config.output_dir) / str(config.name))
+    directory.log_metrics({"step": 1})
+    directory.close()
 
 
 @pytest.mark.parametrize("error", [ResourceError("the cluster has 0 GPUs"), KeyboardInterrupt()])
@@ -41,8 +49,8 @@ def connecting(error: BaseException, *, begun: bool = False) -> Any:
 def test_a_run_that_is_refused_leaves_its_name_free(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, started: str
 ) -> None:
-    monkeypatch.setattr(running, "connect", connecting(error))
-    monkeypatch.setattr(handles, "connect", connecting(error))
+    monkeypatch.setattr(running, "Cluster", connecting(error))
+    monkeypatch.setattr(handles, "Cluster", connecting(error))
     start: Any = running.run if started == "run" else lambda config: handles.session(config).__enter__()
     with pytest.raises(type(error)):
         start(load_config(words))
@@ -56,16 +64,14 @@ def test_a_run_that_is_refused_leaves_its_name_free_at_a_url_too(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     bucket = tmp_path / "bucket"
 
-    @contextlib.contextmanager
-    def connect(*_: object) -> Iterator[str]:
+    def wait_for_upload(config: RunConfig) -> None:
         deadline = time.monotonic() + 20
         while not (bucket / "refused" / "config.yaml").is_file() and time.monotonic() < deadline:
             time.sleep(0.005)
-        raise ResourceError("the cluster has 0 GPUs")
-        yield ""
 
-    monkeypatch.setattr(running, "connect", connect)
-    monkeypatch.setattr(handles, "connect", connect)
+    cluster = connecting(ResourceError("the cluster has 0 GPUs"), wait_for_upload)
+    monkeypatch.setattr(running, "Cluster", cluster)
+    monkeypatch.setattr(handles, "Cluster", cluster)
     start: Any = running.run if started == "run" else lambda config: handles.session(config).__enter__()
     with pytest.raises(ResourceError):
         start(load_config([*words, f"output_dir=file://{bucket}", "tracking.upload_every_s=0.01"]))
@@ -84,7 +90,7 @@ def test_a_run_that_is_refused_leaves_its_name_free_at_a_url_too(
 def test_a_run_that_has_begun_or_died_tells_how_it_ended(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: PenstockError, begun: bool, kind: str
 ) -> None:
-    monkeypatch.setattr(running, "connect", connecting(error, begun=begun))
+    monkeypatch.setattr(running, "Cluster", connecting(error, *([write_a_line] if begun else [])))
     with pytest.raises(type(error)):
         running.run(load_config(words), quiet=True)
     directory = RunDirectory.open(tmp_path / "refused")
@@ -96,7 +102,7 @@ def test_a_report_that_cannot_be_written_is_told_and_changes_nothing(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "refused" / "report.html" / "in the way").mkdir(parents=True)
-    monkeypatch.setattr(running, "connect", connecting(WorkerDied("Rollout-0 has died")))
+    monkeypatch.setattr(running, "Cluster", connecting(WorkerDied("Rollout-0 has died")))
     with pytest.raises(WorkerDied, match="Rollout-0 has died"):
         running.run(load_config(words))
     directory = RunDirectory.open(tmp_path / "refused")
