@@ -12,7 +12,7 @@ from tests.chaos.bed import Machines
 from tests.chaos.checker import Promises, answers_of, broken
 from tests.chaos.disturbance import Disturbed, Done
 from tests.chaos.outcome import note
-from tests.chaos.plan import CUT, KILL, POWER, STOP, Fault, Target, draw
+from tests.chaos.plan import COMMAND, CUT, KILL, POWER, STOP, Fault, Target, draw
 from tests.machines.cluster import Cluster, machines
 from tests.model_files import load_model
 from tests.run_files import events_of
@@ -65,7 +65,7 @@ LAYOUTS = [
         {"Trainer-policy-0": "machine1", "Rollout-0": "machine2", "Rollout-1": "machine3"},
         [
             *(Target(who, KILL) for who in ("Rollout-0", "Rollout-1", "Reward-0", "Trainer-policy-0")),
-            Target("Rollout-1", STOP), Target("2", CUT), Target("3", CUT),
+            Target("Rollout-1", STOP), Target("2", CUT), Target("3", CUT), Target(COMMAND, KILL),
         ],
         3,
     ),
@@ -75,7 +75,7 @@ LAYOUTS = [
         {"Trainer-policy-0": "machine2", "Trainer-policy-1": "machine2", "Rollout-0": "machine3"},
         [
             *(Target(who, KILL) for who in ("Rollout-0", "Reward-0", "Trainer-policy-0", "Trainer-policy-1")),
-            Target("Trainer-policy-1", STOP), Target("2", CUT), Target("3", CUT),
+            Target("Trainer-policy-1", STOP), Target("2", CUT), Target("3", CUT), Target(COMMAND, KILL),
         ],
         2,
     ),
@@ -112,7 +112,7 @@ def go(cluster: Cluster, warm_python: list[str], small_run: list[str], folder: P
             *small_run, "rollout.engine=hf", "trainer.num_threads=1", "rollout.num_threads=1",
             "reward.cpus_per_worker=0", f"trainer.max_steps={num_steps}", *words,
         ]  # fmt: skip
-        run = Disturbed(Machines(cluster), warm_python, all_words, folder / name)
+        run = Disturbed(Machines(cluster), warm_python, all_words, folder / name, retries=20)
         return run.directory, run.go(faults)
 
     return gone
