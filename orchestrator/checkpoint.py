@@ -1,6 +1,6 @@
 """One checkpoint of a run: what its manifest says, and where it is.
 
-`checkpointing/` writes, finds and opens them; `fleet.py` starts actors from one.
+`checkpointing/` writes, finds and opens them; `fleet/` starts actors from one.
 """
 
 import json

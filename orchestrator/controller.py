@@ -37,9 +37,9 @@ from penstock.orchestrator.faults.store_recovery import StoreRecovery
 from penstock.orchestrator.faults.supervisor import Supervisor
 from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.faults.watch import Watch
-from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.kept_states import KeptStates
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
+from penstock.orchestrator.nodes.kept_states import KeptStates
 from penstock.orchestrator.ownership.owners import ThisProcess
 from penstock.orchestrator.ray_calls import answer, answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory

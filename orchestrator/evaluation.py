@@ -10,7 +10,7 @@ from typing import Any
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.faults.causes import is_recoverable
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, answers
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling

@@ -4,7 +4,7 @@
 import asyncio
 
 from penstock.conf.errors import WeightError
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import answers
 from penstock.workers.trainer.exported_files import check_exported
 

@@ -32,9 +32,9 @@ from penstock.orchestrator.cluster import Cluster, check_placement, namespace_of
 from penstock.orchestrator.configuration.validate import check_run
 from penstock.orchestrator.elastic.by_hand import ByHand
 from penstock.orchestrator.elastic.members import catching_up
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
-from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.recording.losses import Losses

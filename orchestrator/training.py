@@ -22,9 +22,9 @@ from penstock.orchestrator.evaluation import Evaluator, HeldOut
 from penstock.orchestrator.failures import first_line
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import End, Recoveries
-from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.growth import takes_newcomers
-from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.fleet.fleet import Fleet
+from penstock.orchestrator.fleet.growth import takes_newcomers
+from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.connection import note_connection

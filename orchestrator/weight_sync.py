@@ -2,7 +2,7 @@
 `session.py`.
 
     shm:      ranks write the publication ─▶ (training may go on) ─▶ engines load it
-              (between nodes, relays bring it to the engines' while it is written: `weight_relays.py`)
+              (between nodes, relays bring it to the engines' while it is written: `nodes/weight_relays.py`)
     streams:  ranks send ‖ engines receive, both before the next update
 
 What the two sides do is `workers/weights/`'s business; here are the order of the calls, and their deadlines.
@@ -18,9 +18,10 @@ from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.conf.weights import STREAMS, SYNC_PHASES
 from penstock.orchestrator.faults.causes import is_recoverable
-from penstock.orchestrator.fleet import LOOK_S, Fleet, Members
+from penstock.orchestrator.fleet.fleet import Fleet
+from penstock.orchestrator.fleet.roster import LOOK_S, Members
+from penstock.orchestrator.nodes.weight_relays import WeightRelays
 from penstock.orchestrator.ray_calls import answers, outcomes
-from penstock.orchestrator.weight_relays import WeightRelays
 from penstock.workers.protocols import Publication
 from penstock.workers.weights.streaming.engine_calls import ActorEngines
 from penstock.workers.weights.transport import Delivery

@@ -26,7 +26,7 @@ from penstock.orchestrator.checkpointing.brought_models import as_told, with_mod
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.failures import cause_of
 from penstock.orchestrator.faults.causes import is_recoverable
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, answers
 from penstock.orchestrator.recording.json_lines import plain
 from penstock.orchestrator.recording.run_directory import RunDirectory

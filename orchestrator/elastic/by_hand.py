@@ -7,7 +7,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.elastic.draining import drain
 from penstock.orchestrator.elastic.wishes import MET_AT_START, Wish, change_of, who_leaves
 from penstock.orchestrator.faults.supervisor import CatchUp
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 
 
 class ByHand:

@@ -1,6 +1,6 @@
 """Lets members finish what they have before they leave. Used by `members.py` and `by_hand.py`."""
 
-from penstock.orchestrator.fleet import Members
+from penstock.orchestrator.fleet.roster import Members
 from penstock.orchestrator.ray_calls import outcomes
 
 GRACE_S = 30.0

@@ -8,7 +8,7 @@ import asyncio
 
 from penstock.orchestrator.elastic.members import Members
 from penstock.orchestrator.elastic.wishes import Wish
-from penstock.orchestrator.growth import Growth
+from penstock.orchestrator.fleet.growth import Growth
 
 FOLLOW_S = 5.0
 """Between two looks: nodes come and go by minutes, and a look costs milliseconds."""

@@ -1,6 +1,6 @@
 """Who serves in a run: those of the start, those that join while it goes on, and those that leave.
 
-    join   room and a node (`growth.py`) ─▶ another starts ─▶ it loads the newest weights ─▶ serving
+    join   room and a node (`fleet/growth.py`) ─▶ another starts ─▶ it loads the newest weights ─▶ serving
     leave  it takes no more leases ─▶ finishes what it has ─▶ gives back the rest ─▶ its process ends
 
 Nobody else waits for any of it. Who joins is kept serving like the others (`faults/supervisor.py`). A node that is
@@ -22,7 +22,7 @@ from penstock.orchestrator.elastic.nodes import Nodes
 from penstock.orchestrator.elastic.wishes import MET_AT_START, ROLES, Done, Wish, change_of, who_leaves
 from penstock.orchestrator.failures import first_line, held_back
 from penstock.orchestrator.faults.supervisor import CatchUp, Supervisor, nothing_to_catch_up
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.weight_sync import WeightSync

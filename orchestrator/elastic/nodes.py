@@ -9,7 +9,7 @@ from typing import Any
 from penstock.conf.errors import PartnerGone
 from penstock.orchestrator.failures import first_line, held_back
 from penstock.orchestrator.faults.supervisor import Supervisor
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.store.client.client import StoreClient

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from penstock.conf.errors import PenstockError
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
+from penstock.orchestrator.fleet.store_process import StoreProcess
 from penstock.orchestrator.ray_calls import answer
-from penstock.orchestrator.store_process import StoreProcess
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
 from penstock.workers.trainer.report import StepReport

@@ -19,7 +19,8 @@ from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.recovery import Restart
 from penstock.orchestrator.faults.store_recovery import StoreRecovery
-from penstock.orchestrator.fleet import Fleet, Members
+from penstock.orchestrator.fleet.fleet import Fleet
+from penstock.orchestrator.fleet.roster import Members
 from penstock.orchestrator.ray_calls import outcomes, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress

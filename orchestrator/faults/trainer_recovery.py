@@ -5,7 +5,7 @@
 A step is trained once the store has been told so, after all ranks have copied their state. So the ledger decides:
 either every rank has the copy of the step, or the batch is formed again of the same groups, and every rank has the copy
 of the step before. Ranks whose node has left start elsewhere, from the copies that another node has
-(`orchestrator/kept_states.py`). Used by `controller.py`.
+(`orchestrator/nodes/kept_states.py`). Used by `controller.py`.
 """
 
 import contextlib
@@ -14,8 +14,9 @@ from collections.abc import Awaitable, Callable
 from penstock.conf.errors import DeadlineExceeded, KeptStateError, PenstockError
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.supervisor import Supervisor, title_of
-from penstock.orchestrator.fleet import Fleet, Members
-from penstock.orchestrator.kept_states import KeptStates
+from penstock.orchestrator.fleet.fleet import Fleet
+from penstock.orchestrator.fleet.roster import Members
+from penstock.orchestrator.nodes.kept_states import KeptStates
 from penstock.orchestrator.ray_calls import answers, outcomes
 from penstock.store.client.client import StoreClient
 from penstock.workers.progress import WAITING, Progress

@@ -20,7 +20,7 @@ from ray.exceptions import RayError
 from penstock.conf.errors import PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.faults.liveness import Liveness, State, Verdict
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.workers.processes import ProcessId

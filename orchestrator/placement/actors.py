@@ -1,7 +1,7 @@
 """Which actors a dataflow needs, and what each reserves: decided before anything starts, from the graph and the
 configuration.
 
-`penstock validate` prints the plan, `assignment.py` gives each actor its node, `fleet.py` carries it out.
+`penstock validate` prints the plan, `assignment.py` gives each actor its node, `fleet/` carries it out.
 """
 
 from collections.abc import Sequence

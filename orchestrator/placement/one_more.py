@@ -4,7 +4,7 @@
     ranks     a node with ranks: those of a node that has left stay together
     others    a node with engines, whose rows they read; of these one with the fewest of them
 
-Called by `reservation.py` and `growth.py`.
+Called by `reservation.py` and `fleet/growth.py`.
 """
 
 from collections.abc import Mapping, Sequence

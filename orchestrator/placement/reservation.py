@@ -6,7 +6,7 @@
 
 It is one placement group of Ray's, each bundle pinned to its node by a label. Two runs that start on one cluster at the
 same time cannot hold a half each and wait for the other: the second waits for what it planned, takes other nodes when
-they are free, and is told in the end who has what it wants. Made by `fleet.py`.
+they are free, and is told in the end who has what it wants. Made by `fleet/fleet.py`.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""CPU threads of engines and ranks, from the cores of the node that each is on. Called by `fleet.py`."""
+"""CPU threads of engines and ranks, from the cores of the node that each is on. Called by `fleet/`."""
 
 from collections.abc import Mapping, Sequence
 

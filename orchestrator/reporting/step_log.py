@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics
 from penstock.orchestrator.reporting.progress import Progress

@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.orchestrator.failures import Kind, kind_of
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import outcomes
 
 Counters = Mapping[str, float]

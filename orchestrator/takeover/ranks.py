@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from penstock.conf.errors import LeaseExpired, PenstockError
-from penstock.orchestrator.fleet import Fleet
+from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, answers, outcomes
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE

@@ -16,7 +16,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
-from penstock.orchestrator.fleet_state import FleetState
+from penstock.orchestrator.fleet.state import FleetState
 
 MAY_DIFFER = ("resume",)
 """Keys that say how a command begins, and not what the run is."""

@@ -3,7 +3,7 @@
 from collections import defaultdict
 from typing import Any
 
-from penstock.orchestrator.weight_relays import RelayNodes
+from penstock.orchestrator.nodes.weight_relays import RelayNodes
 
 
 class QuietAgent:

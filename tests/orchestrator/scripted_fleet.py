@@ -21,7 +21,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller
-from penstock.orchestrator.kept_states import StateNodes
+from penstock.orchestrator.nodes.kept_states import StateNodes
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress

@@ -16,7 +16,7 @@ from penstock.orchestrator import controller as controlling
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller, Outcome
-from penstock.orchestrator.kept_states import StateNodes
+from penstock.orchestrator.nodes.kept_states import StateNodes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import JsonLines

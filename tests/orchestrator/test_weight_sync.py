@@ -10,8 +10,8 @@ import pytest
 from penstock.conf.errors import WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.network.connection import Address
-from penstock.orchestrator import weight_relays
-from penstock.orchestrator.weight_relays import RelayNodes
+from penstock.orchestrator.nodes import weight_relays
+from penstock.orchestrator.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.weight_sync import WeightSync
 from tests.orchestrator.noting_actors import NotingActors
 

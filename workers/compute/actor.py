@@ -1,4 +1,4 @@
-"""`Compute-<stage>`: the Ray shell around a pure function of columns. Started by `orchestrator/fleet.py`."""
+"""`Compute-<stage>`: the Ray shell around a pure function of columns. Started by `orchestrator/fleet/`."""
 
 from typing import Any
 

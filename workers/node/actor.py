@@ -1,5 +1,5 @@
 """`Agent-<address>`: the Ray shell around a node's agent. Started on every node of a run by
-`orchestrator/node_agents.py`, before anything that writes into shared memory, and ended after it.
+`orchestrator/nodes/agents.py`, before anything that writes into shared memory, and ended after it.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""`Reward-i`: the Ray shell around one pool of reward processes. Started by `orchestrator/fleet.py`."""
+"""`Reward-i`: the Ray shell around one pool of reward processes. Started by `orchestrator/fleet/`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """`Rollout-i`: the Ray shell around one engine and its pull loop.
 
-Started by `orchestrator/fleet.py`. `run` leases prompts from a store until it closes; `load` is the controller's
+Started by `orchestrator/fleet/`. `run` leases prompts from a store until it closes; `load` is the controller's
 call after each training step; `generate` serves evaluation and the imperative API.
 """
 

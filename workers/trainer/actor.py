@@ -1,5 +1,5 @@
 """`Trainer-<model>-<rank>` and `Scorer-<stage>-<rank>`: the Ray shells around the parts of one rank, made by
-`assembly.py`. Started by `orchestrator/fleet.py`.
+`assembly.py`. Started by `orchestrator/fleet/`.
 
     Trainer   is driven:  step ─▶ worker   begin_saving ─▶ state   publish ─▶ trainer   prepare, send ─▶ transport
     Scorer    serves:     run ─▶ worker, until the store closes
@@ -10,6 +10,7 @@ collective returns only when every rank has been called. `progress` is answered 
 Light to import: whoever starts a run has these classes, and torch and transformers wait until an actor is made.
 """
 
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -32,6 +33,7 @@ from penstock.workers.weights.transport import Delivery, Engines, Transport
 if TYPE_CHECKING:
     from penstock.workers.trainer.assembly import ScorerParts, TrainerParts
     from penstock.workers.trainer.meeting import Meeting
+    from penstock.workers.trainer.ranks import Ranks
     from penstock.workers.weights.chain.plan import ChunkPlan
 
 T = TypeVar("T")
@@ -57,6 +59,12 @@ class _Rank:
         from penstock.workers.trainer.meeting import use_interface_of
 
         use_interface_of(ray.util.get_node_ip_address())
+
+    def _collective(self, name: str, ranks: "Ranks") -> AbstractContextManager[None]:
+        """Within it another rank's death is `PartnerGone`, wherever this one waits for it."""
+        from penstock.workers.trainer.deadlines import phase
+
+        return phase(name, ranks)
 
     def _close_meeting(self) -> None:
         if self._meeting is not None:
@@ -92,7 +100,8 @@ class Trainer(_Rank):
         """Step number `step`, counted from 1, on the store's next batch. None: the store has closed. Collective."""
         worker = self._parts.worker
         self._needed(worker.store, "a store")
-        return worker.step(step)
+        with self._together(f"step {step}"):
+            return worker.step(step)
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """The imperative API: one update on these rows of this rank. Collective."""
@@ -105,7 +114,7 @@ class Trainer(_Rank):
     def begin_saving(self, directory: str) -> bool:
         """Take the state of now; it is copied and written while training goes on. False: an earlier one is still being
         written. Collective. Raises `DataflowError` for a state that no checkpoint can keep."""
-        with self._phases.within(SAVING):
+        with self._phases.within(SAVING), self._together(f"save to {directory}"):
             return self._parts.state.begin(directory)
 
     def finish_saving(self) -> list[SavedFile]:
@@ -115,7 +124,7 @@ class Trainer(_Rank):
 
     def resume(self, directory: str, files: list[SavedFile]) -> None:
         """Go on from a checkpoint. Collective. Raises `CheckpointError`."""
-        with self._phases.within(RESUMING):
+        with self._phases.within(RESUMING), self._together(f"resume {directory}"):
             self._parts.state.load(directory, files)
 
     def kept_steps(self) -> list[int]:
@@ -141,11 +150,12 @@ class Trainer(_Rank):
     def plan_chunks(self, node: str, num_receivers: int) -> "ChunkPlan":
         """From now on publications go to other nodes: this rank is on `node`, and so many nodes receive them. The same
         plan on every rank. Collective. Raises `WeightError`."""
-        return self._parts.trainer.plan_chunks(node, num_receivers)
+        with self._together("plan publications"):
+            return self._parts.trainer.plan_chunks(node, num_receivers)
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write a version of the weights into shared memory, below `directory`. Collective. Raises `WeightError`."""
-        with self._phases.within(PUBLISHING):
+        with self._phases.within(PUBLISHING), self._together(f"publish version {version}"):
             return self._parts.trainer.publish(directory, version)
 
     def free_address(self) -> str:
@@ -184,7 +194,7 @@ class Trainer(_Rank):
     def export(self, directory: str) -> dict[str, int]:
         """Write a HF model directory; the weight files of this rank, with their bytes. Collective. Raises
         `WeightError`."""
-        with self._phases.within(EXPORTING):
+        with self._phases.within(EXPORTING), self._together("export"):
             return self._parts.trainer.export(directory)
 
     def progress(self) -> Progress:
@@ -203,6 +213,9 @@ class Trainer(_Rank):
                 self._started.kept.close()
             self._started.trainer.close()
         self._close_meeting()
+
+    def _together(self, name: str) -> AbstractContextManager[None]:
+        return self._collective(name, self._parts.trainer.ranks)
 
     @property
     def _parts(self) -> "TrainerParts":
@@ -236,7 +249,8 @@ class Scorer(_Rank):
 
     def run(self, store: Any) -> None:
         """Serve the stage until the store closes. Collective."""
-        self._parts.worker.run(SyncStoreClient(store))
+        with self._collective(f"serve {self._spec.stage}", self._parts.trainer.ranks):
+            self._parts.worker.run(SyncStoreClient(store))
 
     def progress(self) -> Progress:
         """Rows computed, and those of the round that it has. At any time."""

@@ -12,8 +12,8 @@ import ray
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import ResourceError
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.fleet import Fleet
-from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.fleet.fleet import Fleet
+from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.placement import reservation
 from penstock.orchestrator.placement.actors import plan_actors
 from penstock.orchestrator.placement.assignment import assign

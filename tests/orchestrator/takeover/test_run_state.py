@@ -10,7 +10,7 @@ import pytest
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.fleet_state import FleetState
+from penstock.orchestrator.fleet.state import FleetState
 from penstock.orchestrator.takeover.run_state import Identity, RunState, identity_of, pack, unpack
 from penstock.orchestrator.takeover.taken import Taken
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.node_files import waves
+from penstock.orchestrator.nodes.files import waves
 
 
 def test_sources_double() -> None:

@@ -1,4 +1,4 @@
-"""The agents of a run: one light actor on every node that takes part. Made and ended by `fleet.py`.
+"""The agents of a run: one light actor on every node that takes part. Made and ended by `fleet/fleet.py`.
 
 They come first and go last: what ranks, engines and the store write into a node's shared memory lies in the directory
 that its agent owns. What an agent does is in `workers/node/agent.py`.
@@ -16,10 +16,10 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.cluster import ClusterConfig
 from penstock.network.handshake import new_token
-from penstock.orchestrator.kept_states import StateNodes
+from penstock.orchestrator.nodes.kept_states import StateNodes
+from penstock.orchestrator.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.ownership.owners import Owner, ThisProcess
 from penstock.orchestrator.ray_calls import get_all
-from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.data.far.nodes import RowsNode, RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY
 from penstock.workers.node.actor import NodeAgent as Agent

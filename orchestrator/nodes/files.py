@@ -1,4 +1,4 @@
-"""The driver's files on every node that reads them: models, checkpoints, a user's code. Used by `fleet.py`.
+"""The driver's files on every node that reads them: models, checkpoints, a user's code. Used by `fleet/fleet.py`.
 
 Nothing reads a path of another machine and hopes: a path means its content. A node where the same path has the same
 content (a shared file system) uses it; another gets a copy from the agents, each of which passes it on. And the other
@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.ray_calls import answers, get_all
 from penstock.workers.files import is_url
 from penstock.workers.node.file_set import FileSet

@@ -18,8 +18,8 @@ from penstock.conf.errors import DeadlineExceeded, ResourceError, WorkerDied
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.conf.weights import STREAMS
-from penstock.orchestrator.actor_maker import ActorMaker
-from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.fleet.actor_maker import ActorMaker
+from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import free_nodes
 from penstock.orchestrator.placement.one_more import engines_to_add, next_of

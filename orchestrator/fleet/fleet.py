@@ -5,12 +5,9 @@ process behind.
 loop.
 """
 
-import asyncio
 import contextlib
-import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,36 +15,29 @@ import ray
 from ray.exceptions import RayError
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import DeadlineExceeded, NotStarted
+from penstock.conf.errors import NotStarted
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.failures import Kind, kind_of
-from penstock.orchestrator.fleet_state import FleetState
-from penstock.orchestrator.growth import Growth
-from penstock.orchestrator.kept_states import POLICY, StateNodes
-from penstock.orchestrator.node_agents import NodeAgents
-from penstock.orchestrator.node_files import NodeFiles
+from penstock.orchestrator.fleet.actor_maker import ActorMaker, cores_here
+from penstock.orchestrator.fleet.growth import Growth
+from penstock.orchestrator.fleet.roster import GANGS, Members, Roster
+from penstock.orchestrator.fleet.state import FleetState
+from penstock.orchestrator.fleet.store_process import StoreProcess
+from penstock.orchestrator.nodes.agents import NodeAgents
+from penstock.orchestrator.nodes.files import NodeFiles
+from penstock.orchestrator.nodes.kept_states import POLICY, StateNodes
+from penstock.orchestrator.nodes.weight_relays import RelayNodes
 from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.reservation import Reservation
 from penstock.orchestrator.ray_calls import answers, get_all, outcomes
-from penstock.orchestrator.store_process import StoreProcess
-from penstock.orchestrator.weight_relays import RelayNodes
 from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 
-Members = list[tuple[str, Any]]
-"""Names and handles of actors."""
-GANGS = ("trainer", "scorer")
-"""Roles whose ranks meet: they start together, and one of them is worth nothing without the others."""
-LOOK_S = 0.1
-"""Between two looks for a role that is empty."""
 
-
-@dataclass
-class Fleet:
+class Fleet(Roster):
     """Lifecycle: `create` makes the actors, `start` loads models and engines side by side, `close` ends them. Or it is
     `adopt`ed from a process that has died, with actors that live on.
 
@@ -56,28 +46,27 @@ class Fleet:
     started by `replace`; one that is to leave is `take_out`, then `end`ed.
     """
 
-    plan: list[ActorPlan]
-    config: RunConfig
-    flow: Dataflow
-    model_path: str
-    namespace: str
-    agents: NodeAgents
-    with_store: bool = True
-    resumed: Checkpoint | None = None
-    """What the run goes on from."""
-    owner: Owner = field(default_factory=ThisProcess)
-    """With whom the actors end."""
-    actors: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.plan = list(self.plan)  # it changes, and a fleet after this one begins as this one did
+    def __init__(
+        self,
+        plan: list[ActorPlan],
+        config: RunConfig,
+        flow: Dataflow,
+        model_path: str,
+        namespace: str,
+        agents: NodeAgents,
+        *,
+        with_store: bool = True,
+        resumed: Checkpoint | None = None,
+        owner: Owner | None = None,
+    ) -> None:
+        """`resumed`: what the run goes on from. `owner`: with whom the actors end; None: this process."""
+        super().__init__(plan, config.rollout.start_timeout_s)
+        self.config, self.flow, self.model_path, self.namespace = config, flow, model_path, namespace
+        self.agents, self.with_store, self.resumed = agents, with_store, resumed
+        self.owner: Owner = owner or ThisProcess()
         self._reservation: Reservation | None = None
-        self._files = NodeFiles(self.agents, self.config.cluster.files_timeout_s)
+        self._files = NodeFiles(agents, config.cluster.files_timeout_s)
         self._maker: ActorMaker | None = None
-        self._made: Counter[str] = Counter()
-        """Actors so far, by name."""
-        self._starting: dict[str, Any] = {}
-        """Those that replace others, and are not added yet."""
         self._growth: Growth | None = None
         self._cores: dict[str, int] = {}
         self.store_process: StoreProcess | None = None
@@ -126,10 +115,10 @@ class Fleet:
             self._files, self._cores, f"{self.agents.root}/{STATES}/{POLICY}", self.owner,
         )  # fmt: skip
         self._growth = Growth(
-            self.plan, self.reservation, self.agents, self._maker, self._cores, self.config, self.namespace, self._made
+            self.plan, self.reservation, self.agents, self._maker, self._cores, self.config, self.namespace, self.made
         )
         if self.with_store:
-            store, crosses_nodes = self._plan_of(STORE), len(self.reservation.assignment.nodes) > 1
+            store, crosses_nodes = self.plan_of(STORE), len(self.reservation.assignment.nodes) > 1
             self.store_process = StoreProcess(
                 self.config, self.flow, self.namespace, self.agents, self._node_of(STORE),
                 lambda: self.reservation.options(store), crosses_nodes, self.owner,
@@ -141,7 +130,7 @@ class Fleet:
         names = {name: owner.name_of(handle) for name, handle in self.actors.items()}
         store = self.store_process.state if self.store_process is not None else None
         return FleetState(
-            list(self.plan), names, Counter(self._made), self.reservation, self.agents.state, self._files.state, store,
+            list(self.plan), names, Counter(self.made), self.reservation, self.agents.state, self._files.state, store,
             dict(self._cores),
         )  # fmt: skip
 
@@ -149,7 +138,7 @@ class Fleet:
         """Instead of `create` and `start`: go on with actors that are there, or have died since. `handles`: by the
         names that Ray knows them by."""
         self.plan[:] = state.plan
-        self._made.update(state.made)
+        self.made.update(state.made)
         self._cores = dict(state.cores)
         self._reservation = state.reservation.belong_to(self.owner)
         self.agents.adopt(state.agents, handles)
@@ -178,9 +167,9 @@ class Fleet:
 
     def take_out(self, name: str) -> tuple[ActorPlan, Any]:
         """It has left, and is in no role any more: its plan and its handle, for `end`. None: it was dead."""
-        actor = self._plan_of(name)
+        actor = self.plan_of(name)
         self.plan.remove(actor)
-        starting = self._starting.pop(name, None)
+        starting = self.starting.pop(name, None)
         return actor, self.actors.pop(name, starting)
 
     async def end(self, actor: ActorPlan, handle: Any) -> None:
@@ -192,42 +181,18 @@ class Fleet:
                 ray.kill(handle)
         self.growth.vacate(actor)
 
-    def teams(self, *roles: str) -> list[list[str]]:
-        """Who starts together: all ranks of a model, or one actor. All roles if none is named."""
-        teams: dict[tuple[str, str], list[str]] = {}
-        for actor in self.plan:
-            if actor.name in self._made and (not roles or actor.role in roles):
-                key = str(actor.stage) if actor.role in GANGS else actor.name
-                teams.setdefault((actor.role, key), []).append(actor.name)
-        return list(teams.values())
-
-    def kill(self, names: Collection[str]) -> None:
-        """These are dead, or of no use: they are ended. Whoever calls them hears that they are gone."""
-        for name in names:
-            for members in (self.actors, self._starting):
-                if name in members:
-                    with contextlib.suppress(RayError):
-                        ray.kill(members[name])
-
-    def remove(self, names: Collection[str]) -> None:
-        """The same, and they are in their role no more."""
-        self.kill(names)
-        for name in names:
-            for members in (self.actors, self._starting):
-                members.pop(name, None)
-
     async def replace(self, names: Sequence[str]) -> Members:
         """Start others in the place of a team that was removed, elsewhere if its node has left. They are in no role
         before they are added. Raises what one of them raised; then all of them are removed again."""
         await self.growth.settle(names)
-        self._starting |= {name: self._make(name) for name in names}
-        members, timeout_s = [(name, self._starting[name]) for name in names], self.config.rollout.start_timeout_s
+        self.starting |= {name: self._make(name) for name in names}
+        members, timeout_s = [(name, self.starting[name]) for name in names], self.config.rollout.start_timeout_s
         try:
             address = None
             if len(names) > 1:
                 (address,) = await answers([_address(members)], phase="start", timeout_s=timeout_s)
             await answers(self._starts(members, address), phase="start", timeout_s=timeout_s)
-            if self._plan_of(names[0]).role == "trainer":
+            if self.plan_of(names[0]).role == "trainer":
                 await answers(self._attaches(members), phase="start", timeout_s=timeout_s)
         except BaseException:
             self.remove(names)
@@ -247,12 +212,6 @@ class Fleet:
         for error in found:
             if isinstance(error, Exception) and kind_of(error) is Kind.ERROR:
                 raise error
-
-    def add(self, members: Members) -> None:
-        """They have taken the place of those before them."""
-        for name, handle in members:
-            self.actors[name] = handle
-            self._starting.pop(name, None)
 
     @property
     def weights_root(self) -> Path:
@@ -303,40 +262,20 @@ class Fleet:
         engines = [actor.name for actor in self.plan if actor.role == "rollout"]
         return self.agents.relay_nodes(node_of, engines, self.config.rollout.start_timeout_s)
 
-    def first_stage(self, role: str) -> str | None:
-        """Of several that have members of a role."""
-        return next((actor.stage for actor in self.plan if actor.role == role), None)
-
     def role(self, role: str, stage: str | None = None) -> Members:
         """Names and handles of one role, and of one stage of it if one is named; `agent`: those of the nodes that the
         run cannot do without, the driver's first."""
         if role == "agent":
             nodes = list(self.agents.members.items())
             return [member for node, member in nodes if self._growth is None or not self._growth.can_lose(node)]
-        return [
-            (actor.name, self.actors[actor.name])
-            for actor in self.plan
-            if actor.role == role and actor.name in self.actors and stage in (None, actor.stage)
-        ]
-
-    async def present(self, role: str, stage: str | None = None) -> Members:
-        """Those of a role that is never empty for long: where all have died, waits for the first that takes their
-        place. Raises `DeadlineExceeded`."""
-        deadline = time.monotonic() + self.config.rollout.start_timeout_s
-        while not (members := self.role(role, stage)):
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded(
-                    f"no {role} was there within {self.config.rollout.start_timeout_s:g} s (rollout.start_timeout_s)."
-                )
-            await asyncio.sleep(LOOK_S)
-        return members
+        return super().role(role, stage)
 
     def close(self) -> None:
         """End every actor: ask first, kill what does not answer in time. Never raises for an actor that is dead
         already."""
         grace_s = self.config.cluster.shutdown_timeout_s
         refs = []
-        handles = [*self.actors.values(), *self._starting.values()]
+        handles = [*self.actors.values(), *self.starting.values()]
         for handle in handles:
             with contextlib.suppress(RayError):
                 refs.append(handle.close.remote())
@@ -352,27 +291,24 @@ class Fleet:
             self._reservation.release()
         self.owner.close()
         self.actors.clear()
-        self._starting.clear()
+        self.starting.clear()
 
     def let_go(self) -> None:
         """Another process drives it now."""
         self.owner.let_go()
         self.actors.clear()
-        self._starting.clear()
-
-    def _plan_of(self, name: str) -> ActorPlan:
-        return next(actor for actor in self.plan if actor.name == name)
+        self.starting.clear()
 
     def _make(self, name: str) -> Any:
         """The first of a name has it in Ray, too; names of dead actors are free late, so the others have a number."""
         assert self._maker is not None
-        self._made[name] += 1
-        count = self._made[name]
-        return self._maker.make(self._plan_of(name), name if count == 1 else f"{name}.{count}")
+        self.made[name] += 1
+        count = self.made[name]
+        return self._maker.make(self.plan_of(name), name if count == 1 else f"{name}.{count}")
 
     def _starts(self, members: Members, address: str | None) -> Members:
         """Their calls of `start`. `address`: where several meet."""
-        told = (address,) if self._plan_of(members[0][0]).role in GANGS else ()
+        told = (address,) if self.plan_of(members[0][0]).role in GANGS else ()
         return [(name, handle.start.remote(*told)) for name, handle in members]
 
     def _attaches(self, trainers: Members) -> Members:

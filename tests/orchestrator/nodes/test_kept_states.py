@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import KeptStateError, WorkerDied
 from penstock.network.connection import Address
-from penstock.orchestrator.kept_states import FREE_S, MAX_FAILURES, KeptStates, StateNodes
+from penstock.orchestrator.nodes.kept_states import FREE_S, MAX_FAILURES, KeptStates, StateNodes
 
 
 class Agent:

@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.node_agents import NodeAgents
+from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.store.service.actor import STORE, create_store_actor, end_store_actor

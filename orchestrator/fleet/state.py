@@ -5,10 +5,10 @@ taken up by `fleet.py`; kept where a process finds it that drives the run after 
 from collections import Counter
 from dataclasses import dataclass
 
-from penstock.orchestrator.node_agents import AgentsState
+from penstock.orchestrator.fleet.store_process import StoreState
+from penstock.orchestrator.nodes.agents import AgentsState
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.reservation import Reservation
-from penstock.orchestrator.store_process import StoreState
 
 
 @dataclass(frozen=True)

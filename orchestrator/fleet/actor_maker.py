@@ -12,7 +12,7 @@ from penstock.algorithms.graph.stage import Stage
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpoint import Checkpoint
-from penstock.orchestrator.node_files import NodeFiles
+from penstock.orchestrator.nodes.files import NodeFiles
 from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.reservation import Reservation

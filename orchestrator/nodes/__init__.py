@@ -1,0 +1,1 @@
+"""What a run has on every node that takes part: an agent, files, weights on their way, copies of trainers' states."""
