@@ -1,5 +1,5 @@
-"""Seconds from the death of each member to the next step of the run, beside those of the command itself, which is then
-started again and resumes everything."""
+"""Seconds from the death of each member to the next step of the run, also of the command itself: another goes on with its
+actors, or, where they have ended with it, resumes everything from the checkpoint."""
 
 import statistics
 from typing import Any
@@ -12,6 +12,7 @@ from tests.chaos.plan import Target as Victim
 
 NUM_ROUNDS = 3
 MEMBERS = ("Reward-0", "Prompts", "Rollout-0", "Trainer-policy-0", COMMAND)
+EVERYBODY = "the command and all actors"
 BETWEEN = 3
 """Steps from one death to the next."""
 DELAY_S = 0.5
@@ -29,11 +30,13 @@ SHARE = 1 / 3
 def measure(runs: Runs, quick: bool, num_rounds: int | None) -> list[dict[str, Any]]:
     faults = [Fault(Victim(who, KILL), BETWEEN * number, DELAY_S) for number, who in enumerate(MEMBERS, 1)]
     words = [*WORDS, f"trainer.max_steps={BETWEEN * (len(MEMBERS) + 1)}"]
-    return [
-        entry
-        for number in range(num_rounds or (1 if quick else NUM_ROUNDS))
-        for entry in _of_run(number, runs.run(words, faults, retries=1))
-    ]
+    alone = [*WORDS, f"trainer.max_steps={2 * BETWEEN}", "faults.lease_s=0"]
+    rounds = []
+    for number in range(num_rounds or (1 if quick else NUM_ROUNDS)):
+        rounds += _of_run(number, runs.run(words, faults, retries=1))
+        (whole,) = _of_run(number, runs.run(alone, [Fault(Victim(COMMAND, KILL), BETWEEN, DELAY_S)], retries=1))
+        rounds.append(whole | {"who": EVERYBODY})
+    return rounds
 
 
 def _of_run(number: int, run: Finished) -> list[dict[str, Any]]:
@@ -52,16 +55,17 @@ def _of_run(number: int, run: Finished) -> list[dict[str, Any]]:
 def show_rounds(rounds: list[dict[str, Any]]) -> None:
     columns = ["noticed after", "serves again after", "next step after"]
     table = new_table(f"Seconds after a SIGKILL; a step takes {_median(rounds, '', 'step_s'):.1f}", ["who"], columns)
-    for who in MEMBERS:
+    for who in (*MEMBERS, EVERYBODY):
         table.add_row(who, *(f"{_median(rounds, who, key):.1f}" for key in ("noticed_s", "serves_s", "next_step_s")))
     show(table)
 
 
 def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
-    trainer, whole = (_median(rounds, who, "next_step_s") for who in ("Trainer-policy-0", COMMAND))
+    trainer, command, whole = (_median(rounds, who, "next_step_s") for who in ("Trainer-policy-0", COMMAND, EVERYBODY))
     released = max(entry["batches_released"] for entry in rounds)
     return [
         Target("a trainer rank's death, of a whole resume", trainer / whole, "x", "<=", SHARE),
+        Target("the command's death, of a whole resume", command / whole, "x", "<=", SHARE),
         Target("steps of work that it costs at most", released, "", "<=", 1),
     ]
 
