@@ -1,5 +1,5 @@
-"""Seconds from the death of each member to the next step of the run, also of the command itself: another goes on with its
-actors, or, where they have ended with it, resumes everything from the checkpoint."""
+"""Seconds from the death of each member to the next step of the run, also of the command itself: another goes on with
+its actors, or, where they have ended with it, resumes everything from the checkpoint."""
 
 import statistics
 from typing import Any
