@@ -96,15 +96,26 @@ class Versions:
         part of the newest version is gone with their node, it is published again. Raises the failure where that cannot
         be."""
         async with self._renewing:
-            if ranks != self._ranks.generation:
-                return
-            trained = await self._ranks.recover(failure)
-            if not self._weights.is_cut_off:
-                return
-            if self._on_its_way is None:
-                if trained == self._told:  # else the next one comes at once
-                    await self._weights.load(await self._weights.publish(trained))
-            elif trained == self._on_its_way.version:
-                self._on_its_way = await self._weights.publish(trained)
-            else:
-                raise failure
+            while ranks == self._ranks.generation:
+                trained = await self._ranks.recover(failure)
+                ranks = self._ranks.generation
+                try:
+                    await self._complete(trained, failure)
+                    return
+                except PenstockError as another:
+                    if another is failure:
+                        raise
+                    failure = another  # these ranks have failed as well
+
+    async def _complete(self, trained: int, failure: PenstockError) -> None:
+        """Publish the version of that step again, if part of the newest one is gone. Raises the failure where that is
+        another version, which nobody has any more."""
+        if not self._weights.is_cut_off:
+            return
+        if self._on_its_way is None:
+            if trained == self._told:  # else the next one comes at once
+                await self._weights.load(await self._weights.publish(trained))
+        elif trained == self._on_its_way.version:
+            self._on_its_way = await self._weights.publish(trained)
+        else:
+            raise failure

@@ -75,7 +75,8 @@ class Members:
         for role in roles:
             if role not in ROLES or self._flow.of_kind(role):
                 for team in self._fleet.teams(role):
-                    self._keep(role, team)
+                    if not self._joining.keys() & team:  # who joins is kept once it has
+                        self._keep(role, team)
 
     def close(self) -> None:
         """Nobody joins or leaves any more."""

@@ -169,8 +169,10 @@ class WeightRelays:
 
     def _look_around(self, trainers: Members, engines: Members) -> None:
         self._nodes = self._look()
-        self._sources = [self._nodes.node_of[name] for name, _ in trainers]
         node_of = self._nodes.node_of
+        if gone := [name for name, _ in trainers if name not in node_of]:
+            raise WorkerDied(f"{', '.join(gone)}: gone with the node.")
+        self._sources = [node_of[name] for name, _ in trainers]
         names = {*(name for name, _ in engines), *self._nodes.engines}
         self._receivers = sorted({node_of[name] for name in names if name in node_of})
 

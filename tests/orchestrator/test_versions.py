@@ -132,6 +132,28 @@ def test_a_version_that_engines_have_is_published_again_for_those_that_come_unle
     assert bed.said == ["publish 1", "load 1", "recover", *more]
 
 
+def test_ranks_that_die_while_they_publish_it_again_are_replaced_as_well() -> None:
+    bed = Bed(trained=1)
+    publishing = bed.publish
+
+    async def body() -> None:
+        delivery, _ = await bed.versions.publish(1)
+        await bed.versions.load(delivery)
+        await bed.versions.tell(1)
+        failures = [WorkerDied("another node is gone")]
+
+        async def publish(version: int) -> Publication:
+            if failures:
+                raise failures.pop()
+            return await publishing(version)
+
+        bed.publish, bed.is_cut_off = publish, True  # type: ignore[method-assign]
+        await bed.versions.renew(DEATH, 0)
+
+    asyncio.run(body())
+    assert bed.said == ["publish 1", "load 1", "recover", "recover", "publish 1", "load 1"]
+
+
 def test_an_error_of_an_engine_is_raised() -> None:
     bed = Bed(trained=1)
     bed.loads = [failing(bed, WeightError("bad checksum"))]
