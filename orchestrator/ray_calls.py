@@ -23,6 +23,8 @@ MEMORY_KEYS = {
 }
 """What an actor's memory goes by, by the first word of its name."""
 
+PRESENT_S = 15.0
+"""Within which an actor that is there says so."""
 _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
 
 
@@ -82,6 +84,13 @@ async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, t
             return error
 
     return list(await asyncio.gather(*(outcome(name, ref) for name, ref in calls)))
+
+
+async def look(members: Iterable[tuple[str, Any]]) -> list[Exception | None]:
+    """Who of these is there, in order: None, or the error of one that does not say so within `PRESENT_S`."""
+    calls = [(name, handle.stats.remote()) for name, handle in members]
+    found = await outcomes(calls, phase="look who is there", timeout_s=PRESENT_S)
+    return [said if isinstance(said, Exception) else None for said in found]
 
 
 def get_all(calls: Iterable[tuple[str, Any]], *, phase: str, timeout_s: float) -> list[Any]:

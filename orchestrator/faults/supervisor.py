@@ -21,15 +21,13 @@ from penstock.orchestrator.faults.recovery import Restart
 from penstock.orchestrator.faults.store_recovery import StoreRecovery
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.fleet.roster import Members
-from penstock.orchestrator.ray_calls import outcomes, translate
+from penstock.orchestrator.ray_calls import PRESENT_S, look, outcomes, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreError
 from penstock.store.service.actor import STORE
 
-ANSWER_S = 15.0
-"""Within which a store and agents that are there say so."""
 STORE_ROLE = "store"
 T = TypeVar("T")
 CatchUp = Callable[[Members], Awaitable[None]]
@@ -117,14 +115,13 @@ class Supervisor:
 
     async def _look(self, failure: Exception) -> bool:
         agents = self._fleet.role("agent")
-        calls: list[tuple[str, Awaitable[Any]]] = [("Store", self._store.stats())]
-        calls += [(name, handle.stats.remote()) for name, handle in agents]
-        store, *others = await outcomes(calls, phase="look who is there", timeout_s=ANSWER_S)
-        for (name, _), answered in zip(agents, others, strict=True):
-            if isinstance(answered, Exception):
+        store = asyncio.ensure_future(outcomes([(STORE, self._store.stats())], phase="look", timeout_s=PRESENT_S))
+        for (name, _), error in zip(agents, await look(agents), strict=True):
+            if error is not None:
+                store.cancel()
                 self.beyond_help("agent", name, failure)
                 raise failure
-        if not isinstance(store, Exception):
+        if not isinstance((await store)[0], Exception):
             return False
         if self._stores is None:
             self.beyond_help(STORE_ROLE, STORE, failure)

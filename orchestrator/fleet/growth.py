@@ -24,12 +24,10 @@ from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import free_nodes
 from penstock.orchestrator.placement.one_more import engines_to_add, next_of
 from penstock.orchestrator.placement.reservation import Claim, Reservation
-from penstock.orchestrator.ray_calls import outcomes
+from penstock.orchestrator.ray_calls import look
 
 CHANGING = ("rollout", "reward")
 """Roles that take any number of members."""
-ANSWER_S = 15.0
-"""Within which an agent that is there says so."""
 LOOK_S = 0.2
 """Between two looks at one that did not."""
 Claims = Callable[[ActorPlan, Sequence[ActorPlan], RunConfig, str], Claim]
@@ -123,9 +121,7 @@ class Growth:
         """Agents that do not answer, and that are not given up yet."""
         nodes = {self._reservation.assignment.node_of[name].id for name in names}
         agents = [member for node, member in self._agents.members.items() if node in nodes]
-        calls = [(name, handle.stats.remote()) for name, handle in agents]
-        found = await outcomes(calls, phase="look who is there", timeout_s=ANSWER_S)
-        silent = [agent for agent, answer in zip(agents, found, strict=True) if isinstance(answer, Exception)]
+        silent = [agent for agent, error in zip(agents, await look(agents), strict=True) if error is not None]
         return [name for name, handle in silent if any(handle is one for _, one in self._agents.members.values())]
 
     async def _move(self, actor: ActorPlan) -> None:

@@ -16,13 +16,11 @@ from typing import Any
 from penstock.conf.errors import KeptStateError, PenstockError, WorkerDied
 from penstock.network.connection import Address
 from penstock.orchestrator.failures import Kind, kind_of
-from penstock.orchestrator.ray_calls import answers, outcomes
+from penstock.orchestrator.ray_calls import answers, look, outcomes
 from penstock.workers.node.partners import partners
 
 POLICY = "policy"
 """The trainer whose states are kept, as agents call it."""
-ANSWER_S = 15.0
-"""Within which an agent that is there says so."""
 FREE_S = 10.0
 """That copies may take beyond their share: those of a run's first steps tell little."""
 MAX_FAILURES = 3
@@ -177,9 +175,9 @@ class KeptStates:
 
     async def _check_ranks_nodes(self, nodes: StateNodes) -> None:
         """Raises the failure of one that is gone."""
-        agents = [nodes.agents[node] for node in dict.fromkeys(nodes.node_of_rank.values())]
-        calls = [(name, handle.stats.remote()) for name, handle in agents]
-        await answers(calls, phase="look who is there", timeout_s=ANSWER_S)
+        for error in await look(nodes.agents[node] for node in dict.fromkeys(nodes.node_of_rank.values())):
+            if error is not None:
+                raise error
 
     def _give_up(self, why: str) -> None:
         self._is_off = True

@@ -28,6 +28,12 @@ QUIET = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
 }
 """As the cluster of the other tests has it (`ray_cluster.py`)."""
+SOON = {
+    "RAY_health_check_period_ms": "1000",
+    "RAY_health_check_timeout_ms": "1000",
+    "RAY_health_check_failure_threshold": "4",
+}
+"""For a head that takes a machine without power for dead after some seconds, instead of a minute."""
 COUNT = """
 import sys, time
 from ray._raylet import GcsClient

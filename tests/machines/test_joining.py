@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.machines.cluster import ROOT, machines
-from tests.machines.ray_nodes import RAY
+from tests.machines.ray_nodes import RAY, SOON
 from tests.model_files import load_model
 from tests.run_files import metrics_of
 from tests.warm_workers import EXECUTABLE
@@ -19,11 +19,6 @@ from tests.warm_workers import EXECUTABLE
 pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 24
-NOTICED = {
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "4",
-}
 REWARD = '''
 import os, time
 
@@ -67,7 +62,7 @@ def test_a_machine_that_joins_gets_an_engine_and_takes_it_along(
 
     with machines(2, keep=[warm, tmp_path_factory.getbasetemp()]) as cluster:
         head, late = cluster
-        cluster.start_ray(num_cpus=2, num_nodes=1, warm=warm, environment=NOTICED)
+        cluster.start_ray(num_cpus=2, num_nodes=1, warm=warm, environment=SOON)
         command = [*warm_python, "-m", "penstock.orchestrator.cli", "run", *words]
         head.run([*command, "name=alone"], cwd=ROOT, timeout_s=120)
         slow_while.touch()

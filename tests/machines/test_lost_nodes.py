@@ -10,17 +10,13 @@ from tests.chaos.bed import Machines
 from tests.chaos.disturbance import Disturbed
 from tests.chaos.plan import KILL, POWER, Fault, Target
 from tests.machines.cluster import machines
+from tests.machines.ray_nodes import SOON
 from tests.model_files import load_model
 from tests.run_files import events_of, metrics_of
 
 pytestmark = [pytest.mark.machines, pytest.mark.ray, pytest.mark.slow]
 
 STEPS = 10
-NOTICED = {
-    "RAY_health_check_period_ms": "1000",
-    "RAY_health_check_timeout_ms": "1000",
-    "RAY_health_check_failure_threshold": "4",
-}
 
 
 def test_ranks_of_a_lost_machine_and_of_a_lost_agent_go_on_elsewhere_with_the_same_bits(
@@ -33,7 +29,7 @@ def test_ranks_of_a_lost_machine_and_of_a_lost_agent_go_on_elsewhere_with_the_sa
         "faults.partner_share=1", "store.inline_bytes=0",
     ]  # fmt: skip
     with machines(3, keep=[warm, tmp_path_factory.getbasetemp()]) as cluster:
-        cluster.start_ray(num_cpus=[1, 2, 2], warm=warm, environment=NOTICED)
+        cluster.start_ray(num_cpus=[1, 2, 2], warm=warm, environment=SOON)
 
         def go(name: str, more: list[str], faults: list[Fault]) -> list[dict[str, Any]]:
             run = Disturbed(Machines(cluster), warm_python, [*words, *more], folder / name)
