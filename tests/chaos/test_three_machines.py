@@ -37,6 +37,7 @@ WATCHED = [
     "checkpoint.every_steps=2", "tracking.samples_every_steps=1", "faults.heartbeat_s=0.5",
     f"faults.heartbeat_timeout_s={HEARTBEAT_S:g}", "faults.max_restarts=1000", "faults.max_returns=1000",
     "faults.pause_s=0.1", "faults.window_s=5", f"rollout.start_timeout_s={START_S:g}",
+    f"cluster.files_timeout_s={START_S:g}",
 ]  # fmt: skip
 MORE = [
     Target("Prompts", KILL), Target("Compute-group_advantage", KILL), Target("Store", KILL), Target("Agent", KILL),
