@@ -1,8 +1,10 @@
 """How responses are sampled, and by what."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.engine_options import check_engine_options
 
 ENGINES = ("vllm", "hf", "scripted")
 AUTO = "auto"
@@ -86,12 +88,16 @@ class RolloutConfig:
     start_timeout_s: float = 300.0
     generate_timeout_s: float = 1800.0
     """Deadline of one group. Bounds how long a dead engine goes unnoticed."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as {kv_cache_dtype: fp8, max_num_batched_tokens: 8192} or a
+    speculative_config. Those that a key here sets, or that would break a promise, are refused by name."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     scripted: ScriptedConfig = field(default_factory=ScriptedConfig)
     """Of the scripted engine alone."""
 
     def __post_init__(self) -> None:
         one_of("rollout.engine", self.engine, ENGINES)
+        check_engine_options(self.engine_options, self.engine, bool(self.num_gpus_per_worker))
         one_of("rollout.dtype", self.dtype, ("float32", "bfloat16"))
         if isinstance(self.num_workers, str):
             one_of("rollout.num_workers", self.num_workers, (AUTO,))

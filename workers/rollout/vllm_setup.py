@@ -7,9 +7,12 @@ Called by `engine_vllm.py`. Importing this module does not import vLLM.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import VLLM_LORA_RANKS
@@ -22,9 +25,16 @@ CPU_BLOCK_TOKENS = 32
 
 
 def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "shm") -> dict[str, Any]:
-    """Keyword arguments of `AsyncEngineArgs`. `transport`: of weights. Imports vLLM."""
+    """Keyword arguments of `AsyncEngineArgs`. `transport`: of weights. Imports vLLM. Raises `ConfigError` for an option
+    that it does not know."""
+    from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
 
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    for name in config.engine_options.keys() - known:
+        near = ", ".join(get_close_matches(name, known, n=3))
+        hint = f" Near it: {near}." if near else ""
+        raise ConfigError(f"rollout.engine_options.{name}: this vLLM has no such argument of AsyncEngineArgs.{hint}")
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": config.dtype,
@@ -50,7 +60,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
         arguments["max_num_batched_tokens"] = max(CPU_BATCHED_TOKENS, config.max_model_len)
     # By itself it would have Ray start its processes, as it finds its actor in a placement group.
     arguments["distributed_executor_backend"] = "uni" if config.tensor_parallel_size == 1 else "mp"
-    return arguments
+    return arguments | config.engine_options
 
 
 def adapter_arguments(adapter: LoraConfig) -> dict[str, Any]:

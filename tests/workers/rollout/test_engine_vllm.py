@@ -11,10 +11,11 @@ import psutil
 import pytest
 import torch
 
-from penstock.conf.errors import DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
+from penstock.conf.errors import ConfigError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
+from penstock.workers.rollout.vllm_setup import engine_arguments
 from penstock.workers.weights.publication.publication import write_publication
 from tests.workers.rollout.fake_llm import Action, FakeLLM, fail, hang, is_serving
 
@@ -171,3 +172,12 @@ def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path
         await engine.close()
 
     asyncio.run(scenario())
+
+
+def test_options_of_ones_own_reach_vllm_and_unknown_ones_are_told_with_what_is_near() -> None:
+    options = {"enable_prefix_caching": False, "max_num_batched_tokens": 2048}
+    arguments = engine_arguments(RolloutConfig(engine_options=options), "a-model")
+    assert {name: arguments[name] for name in options} == options
+    assert arguments["dtype"] == "float32"
+    with pytest.raises(ConfigError, match=r"engine_options.enable_prefix_cache: .* Near it: .*enable_prefix_caching"):
+        engine_arguments(RolloutConfig(engine_options={"enable_prefix_cache": False}), "a-model")

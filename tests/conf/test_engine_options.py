@@ -1,0 +1,38 @@
+"""What of vLLM's engine may be set: all but what Penstock sets, and what would break a promise."""
+
+import pytest
+
+from penstock.conf.engine_options import BROKEN, OWN_KEYS
+from penstock.conf.errors import ConfigError
+from penstock.conf.rollout import RolloutConfig
+from penstock.orchestrator.configuration.compose import load_config
+
+
+def test_options_come_from_the_command_line_as_they_are() -> None:
+    words = ["rollout.engine_options={kv_cache_dtype: fp8, max_num_batched_tokens: 8192}"]
+    options = load_config(["recipe=arithmetic", *words]).rollout.engine_options
+    assert options == {"kv_cache_dtype": "fp8", "max_num_batched_tokens": 8192}
+
+
+@pytest.mark.parametrize("name", OWN_KEYS)
+def test_what_a_key_sets_is_refused_with_that_key(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.engine_options.{name}=7: set {OWN_KEYS[name]} instead"):
+        RolloutConfig(engine_options={name: 7})
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_what_would_break_a_promise_is_refused_with_the_promise(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"rollout.engine_options.{name}=x: cannot be set: "):
+        RolloutConfig(engine_options={name: "x"})
+
+
+def test_chunked_prefill_is_for_gpus() -> None:
+    options = {"enable_chunked_prefill": True}
+    with pytest.raises(ConfigError, match="seeded"):
+        RolloutConfig(engine_options=options)
+    assert RolloutConfig(engine_options=options, num_gpus_per_worker=1).engine_options == options
+
+
+def test_other_engines_have_none() -> None:
+    with pytest.raises(ConfigError, match=r"rollout\.engine=hf"):
+        RolloutConfig(engine="hf", engine_options={"kv_cache_dtype": "fp8"})
