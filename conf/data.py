@@ -67,11 +67,15 @@ class DataConfig:
 
 @dataclass
 class EvaluationConfig:
-    """Greedy decoding on problems that are never trained on."""
+    """Greedy decoding on problems that are never trained on, and samples beside it."""
 
     every_steps: int = 0
     """Evaluate every so many steps, and at the start and the end of the run. 0: never."""
     num_problems: int = 200
+    num_samples: int = 0
+    """k: beside the greedy one, so many responses to each problem by rollout.sampling, for accuracy/avg@k (the share
+    that is right) and accuracy/pass@k (problems of which one is right at least). They show what a policy could still
+    learn, at k times the cost. 0: none."""
     path: str | None = None
     """jsonl: the held-out file; huggingface: the held-out split; `null` with reasoning_gym: the same task by `seed`."""
     seed: int = 1_000_003
@@ -83,3 +87,4 @@ class EvaluationConfig:
     def __post_init__(self) -> None:
         at_least("evaluation.every_steps", self.every_steps, 0)
         at_least("evaluation.num_problems", self.num_problems, 1)
+        at_least("evaluation.num_samples", self.num_samples, 0)

@@ -30,7 +30,7 @@ from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.elastic.ear import Ear
 from penstock.orchestrator.elastic.following import Following
 from penstock.orchestrator.elastic.members import Members, catching_up
-from penstock.orchestrator.evaluation import Evaluator
+from penstock.orchestrator.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.store_recovery import StoreRecovery
@@ -204,7 +204,7 @@ class Controller:
             self._log.begin()
             is_done = self._before not in self._taken.unwritten
             for step in sorted(self._taken.unwritten.keys() - {self._before}):
-                await self._log.write(step, self._taken.unwritten[step], {}, None)
+                await self._log.write(step, self._taken.unwritten[step], {})
             due, metrics = (self._before if is_done else None), self._taken.metrics
             await self._versions.with_ranks(lambda: self._saving.adopt(due, metrics))
             if not is_done:  # the loop goes on with it
@@ -286,10 +286,10 @@ class Controller:
         """Bring the version that the step made to the engines, evaluate if due, tell the store, write the numbers.
         `phases`: seconds of what the step had besides its update."""
         phases["publish"] += await self._versions.load(delivery)
-        accuracy, evaluation_s = await self._evaluate_if_due(step)
+        evaluated, evaluation_s = await self._evaluate_if_due(step)
         await self._versions.tell(delivery.version)
-        phases |= {"evaluation": evaluation_s} if accuracy is not None else {}
-        self.outcome.last_metrics = await self._log.write(step, reports, phases, accuracy)
+        phases |= {"evaluation": evaluation_s} if evaluated else {}
+        self.outcome.last_metrics = await self._log.write(step, reports, phases, evaluated)
         self._handover.written(step)
         self.outcome.num_steps = step
 
@@ -304,10 +304,8 @@ class Controller:
         if self.evaluator is None:
             return
         self.progress.phase("evaluating the model as it is")
-        accuracy, seconds = await self._evaluate()
-        self._log.emit(
-            0, {"step": 0, "policy_version": 0, "accuracy/heldout": accuracy, "timing_s/evaluation": seconds}
-        )
+        evaluated, seconds = await self._evaluate()
+        self._log.emit(0, {"step": 0, "policy_version": 0, **evaluated, "timing_s/evaluation": seconds})
 
     def _evaluates(self, step: int) -> bool:
         every, last = self.config.evaluation.every_steps, step == self.config.trainer.max_steps
@@ -318,10 +316,11 @@ class Controller:
         what reached the goal."""
         return self.config.evaluation.stop_at_accuracy is not None and self._evaluates(step)
 
-    async def _evaluate_if_due(self, step: int) -> tuple[float | None, float]:
+    async def _evaluate_if_due(self, step: int) -> tuple[dict[str, float], float]:
         if not self._evaluates(step):
-            return None, 0.0
-        accuracy, seconds = await self._evaluate()
+            return {}, 0.0
+        evaluated, seconds = await self._evaluate()
+        accuracy = evaluated[HELDOUT]
         goal = self.config.evaluation.stop_at_accuracy
         if goal is not None and accuracy >= goal and step < self.config.trainer.max_steps:
             self._stop = True
@@ -329,16 +328,16 @@ class Controller:
             self.progress.note(
                 f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g}: ending here"
             )
-        return accuracy, seconds
+        return evaluated, seconds
 
-    async def _evaluate(self) -> tuple[float, float]:
+    async def _evaluate(self) -> tuple[dict[str, float], float]:
         assert self.evaluator is not None
         start = time.time()
         async with self._members.staying:
-            accuracy = await self.evaluator.accuracy(self.fleet)
-        self.outcome.accuracies.append(accuracy)
+            evaluated = await self.evaluator.measure(self.fleet)
+        self.outcome.accuracies.append(evaluated[HELDOUT])
         self.directory.timeline.span("engines", "evaluate", start, time.time())
-        return accuracy, time.time() - start
+        return evaluated, time.time() - start
 
     async def _end(self) -> None:
         """The last checkpoint, then the exported model: it can be made of a checkpoint, and not the other way round.

@@ -1,9 +1,11 @@
-"""Held-out accuracy: greedy decoding of problems that are never trained on, scored by the run's own reward.
+"""Held-out accuracy: responses to problems that are never trained on, greedy and sampled, scored by the run's own
+reward.
 
 Held by the controller, which calls it between two publications: the engines serve exactly one version meanwhile.
 """
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,9 +16,12 @@ from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, answers
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
+from penstock.workers.rollout.worker import sample_seed
 
 CORRECT = 1.0
 """A response counts as right when its reward is at least this: partial credit is none."""
+HELDOUT = "accuracy/heldout"
+"""The greedy one."""
 TRIES = 3
 """Of an evaluation whose actors die."""
 
@@ -37,43 +42,70 @@ class HeldOut:
 
 
 class Evaluator:
-    """Spreads the problems over the engines and returns the share answered right."""
+    """Spreads the problems over the engines, and counts the responses that are right."""
 
     def __init__(self, held_out: HeldOut, config: RunConfig) -> None:
         self._held_out = held_out
-        self._sampling = Sampling.of(config.rollout.sampling).greedy()
+        self._sampling = Sampling.of(config.rollout.sampling)
+        self._num_samples, self._seed = config.evaluation.num_samples, config.evaluation.seed
         self._timeout_s = config.rollout.generate_timeout_s
 
-    async def accuracy(self, fleet: Fleet) -> float:
-        """In [0, 1]. A response whose reward fails counts as wrong. Where an actor dies meanwhile, all problems are
-        given to those that are there then."""
+    async def measure(self, fleet: Fleet) -> dict[str, float]:
+        """Metrics, each in [0, 1]. A response whose reward fails counts as wrong. Where an actor dies meanwhile, all
+        problems are given to those that are there then."""
         for _ in range(TRIES - 1):
             try:
-                return await self._accuracy(fleet)
+                return await self._measure(fleet)
             except PenstockError as error:
                 if not is_recoverable(error):
                     raise
-        return await self._accuracy(fleet)
+        return await self._measure(fleet)
 
-    async def _accuracy(self, fleet: Fleet) -> float:
-        """Responses of an engine go to one reward actor."""
+    async def _measure(self, fleet: Fleet) -> dict[str, float]:
+        problems = range(len(self._held_out.prompts))
+        found = {HELDOUT: _share(await self._right(fleet, 1, [self._sampling.greedy()] * len(problems)))}
+        if k := self._num_samples:
+            samplings = [self._sampling.seeded(sample_seed(self._seed, problem)) for problem in problems]
+            right = await self._right(fleet, k, samplings)
+            found |= {f"accuracy/avg@{k}": _share(right) / k, f"accuracy/pass@{k}": _share([n > 0 for n in right])}
+        return found
+
+    async def _right(self, fleet: Fleet, num_samples: int, samplings: Sequence[Sampling]) -> list[int]:
+        """Of each problem, how many of so many responses are. Those of an engine go to one reward actor."""
         rollouts = await fleet.present("rollout")
         rewards = await fleet.present("reward", fleet.first_stage("reward"))
-        shares = [range(index, len(self._held_out.prompts), len(rollouts)) for index in range(len(rollouts))]
+        shares = [range(index, len(samplings), len(rollouts)) for index in range(len(rollouts))]
         parts = await asyncio.gather(
             *(
-                self._score(rollout, rewards[index % len(rewards)], share)
+                self._score(rollout, rewards[index % len(rewards)], share, num_samples, samplings)
                 for index, (rollout, share) in enumerate(zip(rollouts, shares, strict=True))
-                if len(share)
             )
         )
-        return sum(parts) / max(1, len(self._held_out.prompts))
+        right = [0] * len(samplings)
+        for share, part in zip(shares, parts, strict=True):
+            right[share.start :: len(rollouts)] = part
+        return right
 
-    async def _score(self, rollout: tuple[str, Any], reward: tuple[str, Any], share: range) -> int:
+    async def _score(
+        self,
+        rollout: tuple[str, Any],
+        reward: tuple[str, Any],
+        share: range,
+        num_samples: int,
+        samplings: Sequence[Sampling],
+    ) -> list[int]:
+        if not share:
+            return []
         prompts = [self._held_out.prompts[index] for index in share]
-        call = rollout[1].generate.remote(prompts, 1, [self._sampling] * len(prompts))
+        call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share])
         groups = (await answers([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s))[0]
-        tasks, texts = [self._held_out.tasks[index] for index in share], [group[0].text for group in groups]
+        tasks = [self._held_out.tasks[index] for index in share for _ in range(num_samples)]
+        texts = [completion.text for group in groups for completion in group]
         score = reward[1].score.remote(tasks, texts)
         scores = await answer(score, name=reward[0], phase="evaluation", timeout_s=self._timeout_s)
-        return sum(1 for value in scores if isinstance(value, float) and value >= CORRECT)
+        are_right = [isinstance(value, float) and value >= CORRECT for value in scores]
+        return [sum(are_right[first : first + num_samples]) for first in range(0, len(texts), num_samples)]
+
+
+def _share(counts: Sequence[int]) -> float:
+    return sum(counts) / max(1, len(counts))

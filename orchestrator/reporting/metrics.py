@@ -60,19 +60,16 @@ def step_metrics(
     trainer: Mapping[str, float] | None = None,
     store: Mapping[str, float] | None = None,
     generated_length_mean: float | None = None,
-    heldout_accuracy: float | None = None,
+    evaluated: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """One line of metrics.jsonl.
 
     `trainer`: the update's own metrics (`actor/…`, `mismatch/…`), taken as they are. `store`: its counters (`store/…`,
-    `dropped/…`).
-    `generated_length_mean`: mean length of all responses sampled since the last step, for the length bias of what was
-    trained.
+    `dropped/…`). `generated_length_mean`: mean length of all responses sampled since the last step, for the length bias
+    of what was trained. `evaluated`: `accuracy/…`, where it was measured after this step.
     """
     metrics = update_metrics(step, policy_version, arrays, trainer, generated_length_mean)
-    if heldout_accuracy is not None:
-        metrics["accuracy/heldout"] = heldout_accuracy
-    return metrics | time_metrics(arrays, times) | dict(store or {})
+    return metrics | dict(evaluated or {}) | time_metrics(arrays, times) | dict(store or {})
 
 
 def update_metrics(

@@ -53,12 +53,12 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = Non
 
     stale = lines({"staleness/max": "max", "staleness/mean": "mean"})
     mismatch = lines({"mismatch/logprob_abs_max": "max", "mismatch/logprob_abs_mean": "mean"})
-    accuracy = lines({"accuracy/heldout": "held-out"}, dots=True)
+    accuracy = lines({"accuracy/heldout": "greedy"} | _named(metrics, "accuracy/", "accuracy/heldout"), dots=True)
     lengths = lines({"response_length/mean": "mean", "response_length/max": "max"})
     critic = lines({"critic/explained_variance": "explained variance", "critic/value_clip_fraction": "clipped values"})
     found = [
         _reward(metrics),
-        Chart("accuracy", "Held-out accuracy, greedy", "", accuracy, bottom=0, top=1, percent=True),
+        Chart("accuracy", "Held-out accuracy", "", accuracy, bottom=0, top=1, percent=True),
         Chart("staleness", "Staleness of trained tokens", "versions", stale, bottom=0, bound=max_staleness),
         _time_by_phase(metrics),
         Chart("mismatch", "Trainer against engine", "|Δ log p|", mismatch, log=True),
@@ -108,8 +108,9 @@ def _time_by_phase(metrics: Sequence[Mapping[str, Any]]) -> Chart:
     return Chart("time_by_phase", "Time by phase", "s", _lines(filled, names), stacked=True, bottom=0)
 
 
-def _named(metrics: Sequence[Mapping[str, Any]], prefix: str) -> dict[str, str]:
-    names = dict.fromkeys(name for entry in metrics for name in entry if name.startswith(prefix))
+def _named(metrics: Sequence[Mapping[str, Any]], prefix: str, other_than: str = "") -> dict[str, str]:
+    every = (name for entry in metrics for name in entry if name.startswith(prefix))
+    names = dict.fromkeys(name for name in every if name != other_than)
     return {name: name.removeprefix(prefix) for name in names}
 
 

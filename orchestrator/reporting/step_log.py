@@ -41,9 +41,14 @@ class StepLog:
         self._began = time.time()
 
     async def write(
-        self, step: int, reports: Sequence[StepReport], phases: Mapping[str, float], accuracy: float | None
+        self,
+        step: int,
+        reports: Sequence[StepReport],
+        phases: Mapping[str, float],
+        evaluated: Mapping[str, float] | None = None,
     ) -> dict[str, Any]:
-        """The step's line. `phases`: seconds of what it had besides its update."""
+        """The step's line. `phases`: seconds of what it had besides its update. `evaluated`: what was measured after
+        it."""
         usage = await self._usage.since_last(QUICK_S)
         store = await self._stats() | usage.dropped | usage.groups | usage.members
         now, train_s = time.time(), max(report.train_s for report in reports)
@@ -62,7 +67,7 @@ class StepLog:
             trainer=reports[0].metrics,
             store={**store, **self._counters()},
             generated_length_mean=usage.generated_length_mean,
-            heldout_accuracy=accuracy,
+            evaluated=evaluated,
         )
         self.emit(step, metrics)
         return metrics

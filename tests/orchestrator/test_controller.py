@@ -127,15 +127,15 @@ class Play:
             growth=SimpleNamespace(nodes=[]),
         )  # fmt: skip
 
-        async def measure(fleet: Any) -> float:
+        async def measure(fleet: Any) -> dict[str, float]:
             version = max((delivery.version for method, delivery in self.said if method == "load"), default=0)
             for _ in range(100):  # long enough for another load, if one is under way
                 await asyncio.sleep(0)
             assert accuracy is not None
             self.accuracies.append((version, accuracy(version)))
-            return self.accuracies[-1][1]
+            return {"accuracy/heldout": self.accuracies[-1][1]}
 
-        evaluator: Any = SimpleNamespace(accuracy=measure) if accuracy is not None else None
+        evaluator: Any = SimpleNamespace(measure=measure) if accuracy is not None else None
         progress = Progress(self.config, "played", console=Console(quiet=True))
         parts: Any = fleet, self.config, flow, self.directory, progress, [JsonLines(self.directory)]
         return await Controller(*parts, evaluator).run()

@@ -64,7 +64,7 @@ def test_a_dataflow_without_rewards_has_no_reward_metrics() -> None:
 def test_held_out_accuracy_is_there_only_when_it_was_measured() -> None:
     arrays = StepArrays.of(rows_of([3]), 4)
     assert "accuracy/heldout" not in step_metrics(1, 1, arrays, TIMES)
-    assert step_metrics(1, 1, arrays, TIMES, heldout_accuracy=0.0)["accuracy/heldout"] == 0.0
+    assert step_metrics(1, 1, arrays, TIMES, evaluated={"accuracy/heldout": 0.0})["accuracy/heldout"] == 0.0
 
 
 def test_idle_shares_lie_between_none_and_all() -> None:

@@ -1,0 +1,110 @@
+"""What is measured on held-out problems, over engines that are played."""
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import RewardFailure, WorkerDied
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.evaluation import TRIES, Evaluator, HeldOut
+from penstock.workers.protocols import Completion, Sampling
+
+NUM_PROBLEMS = 5
+
+
+def actor(**methods: Any) -> Any:
+    async def called(method: Any, arguments: Sequence[Any]) -> Any:
+        return method(*arguments)
+
+    return SimpleNamespace(
+        **{
+            name: SimpleNamespace(remote=lambda *arguments, method=method: called(method, arguments))
+            for name, method in methods.items()
+        }
+    )
+
+
+class Play:
+    """Engines that answer a problem with its number and the sample's, and a reward that says which are right."""
+
+    def __init__(self, right: set[tuple[int, int, bool]], num_engines: int = 2) -> None:
+        """`right`: problem, sample, and whether it is the greedy one."""
+        self.asked: list[tuple[int, int, Sampling]] = []
+        self.deaths = 0
+        self._right = right
+        self._members = {
+            "rollout": [(f"Rollout-{number}", actor(generate=self._generate)) for number in range(num_engines)],
+            "reward": [("Reward-0", actor(score=self._score))],
+        }
+
+    async def present(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
+        return self._members[role]
+
+    @staticmethod
+    def first_stage(role: str) -> str:
+        return role
+
+    def _generate(self, prompts: Sequence[list[int]], count: int, samplings: Sequence[Sampling]) -> Any:
+        if self.deaths:
+            self.deaths -= 1
+            raise WorkerDied("an engine has died")
+        found = []
+        for (problem,), sampling in zip(prompts, samplings, strict=True):
+            self.asked.append((problem, count, sampling))
+            texts = [f"{problem} {number} {sampling.temperature == 0}" for number in range(count)]
+            found.append([Completion([1], [0.0], [0], text, "stop") for text in texts])
+        return found
+
+    def _score(self, tasks: Sequence[str], texts: Sequence[str]) -> list[Any]:
+        assert [task.split()[0] for task in tasks] == [text.split()[0] for text in texts]
+        words = [text.split() for text in texts]
+        return [
+            1.0 if (int(problem), int(number), greedy == "True") in self._right else RewardFailure("no number")
+            for problem, number, greedy in words
+        ]
+
+
+def measured(play: Play, *words: str) -> dict[str, float]:
+    config = load_config(["recipe=arithmetic", *words])
+    held_out = HeldOut([[number] for number in range(NUM_PROBLEMS)], [f"{n} task" for n in range(NUM_PROBLEMS)])
+    return asyncio.run(Evaluator(held_out, config).measure(play))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 7])
+def test_the_greedy_accuracy_is_the_share_of_problems_that_are_right(num_engines: int) -> None:
+    play = Play({(0, 0, True), (3, 0, True)}, num_engines)
+    assert measured(play) == {"accuracy/heldout": 0.4}
+    assert sorted((problem, count) for problem, count, _ in play.asked) == [(n, 1) for n in range(NUM_PROBLEMS)]
+    assert {sampling.temperature for _, _, sampling in play.asked} == {0.0}
+
+
+@pytest.mark.parametrize("num_engines", [1, 2, 7])
+def test_samples_give_their_mean_and_the_problems_with_one_that_is_right(num_engines: int) -> None:
+    play = Play({(0, 0, True), (1, 2, False), (1, 3, False), (4, 0, False)}, num_engines)
+    found = measured(play, "evaluation.num_samples=4")
+    assert found == {"accuracy/heldout": 0.2, "accuracy/avg@4": 3 / 20, "accuracy/pass@4": 2 / 5}
+    sampled = {problem: sampling for problem, count, sampling in play.asked if count == 4}
+    assert {sampling.temperature for sampling in sampled.values()} == {1.0}
+    assert len({sampling.seed for sampling in sampled.values()}) == NUM_PROBLEMS
+
+
+def test_the_same_samples_are_drawn_at_every_evaluation() -> None:
+    """So that two of them differ by the policy."""
+    seeds = []
+    for _ in range(2):
+        play = Play(set())
+        measured(play, "evaluation.num_samples=2")
+        seeds.append(sorted((problem, sampling.seed) for problem, count, sampling in play.asked if count == 2))
+    assert seeds[0] == seeds[1]
+
+
+def test_problems_are_given_again_when_an_engine_dies_but_not_for_ever() -> None:
+    play = Play({(2, 0, True)})
+    play.deaths = TRIES - 1
+    assert measured(play) == {"accuracy/heldout": 0.2}
+    play.deaths = 2 * TRIES
+    with pytest.raises(WorkerDied):
+        measured(play)
