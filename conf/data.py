@@ -1,9 +1,11 @@
 """Where prompts come from and how a row becomes a prompt."""
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.conf.checks import at_least, one_of
+from penstock.conf.errors import ConfigError
 
 SOURCES = ("jsonl", "huggingface", "reasoning_gym")
 
@@ -66,6 +68,22 @@ class DataConfig:
 
 
 @dataclass
+class EvaluationSetConfig:
+    """Further held-out problems, of the source that `data` names and by its columns."""
+
+    path: str | None = None
+    """jsonl: the file; huggingface: the split; reasoning_gym: the task, `null` for that of data.path."""
+    options: dict[str, Any] | None = None
+    """reasoning_gym: the task's options; `null`: data.options."""
+    seed: int | None = None
+    """reasoning_gym: `null`: evaluation.seed."""
+    num_problems: int = 200
+
+    def __post_init__(self) -> None:
+        at_least("evaluation.sets.NAME.num_problems", self.num_problems, 1)
+
+
+@dataclass
 class EvaluationConfig:
     """Greedy decoding on problems that are never trained on, and samples beside it."""
 
@@ -73,13 +91,16 @@ class EvaluationConfig:
     """Evaluate every so many steps, and at the start and the end of the run. 0: never."""
     num_problems: int = 200
     num_samples: int = 0
-    """k: beside the greedy one, so many responses to each problem by rollout.sampling, for accuracy/avg@k (the share
-    that is right) and accuracy/pass@k (problems of which one is right at least). They show what a policy could still
-    learn, at k times the cost. 0: none."""
+    """k: beside the greedy one, so many responses to each problem by rollout.sampling, for
+    accuracy/heldout_avg@k (the share that is right) and accuracy/heldout_pass@k (problems of which one is right at
+    least). They show what a policy could still learn, at k times the cost. 0: none."""
     path: str | None = None
     """jsonl: the held-out file; huggingface: the held-out split; `null` with reasoning_gym: the same task by `seed`."""
     seed: int = 1_000_003
     """reasoning_gym: seed of the held-out problems. Must differ from data.seed."""
+    sets: dict[str, EvaluationSetConfig] = field(default_factory=dict)
+    """More held-out problems by name, each measured as accuracy/NAME: {hard: {path: hard.jsonl}}. None of them is
+    trained on; stop_at_accuracy and the chart's first line are of the one above."""
     stop_at_accuracy: float | None = None
     """End the run early once held-out accuracy reaches this, with the model that was measured: no step is taken while
     one is evaluated. `null`: never."""
@@ -88,3 +109,18 @@ class EvaluationConfig:
         at_least("evaluation.every_steps", self.every_steps, 0)
         at_least("evaluation.num_problems", self.num_problems, 1)
         at_least("evaluation.num_samples", self.num_samples, 0)
+        for name in self.sets:
+            if not re.fullmatch(r"[A-Za-z]\w*", name) or name == "heldout":
+                raise ConfigError(
+                    f"evaluation.sets.{name}: a name is letters, digits and underscores, and heldout is that of "
+                    "evaluation itself."
+                )
+
+    def of_set(self, name: str, data: DataConfig) -> tuple[DataConfig, "EvaluationConfig"]:
+        """What to open for the held-out problems of a set: as if they were those of evaluation itself."""
+        own = self.sets[name]
+        if data.source == "reasoning_gym":
+            options = data.options if own.options is None else own.options
+            data = replace(data, path=own.path or data.path, options=options)
+        seed = self.seed if own.seed is None else own.seed
+        return data, replace(self, path=own.path, seed=seed, num_problems=own.num_problems, sets={})

@@ -5,8 +5,8 @@ Held by the controller, which calls it between two publications: the engines ser
 """
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.conf.errors import PenstockError
@@ -20,8 +20,10 @@ from penstock.workers.rollout.worker import sample_seed
 
 CORRECT = 1.0
 """A response counts as right when its reward is at least this: partial credit is none."""
-HELDOUT = "accuracy/heldout"
-"""The greedy one."""
+ITSELF = "heldout"
+"""The set of problems that evaluation has without a name."""
+HELDOUT = f"accuracy/{ITSELF}"
+"""Of the greedy responses to it."""
 TRIES = 3
 """Of an evaluation whose actors die."""
 
@@ -34,8 +36,12 @@ class HeldOut:
     tasks: list[str]
 
     @classmethod
-    def of(cls, config: RunConfig, model_path: str) -> "HeldOut":
-        """Reads at most `evaluation.num_problems`. Raises `DataError` if the held-out set cannot be read."""
+    def of(cls, config: RunConfig, model_path: str, name: str | None = None) -> "HeldOut":
+        """Those of evaluation itself, or of one of its `sets`. Reads at most `num_problems`. Raises `DataError` if they
+        cannot be read."""
+        if name is not None:
+            data, evaluation = config.evaluation.of_set(name, config.data)
+            config = replace(config, data=data, evaluation=evaluation)
         source = open_source(config, model_path, held_out=True)
         groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
         return cls([list(group["prompt_ids"]) for group in groups], [str(group["task"]) for group in groups])
@@ -44,40 +50,56 @@ class HeldOut:
 class Evaluator:
     """Spreads the problems over the engines, and counts the responses that are right."""
 
-    def __init__(self, held_out: HeldOut, config: RunConfig) -> None:
-        self._held_out = held_out
+    def __init__(self, sets: Mapping[str, HeldOut], config: RunConfig) -> None:
+        """`sets`: by name; `heldout` is that of evaluation itself."""
+        self._sets = sets
         self._sampling = Sampling.of(config.rollout.sampling)
         self._num_samples, self._seed = config.evaluation.num_samples, config.evaluation.seed
         self._timeout_s = config.rollout.generate_timeout_s
 
+    @classmethod
+    def of(cls, config: RunConfig, model_path: str) -> "Evaluator":
+        """Of all sets of a run. Raises `DataError`."""
+        sets = {name: HeldOut.of(config, model_path, name) for name in config.evaluation.sets}
+        return cls({ITSELF: HeldOut.of(config, model_path), **sets}, config)
+
     async def measure(self, fleet: Fleet) -> dict[str, float]:
         """Metrics, each in [0, 1]. A response whose reward fails counts as wrong. Where an actor dies meanwhile, all
         problems are given to those that are there then."""
+        found: dict[str, float] = {}
+        for name, held_out in self._sets.items():
+            found |= await self._tried(fleet, name, held_out)
+        return found
+
+    async def _tried(self, fleet: Fleet, name: str, held_out: HeldOut) -> dict[str, float]:
         for _ in range(TRIES - 1):
             try:
-                return await self._measure(fleet)
+                return await self._measure(fleet, name, held_out)
             except PenstockError as error:
                 if not is_recoverable(error):
                     raise
-        return await self._measure(fleet)
+        return await self._measure(fleet, name, held_out)
 
-    async def _measure(self, fleet: Fleet) -> dict[str, float]:
-        problems = range(len(self._held_out.prompts))
-        found = {HELDOUT: _share(await self._right(fleet, 1, [self._sampling.greedy()] * len(problems)))}
+    async def _measure(self, fleet: Fleet, name: str, held_out: HeldOut) -> dict[str, float]:
+        problems, metric = range(len(held_out.prompts)), f"accuracy/{name}"
+        greedy = [self._sampling.greedy()] * len(problems)
+        found = {metric: _share(await self._right(fleet, held_out, 1, greedy))}
         if k := self._num_samples:
             samplings = [self._sampling.seeded(sample_seed(self._seed, problem)) for problem in problems]
-            right = await self._right(fleet, k, samplings)
-            found |= {f"accuracy/avg@{k}": _share(right) / k, f"accuracy/pass@{k}": _share([n > 0 for n in right])}
+            right = await self._right(fleet, held_out, k, samplings)
+            found |= {f"{metric}_avg@{k}": _share(right) / k, f"{metric}_pass@{k}": _share([n > 0 for n in right])}
         return found
 
-    async def _right(self, fleet: Fleet, num_samples: int, samplings: Sequence[Sampling]) -> list[int]:
+    async def _right(
+        self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
+    ) -> list[int]:
         """Of each problem, how many of so many responses are. Those of an engine go to one reward actor."""
         rollouts = await fleet.present("rollout")
         rewards = await fleet.present("reward", fleet.first_stage("reward"))
         shares = [range(index, len(samplings), len(rollouts)) for index in range(len(rollouts))]
         parts = await asyncio.gather(
             *(
-                self._score(rollout, rewards[index % len(rewards)], share, num_samples, samplings)
+                self._score(rollout, rewards[index % len(rewards)], held_out, share, num_samples, samplings)
                 for index, (rollout, share) in enumerate(zip(rollouts, shares, strict=True))
             )
         )
@@ -90,16 +112,17 @@ class Evaluator:
         self,
         rollout: tuple[str, Any],
         reward: tuple[str, Any],
+        held_out: HeldOut,
         share: range,
         num_samples: int,
         samplings: Sequence[Sampling],
     ) -> list[int]:
         if not share:
             return []
-        prompts = [self._held_out.prompts[index] for index in share]
+        prompts = [held_out.prompts[index] for index in share]
         call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share])
         groups = (await answers([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s))[0]
-        tasks = [self._held_out.tasks[index] for index in share for _ in range(num_samples)]
+        tasks = [held_out.tasks[index] for index in share for _ in range(num_samples)]
         texts = [completion.text for group in groups for completion in group]
         score = reward[1].score.remote(tasks, texts)
         scores = await answer(score, name=reward[0], phase="evaluation", timeout_s=self._timeout_s)

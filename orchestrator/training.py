@@ -18,7 +18,7 @@ from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import newest, rewind
 from penstock.orchestrator.cluster import is_elsewhere, namespace_of
 from penstock.orchestrator.controller import Controller, Outcome
-from penstock.orchestrator.evaluation import Evaluator, HeldOut
+from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import first_line
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import End, Recoveries
@@ -75,7 +75,7 @@ class Training:
         """`sinks`: for the numbers. Raises the failure that cannot be recovered from; of a return that fails, the one
         that it was made for."""
         config = self._config
-        evaluator = Evaluator(HeldOut.of(config, self._model_path), config) if config.evaluation.every_steps else None
+        evaluator = Evaluator.of(config, self._model_path) if config.evaluation.every_steps else None
         while True:
             step = 0
             try:

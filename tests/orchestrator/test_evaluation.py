@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
-from penstock.conf.errors import RewardFailure, WorkerDied
+from penstock.conf.data import EvaluationConfig, EvaluationSetConfig
+from penstock.conf.errors import ConfigError, RewardFailure, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.evaluation import TRIES, Evaluator, HeldOut
+from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
 
 NUM_PROBLEMS = 5
@@ -70,7 +72,7 @@ class Play:
 def measured(play: Play, *words: str) -> dict[str, float]:
     config = load_config(["recipe=arithmetic", *words])
     held_out = HeldOut([[number] for number in range(NUM_PROBLEMS)], [f"{n} task" for n in range(NUM_PROBLEMS)])
-    return asyncio.run(Evaluator(held_out, config).measure(play))  # type: ignore[arg-type]
+    return asyncio.run(Evaluator({"heldout": held_out}, config).measure(play))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("num_engines", [1, 2, 7])
@@ -85,7 +87,7 @@ def test_the_greedy_accuracy_is_the_share_of_problems_that_are_right(num_engines
 def test_samples_give_their_mean_and_the_problems_with_one_that_is_right(num_engines: int) -> None:
     play = Play({(0, 0, True), (1, 2, False), (1, 3, False), (4, 0, False)}, num_engines)
     found = measured(play, "evaluation.num_samples=4")
-    assert found == {"accuracy/heldout": 0.2, "accuracy/avg@4": 3 / 20, "accuracy/pass@4": 2 / 5}
+    assert found == {"accuracy/heldout": 0.2, "accuracy/heldout_avg@4": 3 / 20, "accuracy/heldout_pass@4": 2 / 5}
     sampled = {problem: sampling for problem, count, sampling in play.asked if count == 4}
     assert {sampling.temperature for sampling in sampled.values()} == {1.0}
     assert len({sampling.seed for sampling in sampled.values()}) == NUM_PROBLEMS
@@ -108,3 +110,31 @@ def test_problems_are_given_again_when_an_engine_dies_but_not_for_ever() -> None
     play.deaths = 2 * TRIES
     with pytest.raises(WorkerDied):
         measured(play)
+
+
+def test_sets_have_names_problems_and_metrics_of_their_own() -> None:
+    play = Play({(0, 0, True), (1, 0, True), (3, 0, True)})
+    config = load_config(["recipe=arithmetic"])
+    sets = {"heldout": HeldOut([[0], [1]], ["0 task", "1 task"]), "hard": HeldOut([[2], [3]], ["2 task", "3 task"])}
+    found = asyncio.run(Evaluator(sets, config).measure(play))  # type: ignore[arg-type]
+    assert found == {"accuracy/heldout": 1.0, "accuracy/hard": 0.5}
+
+
+def test_no_problem_of_a_set_is_trained_on() -> None:
+    """Made by reasoning-gym, from settings that may well make the same ones."""
+    words = ["evaluation.sets={same: {seed: 0, num_problems: 20}, long: {options: {min_terms: 3, max_terms: 3}}}"]
+    config = load_config(["recipe=arithmetic", "evaluation.num_problems=10", "data.size=50", *words])
+    train = open_dataset(config.data, config.evaluation)
+    assert train is not None
+    trained = {train.row(index).prompt for index in range(50)}
+    for name, number in (("same", 20), ("long", 200)):
+        held_out = open_dataset(*config.evaluation.of_set(name, config.data), held_out=True)
+        assert held_out is not None
+        assert len(held_out) == number
+        assert not trained & {held_out.row(index).prompt for index in range(number)}
+
+
+@pytest.mark.parametrize("name", ["heldout", "7b", "a-b", "a b"])
+def test_names_that_are_no_metrics_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="a name is letters"):
+        EvaluationConfig(sets={name: EvaluationSetConfig()})

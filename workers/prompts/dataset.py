@@ -131,8 +131,10 @@ def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) ->
     apart = Problems(data.path, data.options, seed=evaluation.seed, size=evaluation.num_problems)
     if held_out:
         return apart
-    size = data.size or DEFAULT_PROBLEMS
-    return Problems(data.path, data.options, seed=data.seed, size=size, exclude=apart.questions())
+    size, exclude = data.size or DEFAULT_PROBLEMS, apart.questions()
+    for name in evaluation.sets:
+        exclude |= _problems(*evaluation.of_set(name, data), held_out=True).questions()
+    return Problems(data.path, data.options, seed=data.seed, size=size, exclude=exclude)
 
 
 _PATH_MEANS = {
