@@ -58,6 +58,8 @@ class Members:
         self._changing, self._making_room = asyncio.Lock(), asyncio.Lock()
         self._joining: dict[str, asyncio.Task[str]] = {}
         """By name."""
+        self._kept: set[str] = set()
+        """Names of those that are kept serving, or were: none comes again."""
         self._wanted = wanted if wanted is not None else {}
 
     def begin(self, tasks: asyncio.TaskGroup) -> None:
@@ -75,7 +77,7 @@ class Members:
         for role in roles:
             if role not in ROLES or self._flow.of_kind(role):
                 for team in self._fleet.teams(role):
-                    if not self._joining.keys() & team:  # who joins is kept once it has
+                    if not (self._joining.keys() | self._kept) & set(team):  # who joins is kept once it has
                         self._keep(role, team)
 
     def close(self) -> None:
@@ -189,6 +191,7 @@ class Members:
 
     def _keep(self, role: str, team: Sequence[str]) -> None:
         assert self._tasks is not None
+        self._kept.update(team)
         keeping = self._supervisor.keep(role, team, self._catch_up.get(role))
         self._tasks.create_task(held_back(keeping))
 

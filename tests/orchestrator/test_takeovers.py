@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,8 @@ from tests.virtual_time import run_virtually
 SEEDS = range(50 if os.environ.get("PENSTOCK_SOAK") else 3)
 MAX_STEPS = 16
 MAX_LIVES = 200
+JOIN = "engines join"
+"""Two of them, on nodes that may be lost, too."""
 
 
 class Left(Handover):
@@ -53,9 +56,11 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
     store = store_of(config, flow)
     fleet = ScriptedFleet(store, config, flow, random)
     directory, left, lives, taken = RunDirectory.create(config), Left(), 0, None
+    wanted = {"rollout": 4} if JOIN in strikes else {}
     while lives < MAX_LIVES:
         lives += 1
-        running = asyncio.ensure_future(controller_over(fleet, config, directory, handover=left, taken=taken).run())
+        more: Any = {"handover": left, "taken": taken, "wanted": wanted}
+        running = asyncio.ensure_future(controller_over(fleet, config, directory, **more).run())
         done, _ = await asyncio.wait({running}, timeout=random.uniform(0.0, 12.0))
         if done:
             running.result()
@@ -65,6 +70,9 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
         for name in strikes:
             if random.random() < 0.3:
                 fleet.strike(name)
+        for node in [node for node, _, agent in fleet.later_nodes if not agent.is_dead]:
+            if random.random() < 0.3:
+                fleet.power_off(node)
         await asyncio.sleep(random.uniform(0.0, 10.0))  # everybody works on
         taken = Taken.of(await take_up(fleet, left.made), left.made, directory.read_metrics())  # type: ignore[arg-type]
     directory.close()
@@ -72,7 +80,7 @@ async def live(words: Sequence[str], random: Random, tmp_path: Path, strikes: Se
 
 
 @pytest.mark.parametrize("max_staleness", [0, 1, 3])
-@pytest.mark.parametrize("strikes", [[], ["Rollout-0", "Reward-0"], ["Trainer-1"]])
+@pytest.mark.parametrize("strikes", [[], ["Rollout-0", "Reward-0"], ["Trainer-1"], ["Rollout-1", JOIN]])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_another_controller_goes_on_at_any_moment_and_every_row_is_trained_once(
     max_staleness: int, strikes: list[str], seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,6 +3,7 @@ are exact. On a virtual clock: the real controller, members, supervisor and stor
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -120,3 +121,27 @@ def test_members_that_were_wished_for_before_a_return_join_again(tmp_path: Path)
     assert run_virtually(main()) == wanted["rollout"]
     events = RunDirectory.open(tmp_path / "run").read_events()
     assert [event["kind"] for event in events].count("joined") == 2
+
+
+def test_who_has_joined_before_the_others_serve_is_kept_once(tmp_path: Path) -> None:
+    """A node was lost as another process drove the run, and somebody takes the place of who was there."""
+    config, kept = config_of(tmp_path, "max_staleness=0"), list[str]()
+
+    async def main() -> None:
+        fleet = ScriptedFleet(store_of(config, flow_of(config)), config, flow_of(config), Random(1))
+        directory = RunDirectory.create(config)
+        members = controller_over(fleet, config, directory)._members
+
+        async def keep(role: str, team: Sequence[str], catch_up: Any) -> None:
+            kept.extend(team)
+
+        members._supervisor.keep = keep  # type: ignore[method-assign]
+        async with asyncio.TaskGroup() as tasks:
+            members.begin(tasks)
+            await members.change([Wish("rollout", config.rollout.least_workers + 1)])
+            members.serve("rollout")
+        directory.close()
+
+    run_virtually(main())
+    assert sorted(kept) == sorted({*kept})
+    assert len(kept) == config.rollout.least_workers + 1
