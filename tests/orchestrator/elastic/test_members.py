@@ -140,6 +140,8 @@ def test_who_has_joined_before_the_others_serve_is_kept_once(tmp_path: Path) -> 
             members.begin(tasks)
             await members.change([Wish("rollout", config.rollout.least_workers + 1)])
             members.serve("rollout")
+            await asyncio.sleep(0)
+            members.close()
         directory.close()
 
     run_virtually(main())
