@@ -15,11 +15,14 @@ class ColumnsConfig:
     """Names of the dataset's own columns."""
 
     prompt: str = "question"
-    """Column with the user's text."""
+    """Column with the user's text, or with chat messages: [{role: user, content: …}, …]. If these end with the
+    assistant's, that is the demonstration."""
     answer: str | None = "answer"
-    """Column with the reference answer, handed to the reward. `null`: the reward needs none."""
+    """Column with the reference answer, handed to the reward; a.b is the field b of column a. `null`: the reward needs
+    none."""
     response: str | None = None
-    """Column with a demonstration, for SFT, or with the chosen response of a pair. `null`: the answer itself."""
+    """Column with a demonstration, for SFT, or with the chosen response of a pair, as text or as the assistant's
+    message. `null`: the answer itself."""
     rejected: str | None = None
     """Column with the rejected response of a pair, for DPO and reward models."""
 
@@ -48,7 +51,7 @@ class DataConfig:
     rejected_teacher: str | None = None
     """DPO and reward models: the same for the rejected response."""
     system_prompt: str | None = None
-    """Put before the user's text where the chat template is applied."""
+    """Put before the user's text where the chat template is applied, and before messages that have none."""
     prompt_template: str = "{prompt}"
     """The user's text; `{prompt}` stands for the row's prompt column."""
     chat_template: bool = True

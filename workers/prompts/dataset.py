@@ -11,6 +11,15 @@ from penstock.conf.errors import DataError, suggest
 from penstock.workers.environments.reasoning_gym import Problems
 from penstock.workers.prompts.huggingface import open_huggingface
 from penstock.workers.prompts.jsonl import JsonLines
+from penstock.workers.prompts.messages import (
+    Message,
+    is_conversation,
+    last_text,
+    messages_of,
+    response_text,
+    split_response,
+    with_template,
+)
 from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.teacher import TaughtDataset
 from penstock.workers.user_code import find_function
@@ -40,18 +49,34 @@ class TableDataset:
     def row(self, index: int) -> Task:
         row, columns = self.rows.row(index), self.config.columns
         where = self.rows.where(index)
-        prompt = self._text(row, columns.prompt, "prompt", where)
+        messages, demonstration = self._conversation(row, where)
+        prompt = last_text(messages) if messages else self._text(row, columns.prompt, "prompt", where)
         answer = None if columns.answer is None else self._value(row, columns.answer, "answer", where)
-        response_column = columns.response or columns.answer
-        response = row.get(response_column) if response_column else None
+        response = answer if demonstration is None else demonstration
         if columns.response is not None:
             response = self._text(row, columns.response, "response", where)
         rejected = None if columns.rejected is None else self._text(row, columns.rejected, "rejected", where)
         extra = {key: value for key, value in row.items() if key not in (columns.response, columns.rejected)}
-        text = self.config.prompt_template.replace("{prompt}", prompt)
-        return Task(text, answer, index, where, None if response is None else str(response), rejected, extra)
+        text = prompt if messages else self.config.prompt_template.replace("{prompt}", prompt)
+        response = None if response is None else str(response)
+        return Task(text, answer, index, where, response, rejected, messages, extra)
+
+    def _conversation(self, row: dict[str, Any], where: str) -> tuple[list[Message], str | None]:
+        """Of a prompt column with messages, and their demonstration if they end with one; nothing of one with text."""
+        column = self.config.columns.prompt
+        value = self._value(row, column, "prompt", where)
+        if not is_conversation(value):
+            return [], None
+        messages, response = split_response(messages_of(value, f"{where}: column {column!r}"))
+        if not messages:
+            raise DataError(f"{where}: column {column!r} (data.columns.prompt) begins with a response to nothing.")
+        return with_template(messages, self.config.prompt_template), response
 
     def _value(self, row: dict[str, Any], column: str, role: str, where: str) -> Any:
+        """`column`: its name, or that of a field in one: `reward_model.ground_truth`."""
+        head, _, field = column.partition(".")
+        if column not in row and field and isinstance(row.get(head), dict):
+            return self._value(row[head], field, role, where)
         if column not in row:
             raise DataError(
                 f"{where}: no column {column!r}, which data.columns.{role} names{suggest(column, row)} Set "
@@ -61,6 +86,9 @@ class TableDataset:
 
     def _text(self, row: dict[str, Any], column: str, role: str, where: str) -> str:
         value = self._value(row, column, role, where)
+        if is_conversation(value):
+            place = f"{where}: column {column!r} (data.columns.{role})"
+            return response_text(messages_of(value, place), place)
         if not isinstance(value, str):
             raise DataError(
                 f"{where}: column {column!r} (data.columns.{role}) holds {type(value).__name__} {value!r:.60}, where "

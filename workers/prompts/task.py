@@ -1,7 +1,7 @@
 """One row of a dataset, as the prompts' source, the rewards and the teachers see it, and what has such rows."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +22,9 @@ class Task:
     """The demonstration, or of a pair the chosen response, where there is one."""
     rejected: str | None = None
     """Of a pair the other response."""
+    messages: Sequence[Mapping[str, str]] = ()
+    """The conversation that the response continues, where the dataset has one; `prompt` is its last text of the
+    user."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's own columns, or what the environment's verifier needs."""
 

@@ -63,11 +63,17 @@ class PromptEncoder:
         self.uses_chat_template = bool(data.chat_template and getattr(tokenizer, "chat_template", None))
 
     def text(self, task: Task) -> str:
-        """The prompt as the model sees it, before tokenisation."""
+        """The prompt as the model sees it, before tokenisation. Raises `DataError` for a conversation without a chat
+        template."""
+        if not self.uses_chat_template and task.messages:
+            raise DataError(
+                f"{task.where}: the prompt is a conversation, and there is no chat template to write it with: set "
+                "data.chat_template=true, and take a model whose tokenizer has one."
+            )
         if not self.uses_chat_template:
             return f"{self.data.system_prompt}\n{task.prompt}" if self.data.system_prompt else task.prompt
-        messages = [{"role": "user", "content": task.prompt}]
-        if self.data.system_prompt:
+        messages = [dict(message) for message in task.messages] or [{"role": "user", "content": task.prompt}]
+        if self.data.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
         return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 

@@ -1,0 +1,124 @@
+"""Rows of chat messages: as TRL's and verl's datasets have them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
+from penstock.conf.errors import DataError
+from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.messages import is_conversation, messages_of, with_template
+from penstock.workers.prompts.task import Task
+from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
+
+ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "2 + 2?"}]
+ANSWERED = {"role": "assistant", "content": "4"}
+
+
+def opened(tmp_path: Path, row: dict[str, Any], **settings: Any) -> Task:
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    columns = ColumnsConfig(
+        **{key: settings.pop(key) for key in list(settings) if key in ColumnsConfig.__annotations__}
+    )
+    dataset = open_dataset(DataConfig(path=f"{tmp_path}/rows.jsonl", columns=columns, **settings), EvaluationConfig())
+    assert dataset is not None
+    return dataset.row(0)
+
+
+class Tokenizer:
+    """Writes messages so that they can be read in a test."""
+
+    chat_template: str | None = "one"
+
+    def apply_chat_template(
+        self, messages: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        return "|".join(f"{message['role']}: {message['content']}" for message in messages) + "|assistant:"
+
+
+def text_of(task: Task, tokenizer: Tokenizer | None = None, **settings: Any) -> str:
+    return PromptEncoder(tokenizer or Tokenizer(), DataConfig(**settings), TokenLimits(10, 10, "room")).text(task)
+
+
+def test_a_prompt_of_messages_is_the_conversation_that_is_continued(tmp_path: Path) -> None:
+    """TRL's `prompt` column of GRPO, with a reference answer beside it."""
+    task = opened(tmp_path, {"prompt": ASKED, "solution": "4"}, prompt="prompt", answer="solution")
+    assert (task.messages, task.prompt, task.answer, task.response) == (ASKED, "2 + 2?", "4", "4")
+    assert text_of(task) == "system: Be short.|user: 2 + 2?|assistant:"
+    assert json.loads(task.to_json())["prompt"] == "2 + 2?"
+
+
+def test_messages_that_end_with_the_assistants_are_a_demonstration(tmp_path: Path) -> None:
+    """TRL's `messages` column of SFT."""
+    task = opened(tmp_path, {"messages": [*ASKED, ANSWERED]}, prompt="messages", answer=None)
+    assert (task.messages, task.response) == (ASKED, "4")
+
+
+def test_pairs_may_be_messages_too(tmp_path: Path) -> None:
+    """TRL's columns of DPO."""
+    row = {"prompt": ASKED, "chosen": [ANSWERED], "rejected": [{"role": "assistant", "content": "5"}]}
+    task = opened(tmp_path, row, prompt="prompt", answer=None, response="chosen", rejected="rejected")
+    assert (task.messages, task.response, task.rejected) == (ASKED, "4", "5")
+
+
+def test_the_reference_may_be_a_field_of_a_column(tmp_path: Path) -> None:
+    """verl's rows."""
+    row = {"data_source": "sums", "prompt": ASKED, "reward_model": {"style": "rule", "ground_truth": "4"}}
+    task = opened(tmp_path, row, prompt="prompt", answer="reward_model.ground_truth")
+    assert (task.prompt, task.answer, task.extra["data_source"]) == ("2 + 2?", "4", "sums")
+    with pytest.raises(DataError, match=r"no column 'truth', which data.columns.answer names"):
+        opened(tmp_path, row, prompt="prompt", answer="reward_model.truth")
+
+
+def test_the_template_is_put_around_the_users_last_text(tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}, *ASKED[1:]]
+    task = opened(tmp_path, {"prompt": messages}, prompt="prompt", answer=None, prompt_template="{prompt} Think.")
+    assert [message["content"] for message in task.messages] == ["1?", "one", "2 + 2? Think."]
+    assert task.prompt == "2 + 2? Think."
+    assert messages == [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}, *ASKED[1:]]
+    assert with_template([{"role": "tool", "content": "x"}], "{prompt}!") == [{"role": "tool", "content": "x"}]
+
+
+def test_a_system_prompt_is_for_conversations_without_one(tmp_path: Path) -> None:
+    task = opened(tmp_path, {"prompt": ASKED}, prompt="prompt", answer=None)
+    assert text_of(task, system_prompt="Mine.").startswith("system: Be short.|")
+    task = opened(tmp_path, {"prompt": ASKED[1:]}, prompt="prompt", answer=None)
+    assert text_of(task, system_prompt="Mine.") == "system: Mine.|user: 2 + 2?|assistant:"
+
+
+def test_a_conversation_needs_a_chat_template(tmp_path: Path) -> None:
+    task = opened(tmp_path, {"prompt": ASKED}, prompt="prompt", answer=None)
+    bare = Tokenizer()
+    bare.chat_template = None
+    for tokenizer, settings in ((bare, {}), (Tokenizer(), {"chat_template": False})):
+        with pytest.raises(DataError, match="there is no chat template to write it with"):
+            text_of(task, tokenizer, **settings)
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([], "holds no message"),
+        ([{"role": "human", "content": "2"}], "message 1 is of role 'human'. Known: system, user"),
+        ([*ASKED, {"role": "user", "content": ["an", "image"]}], "the content of message 3 is list, where text is due"),
+    ],
+)
+def test_what_is_out_of_order_is_told_by_its_number(messages: list[Any], told: str) -> None:
+    with pytest.raises(DataError, match=told):
+        messages_of(messages, "rows.jsonl:7")
+
+
+def test_a_response_to_nothing_and_a_response_of_the_user_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="begins with a response to nothing"):
+        opened(tmp_path, {"prompt": [ANSWERED]}, prompt="prompt", answer=None)
+    with pytest.raises(DataError, match=r"'chosen' .*: its last message is of role 'user'"):
+        opened(tmp_path, {"prompt": ASKED, "chosen": ASKED}, prompt="prompt", answer=None, response="chosen")
+
+
+def test_other_lists_are_no_conversation() -> None:
+    assert not any(is_conversation(value) for value in ("text", {"role": "user"}, [1], ["a"], [{"role": "user"}]))
+    assert is_conversation(ASKED)

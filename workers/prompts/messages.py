@@ -1,0 +1,73 @@
+"""Columns that hold chat messages instead of text, as TRL's and verl's datasets have them. Pure; used by `dataset.py`.
+
+prompt   [{"role": "system", …}, {"role": "user", …}]          the conversation that is to be continued
+prompt   [… , {"role": "assistant", …}]                        the same with its demonstration, the last message
+response [{"role": "assistant", …}]                            what is to be learned, chosen or rejected
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.conf.errors import DataError
+
+ROLES = ("system", "user", "assistant", "tool")
+Message = dict[str, str]
+
+
+def is_conversation(value: Any) -> bool:
+    """It is meant as one, whether or not it is in order. Parquet's lists come as arrays."""
+    return not isinstance(value, str | Mapping) and isinstance(value, Sequence) and all(map(_is_message, value))
+
+
+def messages_of(value: Sequence[Any], where: str) -> list[Message]:
+    """In their order, roles and texts alone. Raises `DataError`."""
+    if not value:
+        raise DataError(f"{where} holds no message.")
+    found = []
+    for number, message in enumerate(value, 1):
+        role, content = message["role"], message["content"]
+        if role not in ROLES:
+            raise DataError(f"{where}: message {number} is of role {role!r}. Known: {', '.join(ROLES)}.")
+        if not isinstance(content, str):
+            raise DataError(f"{where}: the content of message {number} is {type(content).__name__}, where text is due.")
+        found.append({"role": role, "content": content})
+    return found
+
+
+def split_response(messages: Sequence[Message]) -> tuple[list[Message], str | None]:
+    """What comes before the response, and the response where the last message is one."""
+    if messages[-1]["role"] == "assistant":
+        return list(messages[:-1]), messages[-1]["content"]
+    return list(messages), None
+
+
+def response_text(messages: Sequence[Message], where: str) -> str:
+    """Of a column that has a response alone, or at its end. Raises `DataError`."""
+    _, response = split_response(messages)
+    if response is None:
+        raise DataError(f"{where}: its last message is of role {messages[-1]['role']!r}, where an assistant's is due.")
+    return response
+
+
+def with_template(messages: Sequence[Message], template: str) -> list[Message]:
+    """`data.prompt_template` around the last text of the user.
+
+    >>> with_template([{"role": "user", "content": "2 + 2"}], "{prompt} =")
+    [{'role': 'user', 'content': '2 + 2 ='}]
+    """
+    found = [dict(message) for message in messages]
+    for message in reversed(found):
+        if message["role"] == "user":
+            message["content"] = template.replace("{prompt}", message["content"])
+            break
+    return found
+
+
+def last_text(messages: Sequence[Message]) -> str:
+    """What rewards and teachers are told that the prompt is: the user's last text, or the last one of anybody."""
+    texts = [message["content"] for message in messages if message["role"] == "user"]
+    return texts[-1] if texts else messages[-1]["content"]
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, Mapping) and {"role", "content"} <= value.keys()
