@@ -18,7 +18,7 @@ in any task ends the controller, with the error that explains the others (`failu
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -171,7 +171,8 @@ class Controller:
         finishing: asyncio.Task[None] | None = None
         unwritten = dict(self._taken.unwritten) if self._taken is not None else {}
         first = self._before if self._before in unwritten else self._before + 1
-        for step in range(first, self.config.trainer.max_steps + 1):
+        self._stop = self._has_reached(self._taken.metrics) if self._taken is not None else False
+        for step in range(first, self.config.trainer.max_steps + 1 if not self._stop else first):
             reports, phases = (unwritten[step], {}) if step in unwritten else await self._train(step)
             if finishing is not None:
                 await finishing
@@ -320,15 +321,19 @@ class Controller:
         if not self._evaluates(step):
             return {}, 0.0
         evaluated, seconds = await self._evaluate()
-        accuracy = evaluated[HELDOUT]
-        goal = self.config.evaluation.stop_at_accuracy
-        if goal is not None and accuracy >= goal and step < self.config.trainer.max_steps:
+        accuracy, goal = evaluated[HELDOUT], self.config.evaluation.stop_at_accuracy
+        if self._has_reached(evaluated) and step < self.config.trainer.max_steps:
             self._stop = True
             self.directory.event("stopped_early", step=step, accuracy=accuracy, goal=goal)
             self.progress.note(
                 f"held-out accuracy {accuracy:.1%} has reached evaluation.stop_at_accuracy={goal:g}: ending here"
             )
         return evaluated, seconds
+
+    def _has_reached(self, evaluated: Mapping[str, Any]) -> bool:
+        """The goal, by what was measured after a step."""
+        goal = self.config.evaluation.stop_at_accuracy
+        return goal is not None and (evaluated.get(HELDOUT) or 0.0) >= goal
 
     async def _evaluate(self) -> tuple[dict[str, float], float]:
         assert self.evaluator is not None
