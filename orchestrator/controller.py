@@ -176,7 +176,7 @@ class Controller:
             reports, phases = (unwritten[step], {}) if step in unwritten else await self._train(step)
             if finishing is not None:
                 await finishing
-            await self._samples.write(step)
+            await self._samples.write(step, sum(len(report.row_ids) for report in reports))
             phases |= await self._save_if_due(step, reports)
             delivery, phases["publish"] = await self._versions.publish(step)
             finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))

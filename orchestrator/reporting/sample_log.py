@@ -29,13 +29,14 @@ class SampleLog:
         self._columns = [name for name in COLUMNS if name in flow.stored_columns]
         self._directory, self._last_batch = directory, last_batch
 
-    async def write(self, step: int) -> None:
-        """If they are due."""
+    async def write(self, step: int, num_rows: int) -> None:
+        """If they are due, and all rows that were trained can still be had."""
         if not self._every or ((step - 1) % self._every and step != self._last):
             return
         call, phase = self._last_batch(self._columns), f"samples of step {step}"
         rows = await answer(call, name="Store", phase=phase, timeout_s=QUICK_S)
-        if len(rows):
+        if len(rows) == num_rows:
             self._directory.write_samples(step, rows)
         else:
-            self._directory.event("samples_lost", step=step, reason="they were with a store that was lost")
+            reason = f"{num_rows - len(rows)} of {num_rows} rows were with a store or a node that was lost"
+            self._directory.event("samples_lost", step=step, reason=reason)
