@@ -64,7 +64,8 @@ def test_a_run_in_which_everybody_dies_ends_with_the_bits_of_one_in_which_nobody
     directory = tmp_path / f"chaos-{seed}"
     done = Disturbed(bed, warm_python, words, directory, retries=20).go(draw(seed, TARGETS, STEPS))
     said = directory.with_name(f"{directory.name}.log").read_text()
-    assert f"{directory.name} has ended (killed by SIGKILL); going on with it in" in said
+    if any(one.who == COMMAND for one in done):  # else the run was over sooner
+        assert f"{directory.name} has ended (killed by SIGKILL); going on with it in" in said
     note(answers_of(directory, done))
     assert not broken(directory, Promises(STEPS, 4, 4, 0, NOTICED_S, START_S), done), json.dumps(
         [vars(one) for one in done]
