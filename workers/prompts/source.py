@@ -98,8 +98,8 @@ class PromptSource:
 
     def start_after(self, num_groups: int) -> PromptStart:
         """Where a run goes on whose store has had the first `num_groups` groups. Those that are not drawn yet were put
-        by another source."""
-        if num_groups > self._drawn[-1].num_groups:
+        by another source; and a store in the place of another has had fewer."""
+        if not self._drawn[0].num_groups <= num_groups <= self._drawn[-1].num_groups:
             self.go_to(num_groups)
         return PromptStart(self.cursor_after(num_groups), num_groups)
 

@@ -79,6 +79,19 @@ def test_where_a_run_goes_on_is_known_of_groups_that_another_has_put(tmp_path: P
     assert following(path, "skip").start_after(20) == plain.start_after(20)
 
 
+@skipping
+def test_where_a_run_goes_on_is_known_of_a_store_that_has_had_fewer(tmp_path: Path, too_long: str) -> None:
+    """It was restored in the place of another, and a checkpoint is taken before the prompts hear of it."""
+    path = write_rows(tmp_path, too_long)
+    source, plain = following(path, too_long), following(path, too_long)
+    source.go_to(40)
+    source.next_groups(3)
+    whole = plain.next_groups(20)
+    assert source.start_after(20) == plain.start_after(20)
+    source.go_to(10)
+    assert source.next_groups(10) == whole[10:]
+
+
 @given(rows=st.integers(1, 9), drawn=st.integers(0, 30), count=st.integers(0, 40))
 def test_skipped_rows_are_rows_drawn(rows: int, drawn: int, count: int) -> None:
     one, other = PromptOrder(rows, 3), PromptOrder(rows, 3)
