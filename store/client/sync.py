@@ -33,7 +33,7 @@ class SyncStoreClient:
         self._store = first if isinstance(first, Store) else None
         self._own: asyncio.AbstractEventLoop | None = None
         self._under_way: set[concurrent.futures.Future[Any]] = set()
-        self._has_left = False
+        self._has_left, self._leaving = False, threading.Lock()
 
     def lease(self, stage: str, max_units: int, owner: str) -> Lease | None:
         return self._run(self._client.lease(stage, max_units, owner))
@@ -62,17 +62,18 @@ class SyncStoreClient:
         return self._run(self._client.spec())
 
     def leave(self) -> None:
-        """As `StoreClient.leave`; calls that wait in other threads raise `PartnerGone`. A second time changes
-        nothing."""
-        if self._has_left:
-            return
-        with suppress(StoreError):  # its loop has ended, and everything with it
-            self._run(self._client.leave())
-        self._has_left = True
-        for call in list(self._under_way):
-            call.cancel()
-        if self._own is not None:
-            self._own.call_soon_threadsafe(self._own.stop)
+        """As `StoreClient.leave`; calls that wait in other threads raise `PartnerGone`. A second time changes nothing,
+        in another thread at the same time either."""
+        with self._leaving:
+            if self._has_left:
+                return
+            with suppress(StoreError):  # its loop has ended, and everything with it
+                self._run(self._client.leave())
+            self._has_left = True
+            for call in list(self._under_way):
+                call.cancel()
+            if self._own is not None:
+                self._own.call_soon_threadsafe(self._own.stop)
 
     def _run(self, call: Coroutine[Any, Any, T]) -> T:
         loop = self._own_loop() if self._store is None else self._store.loop

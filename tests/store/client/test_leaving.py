@@ -91,6 +91,19 @@ def test_a_blocking_client_leaves_beside_a_call_that_waits(tmp_path: Path, in_pr
     serve(tmp_path, body)
 
 
+def test_a_blocking_client_is_left_by_several_threads_at_once(tmp_path: Path) -> None:
+    """One whose work has ended, and one that has the next in its place."""
+
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        await store.spec()
+        for _ in range(20):
+            client = SyncStoreClient(endpoint)
+            await asyncio.to_thread(client.spec)
+            await asyncio.gather(*(asyncio.to_thread(client.leave) for _ in range(4)))
+
+    serve(tmp_path, body)
+
+
 def test_one_whose_store_was_killed_leaves_without_a_word(tmp_path: Path) -> None:
     async def body() -> None:
         with store_process(tmp_path) as store:
