@@ -21,8 +21,8 @@ test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a q
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
 
 soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
-	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/workers/trainer/engines/test_layers.py \
-	  -k "histories or staleness or kills or layers" $(ARGS)
+	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/test_takeovers.py \
+	  tests/workers/trainer/engines/test_layers.py -k "histories or staleness or kills or layers or controller" $(ARGS)
 
 LEGS := 10
 chaos: setup ## before a release: runs whose members, links and machines die at random moments from a seed; about an hour, LEGS=3 for less
