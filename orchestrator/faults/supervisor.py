@@ -115,13 +115,13 @@ class Supervisor:
 
     async def _look(self, failure: Exception) -> bool:
         agents = self._fleet.role("agent")
-        store = asyncio.ensure_future(outcomes([(STORE, self._store.stats())], phase="look", timeout_s=PRESENT_S))
-        for (name, _), error in zip(agents, await look(agents), strict=True):
+        asked = outcomes([(STORE, self._store.stats())], phase="look who is there", timeout_s=PRESENT_S)
+        errors, (store,) = await asyncio.gather(look(agents), asked)
+        for (name, _), error in zip(agents, errors, strict=True):
             if error is not None:
-                store.cancel()
                 self.beyond_help("agent", name, failure)
                 raise failure
-        if not isinstance((await store)[0], Exception):
+        if not isinstance(store, Exception):
             return False
         if self._stores is None:
             self.beyond_help(STORE_ROLE, STORE, failure)

@@ -37,7 +37,7 @@ class Kept:
 
 class OwnerActor:
     """Lifecycle: `take` by each command; `make`, `reserve`, `keep`, `note` and `renew` by the one that drives the run;
-    `leave`, then `end`."""
+    `leave` when it is over. Ended by being killed."""
 
     def __init__(self, lease_s: float) -> None:
         self._tenure = Tenure(lease_s)
@@ -106,16 +106,9 @@ class OwnerActor:
         self._tenure.check(epoch)
         self._state = None
 
-    async def end(self) -> None:
-        """And all that it has made."""
-        self._end()
-
     async def _end_with_lease(self) -> None:
         while not self._tenure.is_over(time.monotonic()):
             await asyncio.sleep(LOOK_S)
-        self._end()
-
-    def _end(self) -> None:
         ray.kill(ray.get_runtime_context().current_actor)
 
 

@@ -50,6 +50,7 @@ class Handover:
         self._open.pop(step, None)
 
     async def leave(self) -> None:
-        """The run is over, or its actors are."""
-        if self._owner is not None:
-            await self._owner.leave()
+        """The run is over, or its actors are: nothing is kept from now on."""
+        owner, self._owner = self._owner, None
+        if owner is not None:
+            await owner.leave()
