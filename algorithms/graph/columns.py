@@ -7,7 +7,7 @@ writing `Column("novelty", "float32")` where a name would do.
 from dataclasses import dataclass
 
 DTYPES = ("int32", "int64", "float32", "bool", "string")
-SHAPES = ("sample", "token", "prompt")
+SHAPES = ("sample", "token", "prompt", "list")
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Column:
     """One column of the schema.
 
     `shape`: "sample" is one value a row; "token" one value a response token, ragged; "prompt" one a prompt token,
-    ragged.
+    ragged; "list" any number of values.
     `per_group`: the value is the same for all samples of a group and is written and kept once.
     `nan_ok`: float columns refuse NaN and infinity unless this is set.
     """
@@ -40,7 +40,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("task", "string", per_group=True),  # JSON: the dataset's row, for rewards: {"prompt", "answer", ...}
         Column("response_ids", "int32", "token"),
         Column("response_text", "string"),
-        Column("finish_reason", "string"),  # "stop" or "length"
+        Column("finish_reason", "string"),  # "stop", "length", or the limit that ended a trajectory
         Column("behavior_logprobs", "float32", "token"),  # of the engine, under the sampling distribution
         Column("token_versions", "int32", "token"),  # weight version that each token was sampled under
         Column("reward", "float32"),
@@ -50,11 +50,20 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("desirable", "float32"),  # of a single response: +1 good, -1 bad, 0 takes no part
         Column("greedy_text", "string"),  # what the engine says at temperature 0, once a group
         Column("greedy_reward", "float32"),
+        # Of a trajectory: `response_ids` has what was sampled in all its turns, and these say what stood in between.
+        Column("context_ids", "int32", "list"),  # tokens that were not sampled, in the order of `spans`
+        Column("spans", "int32", "list"),  # [segment, context tokens, sampled tokens] after one another
+        Column("turn_tokens", "int32", "list"),  # sampled tokens of each turn; their sum is the response's length
+        Column("turn_rewards", "float32", "list"),  # what each turn was given
+        Column("transcript", "string"),  # JSON: what was said, for people
     )
 }
 
 PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
+SEQUENCE_COLUMNS = ("context_ids", "spans")
+"""What a trajectory has in the place of `prompt_ids`: with `response_ids` they give the sequences that a model reads."""
+TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "transcript")
 
 
 def as_column(column: "str | Column") -> Column:

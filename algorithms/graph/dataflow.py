@@ -186,9 +186,15 @@ class Dataflow:
 
     @property
     def rows_are(self) -> str:
-        """What the source brings: "prompts", "demonstrations" or "preferences"."""
-        source = self.columns
-        return "prompts" if self.of_kind("rollout") else "preferences" if "chosen_ids" in source else "demonstrations"
+        """What the source brings: "prompts", "tasks", "demonstrations" or "preferences"."""
+        if self.of_kind("rollout"):
+            return "tasks" if self.has_environment else "prompts"
+        return "preferences" if "chosen_ids" in self.columns else "demonstrations"
+
+    @property
+    def has_environment(self) -> bool:
+        """Its rows are trajectories."""
+        return any(stage.in_environment for stage in self.stages)
 
     def stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)

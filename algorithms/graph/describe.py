@@ -78,7 +78,7 @@ def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
     name = name_of(stage.function, "")
     details = {
         "source": "the dataset",
-        "rollout": f"{stage.model}, {flow.samples_per_prompt} samples a prompt",
+        "rollout": f"{stage.model}, {flow.samples_per_prompt} {'attempts a task' if stage.in_environment else 'samples a prompt'}",
         "greedy_rollout": f"{stage.model}, one at temperature 0",
         "filter": f"drops as {stage.reason}",
         "reward": name or "reward.function",

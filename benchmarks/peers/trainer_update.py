@@ -50,7 +50,7 @@ class Fixed:
         totals = BatchTotals(int(rows.lengths("response_ids").sum()), len(rows))
         for cut in self.cuts(batching.row_lengths(rows)):
             batch = batching.collate(rows, cut, COLUMNS)
-            logprobs_N, _ = self._model(batch.input_ids_BL, batch.positions_N, batch.targets_N, "value")
+            logprobs_N, _ = self._model(batch.input_ids_SL, batch.positions_N, batch.targets_N, "value")
             logprobs_BT = batch.scatter(logprobs_N)
             old_BT = logprobs_BT.detach()
             loss, _ = ppo_clip_loss(logprobs_BT, batch.mask_BT, totals, old_logprobs=old_BT, **batch.columns)

@@ -168,10 +168,9 @@ def _first_misfit(column: Column, given: Any, row_ids: Sequence[int]) -> tuple[i
 
 
 def _misfit(column: Column, row: int, problem: str) -> WrongType:
-    one = {"sample": "", "token": ", one for each response token", "prompt": ", one for each prompt token"}[
-        column.shape
-    ]
-    return WrongType(f"column {column.name!r}, row {row}: {problem}; it must be {column.dtype}{one}.")
+    due = {"sample": "", "list": ", any number", "token": ", one for each response token",
+           "prompt": ", one for each prompt token"}[column.shape]  # fmt: skip
+    return WrongType(f"column {column.name!r}, row {row}: {problem}; it must be {column.dtype}{due}.")
 
 
 def _check_finite(column: Column, array: pa.Array, row_ids: Sequence[int]) -> None:

@@ -170,7 +170,8 @@ class ComputeWorker:
             raise self._error(
                 f"returned {_described(value)} for {column.name!r}; a list of {num_rows} tensors [T_i] is due."
             )
-        known = next((keywords[name] for name in self.stage.reads if self.columns[name].shape == column.shape), None)
+        alike = (name for name in self.stage.reads if self.columns[name].shape == column.shape != "list")
+        known = next((keywords[name] for name in alike), None)
         arrays = []
         for index, item in enumerate(value):
             length = len(known[index]) if known is not None else None

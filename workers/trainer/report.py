@@ -10,6 +10,7 @@ import numpy as np
 
 from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
+from penstock.workers.trainer.update.sequences import context_column
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class TrainedRows:
     response_tokens_N: np.ndarray
     """int64."""
     prompt_tokens_N: np.ndarray
-    """int64."""
+    """int64: of a trajectory, all that was not sampled."""
     clipped_N: np.ndarray
-    """bool: the response ended at `max_tokens`, not by itself."""
+    """bool: the response ended at a limit, not by itself."""
     staleness_max_N: np.ndarray
     """int64: of the row's oldest token, in versions; 0 where nothing was sampled."""
     staleness_sum_N: np.ndarray
@@ -36,14 +37,14 @@ class TrainedRows:
         reward_N = rows.values("reward").astype(np.float64) if "reward" in rows else np.full(count, np.nan)
         clipped_N = np.zeros(count, dtype=np.bool_)
         if "finish_reason" in rows:
-            clipped_N = np.array([reason == "length" for reason in rows.strings("finish_reason")], dtype=np.bool_)
+            clipped_N = np.array([reason != "stop" for reason in rows.strings("finish_reason")], dtype=np.bool_)
         oldest_N, sum_N = np.zeros(count, np.int64), np.zeros(count)
         if "token_versions" in rows:
             for index, versions in enumerate(rows.arrays("token_versions")):
                 if len(versions):
                     staleness = version - versions.astype(np.int64)
                     oldest_N[index], sum_N[index] = staleness.max(), staleness.sum()
-        return cls(reward_N, rows.lengths("response_ids"), rows.lengths("prompt_ids"), clipped_N, oldest_N, sum_N)
+        return cls(reward_N, rows.lengths("response_ids"), rows.lengths(context_column(rows)), clipped_N, oldest_N, sum_N)
 
 
 @dataclass(frozen=True)

@@ -46,14 +46,14 @@ class ScalarTrainer(PolicyTrainer):
     @torch.no_grad()
     def values(self, rows: Rows) -> list[np.ndarray]:
         """`[T_i]` float32 for each row: what is expected before each response token. Collective. Raises `DataError`."""
-        return self._by_token(rows, lambda batch: self.engine.forward(batch.input_ids_BL, batch.positions_N))
+        return self._by_token(rows, lambda batch: self.engine.forward(batch.input_ids_SL, batch.positions_N))
 
     @torch.no_grad()
     def scores(self, rows: Rows) -> np.ndarray:
         """`[rows]` float32: the score of each response, read at its last token. Collective. Raises `DataError`."""
         results = np.zeros(len(rows), np.float32)
         for batch in self._all_batches(rows):
-            scores_B = self.engine.forward(batch.input_ids_BL, last_tokens(batch))
+            scores_B = self.engine.forward(batch.input_ids_SL, last_tokens(batch))
             if not batch.is_dummy:
                 results[batch.rows] = scores_B.cpu().numpy()
         self.engine.free()
@@ -70,7 +70,7 @@ class ScalarTrainer(PolicyTrainer):
     ) -> Tensor:
         whole = "scores" in inputs.provided
         positions = last_tokens(batch) if whole else batch.positions_N
-        numbers = self.engine.forward(batch.input_ids_BL, positions)
+        numbers = self.engine.forward(batch.input_ids_SL, positions)
         if batch.is_dummy:
             return numbers.sum() * 0.0
         available: dict[str, Any] = {"scores": numbers} if whole else {"values": batch.scatter(numbers)}

@@ -140,7 +140,7 @@ class PolicyTrainer:
         Raises `DataError` for a row that does not fit the model.
         """
         return self._by_token(
-            rows, lambda batch: self.engine.forward(batch.input_ids_BL, batch.positions_N, batch.targets_N)[0]
+            rows, lambda batch: self.engine.forward(batch.input_ids_SL, batch.positions_N, batch.targets_N)[0]
         )
 
     def _by_token(self, rows: Rows, forward: Callable[[MicroBatch], Tensor]) -> list[np.ndarray]:
@@ -285,7 +285,7 @@ class PolicyTrainer:
     ) -> Tensor:
         """Forward of one micro-batch: its share of the minibatch's loss, `[]` with gradient."""
         entropy = "gradient" if inputs.takes_entropy else "value"
-        logprobs_N, entropy_N = self.engine.forward(batch.input_ids_BL, batch.positions_N, batch.targets_N, entropy)
+        logprobs_N, entropy_N = self.engine.forward(batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy)
         if batch.is_dummy:
             return logprobs_N.sum() * 0.0
         logprobs_BT = batch.scatter(logprobs_N)

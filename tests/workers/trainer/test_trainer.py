@@ -39,7 +39,7 @@ def plain_loop(model_path: str, steps: list[Rows], lr: float) -> dict[str, Tenso
     optimizer = torch.optim.AdamW(lm.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for rows in steps:
         batch = batching.collate(rows, np.arange(len(rows)), ["advantage", "behavior_logprobs"])
-        hidden = lm.model(input_ids=batch.input_ids_BL, use_cache=False).last_hidden_state
+        hidden = lm.model(input_ids=batch.input_ids_SL, use_cache=False).last_hidden_state
         logits = lm.lm_head(hidden.flatten(0, 1).index_select(0, batch.positions_N))
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, batch.targets_N[:, None]).squeeze(1)
         logprobs = batch.scatter(logprobs)
@@ -268,7 +268,7 @@ def test_the_schedule_counts_updates_and_goes_on_from_where_it_is_set(make_train
 
 def test_rows_longer_than_the_model_are_refused(make_trainer: Make) -> None:
     rows = Rows.from_lists({"prompt_ids": [[5] * 40], "response_ids": [[6] * 30]})
-    with pytest.raises(DataError, match=r"40 prompt and 30 response tokens, more than the model's 64 positions"):
+    with pytest.raises(DataError, match=r"a sequence of 70 tokens.*more than the model's 64 positions"):
         make_trainer().update(rows, sft_loss)
 
 

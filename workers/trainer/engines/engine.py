@@ -20,7 +20,7 @@ class TrainEngine(Protocol):
 
     for number, batch in enumerate(batches):
         engine.before_backward(is_last=number == len(batches) - 1)
-        engine.backward(loss(engine.forward(batch.input_ids_BL, ...)))
+        engine.backward(loss(engine.forward(batch.input_ids_SL, ...)))
     norm = engine.optimizer_step(rate)
     """
 

@@ -26,7 +26,7 @@ class PolicyModel(nn.Module):
     """Wraps a HF causal language model (`.lm`); its parameters are the model's own.
 
     model = PolicyModel(load_causal_lm(path), temperature=1.0)
-    logprobs_N, entropy_N = model(batch.input_ids_BL, batch.positions_N, batch.targets_N)
+    logprobs_N, entropy_N = model(batch.input_ids_SL, batch.positions_N, batch.targets_N)
     """
 
     def __init__(self, lm: Any, *, temperature: float = 1.0, chunk_mib: float = 128.0) -> None:

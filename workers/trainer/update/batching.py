@@ -2,10 +2,11 @@
 
     rows ──split_minibatches──▶ whole groups an optimizer step ──plan──▶ positions a micro-batch ──collate──▶ MicroBatch
 
-A micro-batch holds rows of similar length, padded on the right to its longest. Called by `minibatches.py`.
+A micro-batch holds rows of similar length, padded on the right to its longest. A row is one sequence, or if it is a
+trajectory several (`sequences.py`); none is cut apart from the others of its row. Called by `minibatches.py`.
 
-Legend: B rows of the micro-batch, L tokens of its longest prompt + response, T of its longest response, N response
-tokens.
+Legend: B rows of the micro-batch, S their sequences (S = B where none is a trajectory), L tokens of the longest one, T
+of the longest response, N response tokens.
 """
 
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
+from penstock.workers.trainer.update.sequences import sequences_of, shapes_of
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
@@ -31,9 +33,9 @@ class MicroBatch:
     """Tensors of one forward-backward. `rows`: positions of its rows in the Rows it was made of; none for a dummy."""
 
     rows: np.ndarray
-    input_ids_BL: Tensor
+    input_ids_SL: Tensor
     positions_N: Tensor
-    """Into `[B * L]`: the places that predict the response tokens, row by row."""
+    """Into `[S * L]`: the places that predict the response tokens, row by row."""
     targets_N: Tensor
     slots_N: Tensor
     """Into `[B * T]`: where each response token belongs."""
@@ -68,44 +70,40 @@ class MicroBatch:
         )
 
 
-def row_lengths(rows: Rows, max_length: int | None = None) -> np.ndarray:
-    """Tokens of prompt and response of each row: `[rows]` int64. Raises `DataError` for a row longer than
-    `max_length` or without prompt.
+def row_lengths(rows: Rows, max_length: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the longest sequence of each row, and how many sequences it has: `[rows]` int64 each. Raises
+    `DataError` for a row longer than `max_length` or without prompt.
     """
-    prompts, responses = rows.lengths("prompt_ids"), rows.lengths("response_ids")
-    lengths = prompts + responses
-    if len(lengths) and prompts.min() == 0:
-        position = int(prompts.argmin())
-        raise DataError(
-            f"row {rows.row_ids[position]} has an empty prompt: nothing predicts its first response token. "
-            "Give it at least one token (data.prompt_template)."
-        )
+    lengths, counts = shapes_of(rows)
     if max_length is not None and len(lengths) and lengths.max() > max_length:
         position = int(lengths.argmax())
         raise DataError(
-            f"row {rows.row_ids[position]} has {prompts[position]} prompt and {responses[position]} response tokens, "
-            f"more than the model's {max_length} positions. Lower data.max_prompt_tokens or "
-            "rollout.sampling.max_tokens, or take a model with a longer context."
+            f"row {rows.row_ids[position]} has a sequence of {lengths[position]} tokens, prompt and response together, "
+            f"more than the model's {max_length} positions. Lower data.max_prompt_tokens, rollout.sampling.max_tokens "
+            "or rollout.max_model_len, or take a model with a longer context."
         )
-    return lengths
+    return lengths, counts
 
 
-def plan(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
-    """Which rows share a micro-batch: positions, each row exactly once.
+def plan(lengths: np.ndarray, max_tokens: int, counts: np.ndarray | None = None) -> list[np.ndarray]:
+    """Which rows share a micro-batch: positions, each row exactly once. `counts`: sequences of each row; None: one.
 
     Rows are ordered by length, longest first (equal ones stay in order), and cut where padded tokens plus
-    `MICROBATCH_COST_TOKENS` a micro-batch are least. Rows x longest <= `max_tokens`; a row longer than that is a
+    `MICROBATCH_COST_TOKENS` a micro-batch are least. Sequences x longest <= `max_tokens`; a row larger than that is a
     micro-batch of its own. Rows of one length that fit are one micro-batch in row order.
     """
     order = np.argsort(-lengths, kind="stable")
     sorted_lengths = lengths[order]
+    sequences = np.concatenate([[0], np.cumsum(np.ones(len(order), np.int64) if counts is None else counts[order])])
     count = len(order)
     cheapest = np.zeros(count + 1)  # of the rows from here on
     ends = np.zeros(count, dtype=np.int64)
     for start in range(count - 1, -1, -1):
         longest = max(1, int(sorted_lengths[start]))
-        num_rows = np.arange(1, min(max(1, max_tokens // longest), count - start) + 1)
-        costs = num_rows * longest + MICROBATCH_COST_TOKENS + cheapest[start + num_rows]
+        fitting = int(np.searchsorted(sequences, sequences[start] + max_tokens // longest, side="right")) - 1 - start
+        num_rows = np.arange(1, max(1, fitting) + 1)
+        num_sequences = sequences[start + num_rows] - sequences[start]
+        costs = num_sequences * longest + MICROBATCH_COST_TOKENS + cheapest[start + num_rows]
         best = len(costs) - 1 - int(np.argmin(costs[::-1]))  # the larger one of equals
         ends[start], cheapest[start] = start + num_rows[best], costs[best]
     cuts, start = [], 0
@@ -115,24 +113,29 @@ def plan(lengths: np.ndarray, max_tokens: int) -> list[np.ndarray]:
     return cuts
 
 
-def plan_groups(lengths: np.ndarray, group_ids: np.ndarray, max_tokens: int) -> list[np.ndarray]:
+def plan_groups(
+    lengths: np.ndarray, group_ids: np.ndarray, max_tokens: int, counts: np.ndarray | None = None
+) -> list[np.ndarray]:
     """As `plan`, but the rows of a group stay together: for losses that compare them. Positions, each exactly once.
 
-    Groups with long rows first (equal ones in order of id); a micro-batch is filled while rows x longest <=
+    Groups with long rows first (equal ones in order of id); a micro-batch is filled while sequences x longest <=
     `max_tokens`, and has at least one group.
     """
+    counts = np.ones(len(lengths), np.int64) if counts is None else counts
     groups, group_of = np.unique(group_ids, return_inverse=True)
     longest = np.zeros(len(groups), dtype=np.int64)
     np.maximum.at(longest, group_of, lengths)
     cuts: list[list[int]] = []
-    widest = 0
+    widest = num_sequences = 0
     for group in np.argsort(-longest, kind="stable").tolist():
         members = np.flatnonzero(group_of == group).tolist()
-        if cuts and (len(cuts[-1]) + len(members)) * widest <= max_tokens:
+        more = int(counts[members].sum())
+        if cuts and (num_sequences + more) * widest <= max_tokens:
             cuts[-1].extend(members)
+            num_sequences += more
         else:
             cuts.append(members)
-            widest = max(1, int(longest[group]))
+            widest, num_sequences = max(1, int(longest[group])), more
     return [np.asarray(cut, dtype=np.int64) for cut in cuts]
 
 
@@ -155,22 +158,19 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> M
     Sample columns become float32 `[B]`; token columns `[B, T]`, float32 or int64, 0 in padding. Raises `DataError` for
     a token column that is not as long as the response.
     """
-    prompts = _at(rows.arrays("prompt_ids"), positions)
-    responses = _at(rows.arrays("response_ids"), positions)
-    num_prompt = np.array([len(ids) for ids in prompts], dtype=np.int64)
-    num_response = np.array([len(ids) for ids in responses], dtype=np.int64)
-    width, width_response = max(1, int((num_prompt + num_response).max())), max(1, int(num_response.max()))
-    input_ids_BL = np.full((len(positions), width), PAD_ID, dtype=np.int64)
-    for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
-        input_ids_BL[index, : len(prompt)] = prompt
-        input_ids_BL[index, len(prompt) : len(prompt) + len(response)] = response
-    mask_BT = np.arange(width_response) < num_response[:, None]
+    sequences = sequences_of(rows, positions)
+    width = max(1, max(len(ids) for ids in sequences.token_ids))
+    width_response = max(1, int(sequences.num_sampled_B.max()))
+    input_ids_SL = np.full((len(sequences.token_ids), width), PAD_ID, dtype=np.int64)
+    for index, ids in enumerate(sequences.token_ids):
+        input_ids_SL[index, : len(ids)] = ids
+    mask_BT = np.arange(width_response) < sequences.num_sampled_B[:, None]
     row_N, token_N = np.nonzero(mask_BT)
     batch = MicroBatch(
         rows=np.asarray(positions),
-        input_ids_BL=torch.from_numpy(input_ids_BL),
-        positions_N=torch.from_numpy(row_N * width + num_prompt[row_N] - 1 + token_N),
-        targets_N=torch.from_numpy(input_ids_BL[row_N, num_prompt[row_N] + token_N]),
+        input_ids_SL=torch.from_numpy(input_ids_SL),
+        positions_N=torch.from_numpy(sequences.sequence_N * width + sequences.place_N - 1),
+        targets_N=torch.from_numpy(input_ids_SL[sequences.sequence_N, sequences.place_N]),
         slots_N=torch.from_numpy(row_N * width_response + token_N),
         mask_BT=torch.from_numpy(mask_BT),
         group_ids_B=torch.from_numpy(rows.group_ids[positions]),
@@ -185,9 +185,9 @@ def dummy(device: torch.device | None = None) -> MicroBatch:
     collectives.
     """
     zero = torch.zeros(1, dtype=torch.int64)
-    ids_BL = torch.full((1, 2), PAD_ID)
+    ids_SL = torch.full((1, 2), PAD_ID)
     mask_BT = torch.zeros(1, 1, dtype=torch.bool)
-    batch = MicroBatch(np.zeros(0, np.int64), ids_BL, zero, zero + PAD_ID, zero, mask_BT, zero)
+    batch = MicroBatch(np.zeros(0, np.int64), ids_SL, zero, zero + PAD_ID, zero, mask_BT, zero)
     return batch.to(device) if device else batch
 
 

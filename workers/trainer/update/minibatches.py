@@ -69,12 +69,12 @@ class Cutter:
         self, rows: Rows, positions: np.ndarray, columns: tuple[str, ...], *, whole_groups: bool = False
     ) -> list[MicroBatch]:
         """These rows, on the device."""
-        lengths = batching.row_lengths(rows, self.max_length)[positions]
+        lengths, counts = (of_rows[positions] for of_rows in batching.row_lengths(rows, self.max_length))
         budget = self.config.max_tokens_per_microbatch
         if whole_groups:
-            cuts = batching.plan_groups(lengths, rows.group_ids[positions], budget)
+            cuts = batching.plan_groups(lengths, rows.group_ids[positions], budget, counts)
         else:
-            cuts = batching.plan(lengths, budget)
+            cuts = batching.plan(lengths, budget, counts)
         return [batching.collate(rows, positions[cut], columns).to(self.ranks.device) for cut in cuts]
 
 

@@ -20,7 +20,7 @@ def batch(make_rows: Callable[..., Rows]) -> batching.MicroBatch:
 
 def plain(model: PolicyModel, batch: batching.MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies by whole logits."""
-    logits = model.lm(input_ids=batch.input_ids_BL).logits / TEMPERATURE
+    logits = model.lm(input_ids=batch.input_ids_SL).logits / TEMPERATURE
     logprobs = torch.log_softmax(logits, dim=-1).flatten(0, 1)[batch.positions_N]
     return logprobs[torch.arange(len(batch.targets_N)), batch.targets_N], -(logprobs.exp() * logprobs).sum(-1)
 
@@ -39,7 +39,7 @@ def test_chunked_logprobs_equal_plain_ones_in_values_and_gradients(
     expected, expected_entropy = plain(model, batch)
     weights = torch.linspace(-1, 1, len(expected))
     expected_gradients = gradients(model, (expected * weights + expected_entropy).sum())
-    logprobs, entropy = model(batch.input_ids_BL, batch.positions_N, batch.targets_N, "gradient")
+    logprobs, entropy = model(batch.input_ids_SL, batch.positions_N, batch.targets_N, "gradient")
     torch.testing.assert_close(logprobs, expected, atol=1e-5, rtol=0)
     torch.testing.assert_close(entropy, expected_entropy, atol=1e-5, rtol=0)
     for name, gradient in gradients(model, (logprobs * weights + entropy).sum()).items():
@@ -48,10 +48,10 @@ def test_chunked_logprobs_equal_plain_ones_in_values_and_gradients(
 
 def test_entropy_as_a_value_has_no_gradient(model_path: str, batch: batching.MicroBatch) -> None:
     model = PolicyModel(load_causal_lm(model_path), chunk_mib=0.001)
-    logprobs, entropy = model(batch.input_ids_BL, batch.positions_N, batch.targets_N, "value")
+    logprobs, entropy = model(batch.input_ids_SL, batch.positions_N, batch.targets_N, "value")
     assert logprobs.requires_grad
     assert not entropy.requires_grad
-    assert model(batch.input_ids_BL, batch.positions_N, batch.targets_N)[1] is None
+    assert model(batch.input_ids_SL, batch.positions_N, batch.targets_N)[1] is None
 
 
 def test_what_pads_on_the_right_changes_nothing(model_path: str, make_rows: Callable[..., Rows]) -> None:
@@ -59,11 +59,11 @@ def test_what_pads_on_the_right_changes_nothing(model_path: str, make_rows: Call
     rows = make_rows(6)
     together = batching.collate(rows, np.arange(6))
     together_rows = batching.split_rows(
-        together, model(together.input_ids_BL, together.positions_N, together.targets_N)[0]
+        together, model(together.input_ids_SL, together.positions_N, together.targets_N)[0]
     )
     for position in range(6):
         alone = batching.collate(rows, np.array([position]))
-        values, _ = model(alone.input_ids_BL, alone.positions_N, alone.targets_N)
+        values, _ = model(alone.input_ids_SL, alone.positions_N, alone.targets_N)
         np.testing.assert_allclose(values.detach().numpy(), together_rows[position], atol=1e-5)
 
 
@@ -76,7 +76,7 @@ def test_no_tensor_of_all_tokens_and_the_vocabulary_is_kept(model_path: str, bat
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
-        model(batch.input_ids_BL, batch.positions_N, batch.targets_N, "value")
+        model(batch.input_ids_SL, batch.positions_N, batch.targets_N, "value")
     vocabulary = model.lm.config.vocab_size
     assert kept
     assert not [shape for shape in kept if shape[-1:] == (vocabulary,) and len(shape) == 2]
@@ -84,10 +84,10 @@ def test_no_tensor_of_all_tokens_and_the_vocabulary_is_kept(model_path: str, bat
 
 def test_the_models_own_logits_stay_what_they_were(model_path: str, batch: batching.MicroBatch) -> None:
     lm = load_causal_lm(model_path)
-    names, expected = list(lm.state_dict()), lm(input_ids=batch.input_ids_BL).logits
+    names, expected = list(lm.state_dict()), lm(input_ids=batch.input_ids_SL).logits
     PolicyModel(lm)
     assert list(lm.state_dict()) == names
-    assert torch.equal(lm(input_ids=batch.input_ids_BL).logits, expected)
+    assert torch.equal(lm(input_ids=batch.input_ids_SL).logits, expected)
 
 
 def test_an_output_layer_that_is_more_than_linear_is_refused(model_path: str) -> None:

@@ -67,7 +67,7 @@ def test_long_rows_are_kept_apart_from_short_ones_when_padding_costs_more_than_a
 def test_collate_places_targets_one_after_the_positions_that_predict_them() -> None:
     rows = Rows.from_lists({"prompt_ids": [[5, 6], [7]], "response_ids": [[8], [9, 10, 11]], "advantage": [1.0, -1.0]})
     batch = batching.collate(rows, np.array([0, 1]), ["advantage"])
-    assert batch.input_ids_BL.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
+    assert batch.input_ids_SL.tolist() == [[5, 6, 8, 0], [7, 9, 10, 11]]
     assert batch.positions_N.tolist() == [1, 4, 5, 6]
     assert batch.targets_N.tolist() == [8, 9, 10, 11]
     assert batch.mask_BT.tolist() == [[True, False, False], [True, True, True]]
@@ -80,7 +80,7 @@ def test_collate_follows_the_positions_given() -> None:
         {"prompt_ids": [[5], [6]], "response_ids": [[7], [8]], "behavior_logprobs": [[-1.0], [-2.0]]}
     )
     batch = batching.collate(rows, np.array([1, 0]), ["behavior_logprobs"])
-    assert batch.input_ids_BL.tolist() == [[6, 8], [5, 7]]
+    assert batch.input_ids_SL.tolist() == [[6, 8], [5, 7]]
     assert batch.columns["behavior_logprobs"].tolist() == [[-2.0], [-1.0]]
 
 
@@ -100,7 +100,7 @@ def test_a_column_of_another_length_than_the_response_is_refused_by_name() -> No
 
 def test_rows_too_long_for_the_model_are_refused_with_the_key_to_change() -> None:
     rows = Rows.from_lists({"prompt_ids": [[5] * 3, [5] * 9], "response_ids": [[7], [7] * 8]})
-    with pytest.raises(DataError, match=r"row 1 has 9 prompt and 8 response tokens.*16 positions.*max_tokens"):
+    with pytest.raises(DataError, match=r"row 1 has a sequence of 17 tokens.*16 positions.*max_tokens"):
         batching.row_lengths(rows, 16)
 
 

@@ -1,0 +1,118 @@
+"""What a model reads of a trajectory, and that one turn is what it was without any."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from penstock.algorithms.losses.policy import policy_loss
+from penstock.conf.errors import DataError
+from penstock.conf.trainer import TrainerConfig
+from penstock.store.data.rows import Rows
+from penstock.workers.trainer.trainer import PolicyTrainer
+from penstock.workers.trainer.update import batching
+from penstock.workers.trainer.update.sequences import sequences_of, shapes_of
+from penstock.workers.trajectory.segments import segments_of
+from penstock.workers.trajectory.trajectory import Trajectory, row_columns
+from penstock.workers.trajectory.turn import Turn
+from tests.workers.trajectory.histories import random_turns, turn
+
+COLUMNS = ("response_ids", "context_ids", "spans", "behavior_logprobs")
+
+
+def rows_of(histories: list[list[Turn]]) -> Rows:
+    columns = row_columns([Trajectory(turns) for turns in histories])
+    return Rows.from_lists({name: columns[name] for name in COLUMNS})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_microbatch_has_every_segment_and_every_sampled_token_once(seed: int) -> None:
+    rng = random.Random(seed)
+    histories = [random_turns(rng, rng.randrange(1, 7)) for _ in range(5)]
+    batch = batching.collate(rows_of(histories), np.arange(5), ["behavior_logprobs"])
+    segments = [segment for turns in histories for segment in segments_of(turns)]
+    read = batch.input_ids_SL.tolist()
+    assert [ids[: len(segment.tokens)] for ids, segment in zip(read, segments, strict=True)] == [
+        segment.tokens for segment in segments
+    ]
+    runs = [run for segment in segments for run in segment.runs]
+    assert batch.targets_N.tolist() == [token for run in runs for token in run.turn.output_ids]
+    logprobs_N = batch.columns["behavior_logprobs"][batch.mask_BT]
+    assert torch.allclose(logprobs_N, torch.tensor([value for run in runs for value in run.turn.logprobs]))
+    width = batch.input_ids_SL.shape[1]
+    for place, target in zip(batch.positions_N.tolist(), batch.targets_N.tolist(), strict=True):
+        assert read[place // width][place % width + 1] == target
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_one_turn_is_what_a_prompt_and_its_response_are_bit_for_bit(seed: int) -> None:
+    rng = random.Random(seed)
+    histories = [random_turns(rng, 1) for _ in range(6)]
+    trajectories = rows_of(histories)
+    pairs = Rows.from_lists(
+        {
+            "prompt_ids": [turns[0].prompt_ids for turns in histories],
+            "response_ids": [turns[0].output_ids for turns in histories],
+            "behavior_logprobs": [turns[0].logprobs for turns in histories],
+        }
+    )
+    assert [part.tolist() for part in shapes_of(trajectories)] == [part.tolist() for part in shapes_of(pairs)]
+    order = np.array([3, 0, 5])
+    one = batching.collate(trajectories, order, ["behavior_logprobs"])
+    other = batching.collate(pairs, order, ["behavior_logprobs"])
+    for name in ("input_ids_SL", "positions_N", "targets_N", "slots_N", "mask_BT", "group_ids_B"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+    assert torch.equal(one.columns["behavior_logprobs"], other.columns["behavior_logprobs"])
+
+
+def test_the_shape_of_a_trajectory_is_its_longest_segment_and_their_number() -> None:
+    rows = rows_of([[turn(0, [1, 2], [3]), turn(1, [9], [8])], [turn(0, [1], [2]), turn(1, [1, 2, 3], [4, 5])]])
+    longest, counts = shapes_of(rows)
+    assert longest.tolist() == [3, 5]
+    assert counts.tolist() == [2, 1]
+
+
+def test_a_segment_without_a_prompt_is_refused() -> None:
+    with pytest.raises(DataError, match="row 0 has an empty prompt"):
+        shapes_of(Rows.from_lists({"context_ids": [[1]], "response_ids": [[2, 3]], "spans": [[0, 1, 1, 1, 0, 1]]}))
+
+
+def test_sequences_count_in_the_plan() -> None:
+    lengths, counts = np.array([10, 10, 10]), np.array([1, 4, 1])
+    cuts = [sorted(cut.tolist()) for cut in batching.plan(lengths, 50, counts)]
+    assert all(counts[cut].sum() * 10 <= 50 for cut in cuts)
+    assert sorted(position for cut in cuts for position in cut) == [0, 1, 2]
+    assert len(batching.plan(lengths, 60, counts)) == 1
+    groups = [sorted(cut.tolist()) for cut in batching.plan_groups(lengths, np.array([0, 1, 2]), 50, counts)]
+    assert all(counts[cut].sum() * 10 <= 50 for cut in groups)
+
+
+def test_gradients_are_those_of_the_turns_each_read_alone(model_path: str) -> None:
+    """A trajectory of two segments, one with two turns: its update is that of its three turns as rows of their own,
+    with the same totals."""
+    rng = random.Random(0)
+    turns = [turn(0, [5, 6, 7], [8, 9]), turn(1, [5, 6, 7, 8, 9, 10], [11]), turn(2, [20, 21], [22, 23, 24])]
+    trajectory = rows_of([turns]).with_column("advantage", [rng.random()])
+    alone = Rows.from_lists(
+        {
+            "prompt_ids": [turn.prompt_ids for turn in turns],
+            "response_ids": [turn.output_ids for turn in turns],
+            "behavior_logprobs": [turn.logprobs for turn in turns],
+            "advantage": [float(trajectory.values("advantage")[0])] * 3,
+        }
+    )
+    found = []
+    for rows in (trajectory, alone):
+        trainer = PolicyTrainer(TrainerConfig(), model_path)
+        report = trainer.update(rows, policy_loss)
+        found.append((report.metrics["actor/grad_norm"], np.concatenate(trainer.logprobs(rows)), report.num_tokens))
+        trainer.close()
+    (norm, logprobs, tokens), (norm_alone, logprobs_alone, tokens_alone) = found
+    assert tokens == tokens_alone == 6
+    assert norm == pytest.approx(norm_alone, rel=1e-5)
+    assert np.allclose(logprobs, logprobs_alone, atol=1e-5)
+
+
+def test_no_rows_are_no_sequences() -> None:
+    assert sequences_of(rows_of([[turn(0, [1], [2])]]), np.zeros(0, np.int64)).token_ids == []

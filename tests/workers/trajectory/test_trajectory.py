@@ -1,0 +1,50 @@
+import json
+import random
+
+import numpy as np
+import pytest
+
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS, TRAJECTORY_COLUMNS
+from penstock.store.data.schema import encode
+from penstock.workers.trajectory.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory, row_columns
+from tests.workers.trajectory.histories import random_turns, turn
+
+
+def test_a_row_has_what_was_sampled_in_the_order_of_its_segments() -> None:
+    turns = [turn(0, [1], [2, 3]), turn(1, [9], [8], version=4, text="two"), turn(2, [1, 2, 3, 5], [6], text="three")]
+    columns = row_columns([Trajectory(turns, reward=1.5, turn_rewards={2: 0.5})])
+    assert columns["response_ids"][0].tolist() == [2, 3, 6, 8]
+    assert columns["context_ids"][0].tolist() == [1, 5, 9]
+    assert columns["spans"][0].tolist() == [0, 1, 2, 0, 1, 1, 1, 1, 1]
+    assert columns["token_versions"][0].tolist() == [0, 0, 0, 4]
+    assert columns["turn_tokens"][0].tolist() == [2, 1, 1]
+    assert columns["turn_rewards"][0].tolist() == [0.0, 0.5, 0.0]
+    assert np.allclose(columns["behavior_logprobs"][0], [-0.01, -0.02, -2.01, -1.01])
+    assert columns["response_text"] == ["three"]
+    assert columns["reward"] == [1.5]
+
+
+def test_a_limit_is_the_finish_reason() -> None:
+    trajectories = [Trajectory([turn(0, [1], [2])]), Trajectory([turn(0, [1], [2])], Outcome(TRUNCATED, "turns"))]
+    assert row_columns(trajectories)["finish_reason"] == ["stop", "turns"]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_store_takes_any_history(seed: int) -> None:
+    rng = random.Random(seed)
+    columns = row_columns([Trajectory(random_turns(rng, 8)) for _ in range(3)])
+    known = {name: STANDARD_COLUMNS[name] for name in (*TRAJECTORY_COLUMNS, "reward")}
+    assert columns.keys() == known.keys()
+    batch, facts = encode(known, columns, [0, 1, 2])
+    assert facts.response_tokens == [sum(numbers) for numbers in batch.column("turn_tokens").to_pylist()]
+
+
+def test_what_failed_is_not_trained() -> None:
+    assert [Outcome(kind).is_trained for kind in (TRUNCATED, REJECTED, FAILED)] == [True, False, False]
+
+
+def test_a_megabyte_of_a_tool_is_cut_for_people() -> None:
+    said = [{"role": "tool", "content": "x" * 1_000_000}]
+    (shown,) = json.loads(row_columns([Trajectory([turn(0, [1], [2])], said=said)])["transcript"][0])
+    assert len(shown["content"]) < 5_000
+    assert shown["content"].endswith("996,000 more characters)")

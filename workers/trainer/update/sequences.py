@@ -1,0 +1,116 @@
+"""Which sequences a model reads for a row, and where in them stands what was sampled. Pure.
+
+    prompt and response   one sequence: prompt_ids response_ids
+    a trajectory          one for each segment: its runs of context and of sampled tokens (`spans`), one after the other
+
+In both, `response_ids` has all sampled tokens of the row in their order, and everything that has one value a token has
+one for each of these. So a row is one row in every sum and mean, however many sequences it takes to compute it. Used by
+`batching.py`.
+
+Legend: B rows, S sequences, S_i those of row i, N sampled tokens of all rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from penstock.algorithms.graph.columns import SEQUENCE_COLUMNS
+from penstock.conf.errors import DataError
+from penstock.store.data.rows import Rows
+
+SPANS = "spans"
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Of some rows, in their order."""
+
+    token_ids: list[np.ndarray]
+    """`[L_s]` of each sequence."""
+    num_sampled_B: np.ndarray
+    """Sampled tokens of each row."""
+    sequence_N: np.ndarray
+    """The sequence in which each sampled token stands, row by row."""
+    place_N: np.ndarray
+    """Its place there; the one before predicts it."""
+
+
+def are_trajectories(rows: Rows) -> bool:
+    return SPANS in rows
+
+
+def context_column(rows: Rows) -> str:
+    """What holds the tokens that were not sampled."""
+    return SEQUENCE_COLUMNS[0] if are_trajectories(rows) else "prompt_ids"
+
+
+def shapes_of(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens of the longest sequence of each row, and how many sequences it has: `[rows]` int64 each. Raises
+    `DataError` for a row of which something is sampled without a prompt."""
+    if not are_trajectories(rows):
+        prompts = rows.lengths("prompt_ids")
+        if len(prompts) and prompts.min() == 0:
+            raise _without_prompt(rows, int(prompts.argmin()))
+        return prompts + rows.lengths("response_ids"), np.ones(len(rows), np.int64)
+    longest, counts = np.ones(len(rows), np.int64), np.ones(len(rows), np.int64)
+    for position, spans in enumerate(rows.arrays(SPANS)):
+        if len(spans):
+            table, starts = _table(spans)
+            if (table[starts, 1] == 0).any():
+                raise _without_prompt(rows, position)
+            lengths = np.add.reduceat(table[:, 1] + table[:, 2], starts)
+            longest[position], counts[position] = lengths.max(), len(lengths)
+    return longest, counts
+
+
+def sequences_of(rows: Rows, positions: np.ndarray) -> Sequences:
+    """Of the rows at these positions."""
+    responses = _at(rows.arrays("response_ids"), positions)
+    contexts = _at(rows.arrays(context_column(rows)), positions)
+    num_sampled_B = np.array([len(ids) for ids in responses], dtype=np.int64)
+    if not are_trajectories(rows):
+        num_prompt = np.array([len(ids) for ids in contexts], dtype=np.int64)
+        row_N = np.repeat(np.arange(len(positions)), num_sampled_B)
+        first_N = np.repeat(np.cumsum(num_sampled_B) - num_sampled_B, num_sampled_B)
+        token_ids = [np.concatenate(pair) for pair in zip(contexts, responses, strict=True)]
+        return Sequences(token_ids, num_sampled_B, row_N, num_prompt[row_N] + np.arange(len(row_N)) - first_N)
+    token_ids, sequences, places = [], [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for context, response, spans in zip(contexts, responses, _at(rows.arrays(SPANS), positions), strict=True):
+        for ids, sampled in _segments(context, response, spans):
+            sequences.append(np.full(len(sampled), len(token_ids), np.int64))
+            places.append(sampled)
+            token_ids.append(ids)
+    return Sequences(token_ids, num_sampled_B, np.concatenate(sequences), np.concatenate(places))
+
+
+def _segments(context: np.ndarray, response: np.ndarray, spans: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Token ids of each segment of a trajectory, and the places of what was sampled in it."""
+    table, starts = _table(spans)
+    read, said = 0, 0
+    segments = []
+    for start, end in zip(starts, [*starts[1:], len(table)], strict=True):
+        parts, sampled, length = [], [], 0
+        for _, num_read, num_said in table[start:end].tolist():
+            parts += [context[read : read + num_read], response[said : said + num_said]]
+            sampled.append(np.arange(length + num_read, length + num_read + num_said))
+            read, said, length = read + num_read, said + num_said, length + num_read + num_said
+        segments.append((np.concatenate(parts), np.concatenate(sampled)))
+    return segments
+
+
+def _table(spans: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`[runs, 3]`, and the first run of each segment."""
+    table = spans.reshape(-1, 3).astype(np.int64)
+    return table, np.flatnonzero(np.diff(table[:, 0], prepend=-1))
+
+
+def _without_prompt(rows: Rows, position: int) -> DataError:
+    return DataError(
+        f"row {rows.row_ids[position]} has an empty prompt: nothing predicts its first response token. "
+        "Give it at least one token (data.prompt_template)."
+    )
+
+
+def _at(arrays: Sequence[np.ndarray], positions: np.ndarray) -> list[np.ndarray]:
+    return [arrays[position] for position in positions.tolist()]

@@ -1,0 +1,84 @@
+"""One attempt at a task, from its first turn to its outcome, and the columns of its row."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from penstock.workers.trajectory.segments import segments_of, spans_of
+from penstock.workers.trajectory.transcript import as_json
+from penstock.workers.trajectory.turn import Turn
+
+COMPLETED, TRUNCATED, REJECTED, FAILED = "completed", "truncated", "rejected", "failed"
+"""How attempts end. The first two are trained; the others are dropped with their reason, and never count as a reward of
+zero."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an attempt ended, and why."""
+
+    kind: str = COMPLETED
+    reason: str = ""
+    """truncated: the limit (turns, tokens, context, time). rejected, failed: what the row is dropped as."""
+    detail: str = ""
+    """For people: the error, say."""
+
+    @property
+    def is_trained(self) -> bool:
+        return self.kind in (COMPLETED, TRUNCATED)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """What an attempt came to."""
+
+    turns: Sequence[Turn]
+    """In the order of their ids."""
+    outcome: Outcome = Outcome()
+    reward: float = 0.0
+    """Of the whole, those of its turns included."""
+    turn_rewards: Mapping[int, float] = field(default_factory=dict)
+    """By the turn's id."""
+    said: Sequence[Mapping[str, Any]] = ()
+    """Messages in the order in which they were said, for people."""
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens."""
+        return sum(len(turn.output_ids) for turn in self.turns)
+
+
+def row_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+    """The columns that an environment writes, one entry a trajectory; each has a turn. Token columns have one value for
+    each sampled token, in the order of segments: what a turn sampled stands in one of them."""
+    columns: dict[str, list[Any]] = {}
+    for trajectory in trajectories:
+        for name, value in _row(trajectory).items():
+            columns.setdefault(name, []).append(value)
+    return columns
+
+
+def _row(trajectory: Trajectory) -> dict[str, Any]:
+    segments = segments_of(trajectory.turns)
+    runs = [run for segment in segments for run in segment.runs]
+    turns = [run.turn for run in runs]
+    outcome = trajectory.outcome
+    return {
+        "response_ids": _joined([turn.output_ids for turn in turns], np.int32),
+        "response_text": trajectory.turns[-1].text,
+        "finish_reason": outcome.reason if outcome.kind == TRUNCATED else "stop",
+        "behavior_logprobs": _joined([turn.logprobs for turn in turns], np.float32),
+        "token_versions": _joined([turn.versions for turn in turns], np.int32),
+        "context_ids": _joined([run.context for run in runs], np.int32),
+        "spans": np.asarray(spans_of(segments), np.int32),
+        "turn_tokens": np.asarray([len(turn.output_ids) for turn in turns], np.int32),
+        "turn_rewards": np.asarray([trajectory.turn_rewards.get(turn.id, 0.0) for turn in turns], np.float32),
+        "transcript": as_json(trajectory.said),
+        "reward": float(trajectory.reward),
+    }
+
+
+def _joined(parts: Sequence[Sequence[Any]], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.asarray(part, dtype=dtype) for part in parts])

@@ -1,0 +1,19 @@
+"""What was said in a trajectory, as JSON for people: the run's samples and its report show it."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_CHARACTERS = 4_000
+"""Of one message: a tool may have returned a megabyte."""
+
+
+def as_json(messages: Sequence[Mapping[str, Any]]) -> str:
+    """[{role, content, …}, …] with long contents cut."""
+    return json.dumps([{name: _cut(value) for name, value in message.items()} for message in messages], default=str)
+
+
+def _cut(value: Any) -> Any:
+    if isinstance(value, str) and len(value) > MAX_CHARACTERS:
+        return f"{value[:MAX_CHARACTERS]}… ({len(value) - MAX_CHARACTERS:,} more characters)"
+    return value

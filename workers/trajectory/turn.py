@@ -1,0 +1,44 @@
+"""One turn of a trajectory: what the policy read, and what it sampled."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the policy made."""
+
+    id: str
+    name: str
+    arguments: Mapping[str, Any]
+    """Parsed JSON."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What was sampled at once. The lists `output_ids`, `logprobs` and `versions` have one entry a sampled token."""
+
+    id: int
+    """Of its trajectory, from 0 in the order in which turns were asked for."""
+    parent: int | None
+    """The turn whose tokens this one's prompt begins with; None for the first of a segment."""
+    message: Mapping[str, Any]
+    """As the chat template takes it: {role: assistant, content, reasoning_content, tool_calls}."""
+    calls: Sequence[ToolCall]
+    prompt_ids: Sequence[int]
+    """All that the policy read."""
+    output_ids: Sequence[int]
+    """What it sampled, the end-of-sequence token included."""
+    logprobs: Sequence[float]
+    """Of the sampled tokens, natural log, under the sampling distribution."""
+    versions: Sequence[int]
+    """Weight version that each token was sampled under."""
+    finish: str
+    """stop; or length: no more tokens were allowed."""
+    text: str = ""
+    """What was sampled, decoded, without special tokens."""
+    problem: str = ""
+    """Why calls in the text could not be read; empty if they could, or there were none."""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """What the request asked for beyond the run's sampling."""
