@@ -40,7 +40,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("task", "string", per_group=True),  # JSON: the dataset's row, for rewards: {"prompt", "answer", ...}
         Column("response_ids", "int32", "token"),
         Column("response_text", "string"),
-        Column("finish_reason", "string"),  # "stop", "length", or the limit that ended a trajectory
+        Column("finish_reason", "string"),  # stop, length, or the limit of a trajectory
         Column("behavior_logprobs", "float32", "token"),  # of the engine, under the sampling distribution
         Column("token_versions", "int32", "token"),  # weight version that each token was sampled under
         Column("reward", "float32"),

@@ -76,9 +76,10 @@ def in_order(flow: Dataflow) -> list[Stage]:
 def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
     """What stands in a stage's cell: name and unit, and a line about how it is done."""
     name = name_of(stage.function, "")
+    of_what = "attempts a task" if stage.in_environment else "samples a prompt"
     details = {
         "source": "the dataset",
-        "rollout": f"{stage.model}, {flow.samples_per_prompt} {'attempts a task' if stage.in_environment else 'samples a prompt'}",
+        "rollout": f"{stage.model}, {flow.samples_per_prompt} {of_what}",
         "greedy_rollout": f"{stage.model}, one at temperature 0",
         "filter": f"drops as {stage.reason}",
         "reward": name or "reward.function",

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, suggest
-from penstock.workers.environments.reasoning_gym import Problems
 from penstock.workers.prompts.huggingface import open_huggingface
 from penstock.workers.prompts.jsonl import JsonLines
 from penstock.workers.prompts.messages import (
@@ -20,6 +19,7 @@ from penstock.workers.prompts.messages import (
     split_response,
     with_template,
 )
+from penstock.workers.prompts.reasoning_gym import Problems
 from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.teacher import TaughtDataset
 from penstock.workers.user_code import find_function

@@ -8,60 +8,22 @@ Run by `workers/reward/actor.py`; the controller watches `run` end, and asks for
 
 import json
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from penstock.conf.errors import LeaseExpired, RewardFailure
+from penstock.conf.errors import LeaseExpired
 from penstock.conf.reward import RewardConfig
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.workers.concurrent_tasks import BusyClock, run_all
+from penstock.workers.error_share import ErrorShare
 from penstock.workers.reward.outcome import Result, RewardError
 from penstock.workers.reward.pool import RewardPool
 
 DROP_REASON = "reward_error"
-EARLY_ERRORS = 20
-"""So many rewards, all of them failed, end a run before the window is full."""
 WRITE_AFTER_S = 0.25
 """Results wait for others of their lease no longer than this, so that a hanging reward holds up nobody else's."""
-
-
-class ErrorShare:
-    """Counts results and says when too many have failed. Pure.
-
-    Too many: more failures among the last `window` results than `max_share` of a full window, or nothing but failures
-    from the start. `max_share=1` never ends a run.
-    """
-
-    def __init__(self, max_share: float, window: int) -> None:
-        self.max_share = max_share
-        self.window = window
-        self.recent: deque[bool] = deque(maxlen=window)
-        self.rewarded = 0
-        self.failed = 0
-        self.last_error = ""
-
-    def add(self, result: Result) -> None:
-        failed = isinstance(result, RewardError)
-        self.recent.append(failed)
-        if failed:
-            self.failed += 1
-            self.last_error = str(result)
-        else:
-            self.rewarded += 1
-
-    def check(self) -> None:
-        """Raise `RewardFailure` with the last error if too many have failed."""
-        failures, seen = sum(self.recent), len(self.recent)
-        hopeless = self.max_share < 1 and self.rewarded == 0 and self.failed >= min(EARLY_ERRORS, self.window)
-        if hopeless or failures > self.max_share * self.window:
-            raise RewardFailure(
-                f"{failures} of the last {seen} rewards failed, more than reward.max_error_share={self.max_share:g} of "
-                f"{self.window} allows. The last one: {self.last_error} Mend the reward function, or raise "
-                "reward.max_error_share."
-            )
 
 
 class RewardWorker:
@@ -119,13 +81,13 @@ class RewardWorker:
     @property
     def num_scored(self) -> int:
         """Samples so far, also those whose reward failed."""
-        return self.errors.rewarded + self.errors.failed
+        return self.errors.succeeded + self.errors.failed
 
     def stats(self) -> dict[str, float]:
         """Counts since the start. `busy_s`: seconds in which at least one sample was being scored;
         `process_busy_s`: the same, added up over the processes."""
         return {
-            "rewarded": self.errors.rewarded,
+            "rewarded": self.errors.succeeded,
             "failed": self.errors.failed,
             "busy_s": self._clock.seconds(),
             "process_busy_s": self.pool.busy_s,
@@ -148,7 +110,7 @@ class RewardWorker:
         self.num_in_flight += left
         try:
             async for position, result in self.pool.stream(rows.strings(self.text), rows.strings("task")):
-                self.errors.add(result)
+                self.errors.add(str(result) if isinstance(result, RewardError) else None)
                 known.append((int(rows.row_ids[position]), result))
                 left -= 1
                 self.num_in_flight -= 1

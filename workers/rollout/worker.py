@@ -3,10 +3,8 @@ decodes.
 
     lease groups ─▶ engine.generate (one task a group) ─▶ write response_ids, behavior_logprobs, token_versions, …
 
-Run by the Ray shell `actor.py` and, in-process, by tests and simulations. The loop never waits for a group while
-another could start; the store's credits say how many there may be. A group that the store has given to a second engine
-as well is aborted once the other one has answered it. An engine that dies ends the loop with `WorkerDied`,
-which ends the run; its leases go back.
+Run by the Ray shell `actor.py` and, in-process, by tests and simulations; the loop itself is `groups.py`'s. An engine
+that dies ends it with `WorkerDied`; its leases go back.
 """
 
 import asyncio
@@ -21,12 +19,10 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
 from penstock.store.errors import AnsweredByAnother
-from penstock.workers.concurrent_tasks import BusyClock, cancel_all
 from penstock.workers.protocols import Completion, RolloutEngine, Sampling
+from penstock.workers.rollout.groups import GroupLoop
 
 STAGE, GREEDY_STAGE = "rollout", "greedy_rollout"
-Place = tuple[int, int]
-"""A lease and a group of it."""
 
 
 def sample_seed(run_seed: int, group_id: int) -> int:
@@ -55,81 +51,27 @@ class RolloutWorker:
         """`seed`: of the run, None for unseeded sampling. `num_samples`: samples in a group. `greedy`: serve the
         greedy stage instead, one response for all samples of a group. `num_workers`: of this kind, which share the
         groups."""
-        self._stage = GREEDY_STAGE if greedy else STAGE
         self._greedy = greedy
         self._engine = engine
         self._sampling = sampling
         self._name = name
         self._seed = seed
-        self._num_samples = num_samples
-        self._max_groups = max(1, max_concurrent_samples // num_samples)
         self._timeout_s = generate_timeout_s
-        self._num_workers = num_workers
-        self._clock = BusyClock()
+        self._loop = GroupLoop(
+            GREEDY_STAGE if greedy else STAGE, name, self._roll,
+            max_groups=max(1, max_concurrent_samples // num_samples), num_workers=num_workers, hears_answers=not greedy,
+        )  # fmt: skip
         self._counts = {"samples": 0, "tokens": 0, "groups": 0, "late_groups": 0, "twice_groups": 0}
 
     async def run(self, store: StoreClient) -> None:
-        """Raises `WorkerDied` and `DeadlineExceeded` of the engine. However it ends, groups in flight are cancelled; a
-        client that has retired finishes them first."""
-        groups: dict[asyncio.Task[None], Place] = {}
-        asking: asyncio.Task[Lease | None] | None = None
-        hearing = await self._hearing(store)
-        try:
-            takes_more = True
-            while takes_more or groups:
-                if takes_more and asking is None and len(groups) < self._max_groups:
-                    asking = asyncio.create_task(self._ask(store))
-                waits = {*groups, *(task for task in (asking, hearing) if task is not None)}
-                done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-                for task in [task for task in groups if task in done]:
-                    del groups[task]
-                    if not task.cancelled():
-                        task.result()
-                if hearing is not None and hearing in done:
-                    self._abort(groups, hearing.result() or ())
-                    hearing = await self._hearing(store) if hearing.result() is not None else None
-                if asking is not None and asking in done:
-                    lease, asking = asking.result(), None
-                    if lease is not None:
-                        groups |= self._started(store, lease)
-                    elif store.has_retired:
-                        takes_more = False
-                    else:
-                        return
-        finally:
-            await cancel_all({*groups, *(task for task in (asking, hearing) if task is not None)})
+        """Raises `WorkerDied` and `DeadlineExceeded` of the engine."""
+        await self._loop.run(store)
 
     def stats(self) -> dict[str, float]:
         """Cumulative. `busy_s`: seconds with at least one group in flight. `late_groups`: finished after their lease
         was over. `twice_groups`: another engine had them as well, and was first."""
-        return {"busy_s": self._clock.seconds(), **self._counts}
-
-    async def _ask(self, store: StoreClient) -> Lease | None:
-        """As many groups as there is room for when they come, and no more than the share of one worker."""
-        most = self._max_groups
-        return await store.lease(self._stage, most, self._name, max_held=most, num_peers=self._num_workers)
-
-    async def _hearing(self, store: StoreClient) -> "asyncio.Task[list[Place] | None] | None":
-        """Waits for the answers of other engines; None where groups are never sampled twice."""
-        if self._greedy or not (await store.spec()).straggler_factor:
-            return None
-        return asyncio.create_task(store.answered())
-
-    def _abort(self, groups: "dict[asyncio.Task[None], Place]", answered: Sequence[Place]) -> None:
-        """Another engine was first."""
-        for task, place in groups.items():
-            if place in answered and task.cancel():
-                self._counts["twice_groups"] += 1
-
-    def _started(self, store: StoreClient, lease: Lease) -> "dict[asyncio.Task[None], Place]":
-        """A task for each group of the lease."""
-        tasks = {}
-        for group_id, positions in lease.rows.groups():
-            self._clock.enter()
-            task = asyncio.create_task(self._roll(store, lease, group_id, lease.rows.select(positions)))
-            task.add_done_callback(lambda _: self._clock.leave())
-            tasks[task] = lease.id, group_id
-        return tasks
+        twice = self._counts["twice_groups"] + self._loop.num_aborted
+        return {"busy_s": self._loop.busy_s, **self._counts, "twice_groups": twice}
 
     async def _roll(self, store: StoreClient, lease: Lease, group_id: int, rows: Rows) -> None:
         """One group: generate, then write."""

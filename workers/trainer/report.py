@@ -44,7 +44,9 @@ class TrainedRows:
                 if len(versions):
                     staleness = version - versions.astype(np.int64)
                     oldest_N[index], sum_N[index] = staleness.max(), staleness.sum()
-        return cls(reward_N, rows.lengths("response_ids"), rows.lengths(context_column(rows)), clipped_N, oldest_N, sum_N)
+        return cls(
+            reward_N, rows.lengths("response_ids"), rows.lengths(context_column(rows)), clipped_N, oldest_N, sum_N
+        )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One attempt at a task, from its first turn to its outcome, and the columns of its row."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,14 @@ class Trajectory:
     def num_sampled(self) -> int:
         """Tokens."""
         return sum(len(turn.output_ids) for turn in self.turns)
+
+    def with_reward(self, reward: float) -> "Trajectory":
+        """The same, with another reward for the whole."""
+        return replace(self, reward=reward)
+
+    def ended(self, outcome: Outcome) -> "Trajectory":
+        """The same, with another outcome."""
+        return replace(self, outcome=outcome)
 
 
 def row_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:

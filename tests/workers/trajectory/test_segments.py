@@ -45,4 +45,3 @@ def test_every_turn_is_in_one_segment_and_reads_its_prompt_there(seed: int) -> N
             assert read == list(run.turn.prompt_ids)
             read += run.turn.output_ids
         assert read == segment.tokens
-

@@ -1,0 +1,66 @@
+"""An environment: in what tasks are done, and within which limits."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.conf.checks import above, at_least, one_of
+
+TOOL_FORMATS = ("hermes", "llama3_json", "mistral", "pythonic", "none")
+
+
+@dataclass
+class GatewayConfig:
+    """The endpoint at which agents reach the policy, and how conversations become tokens."""
+
+    host: str = "127.0.0.1"
+    """Interface that the HTTP server listens at. Loopback: agents outside of this machine do not reach it."""
+    port: int = 0
+    """Of the first environment actor; the next has the next one. 0: any that is free, as agents are told it."""
+    format: str = "template"
+    """How conversations are written: template (the tokenizer's own chat template), or the name of a family that the
+    package `renderers` knows, such as qwen3, which reads tool calls as well."""
+    tools: str = "hermes"
+    """With format=template, how the model writes tool calls: hermes (Qwen, Hermes), llama3_json, mistral, pythonic, or
+    none."""
+
+    def __post_init__(self) -> None:
+        one_of("environment.gateway.tools", self.tools, TOOL_FORMATS)
+        at_least("environment.gateway.port", self.port, 0)
+
+
+@dataclass
+class EnvironmentConfig:
+    name: str | None = None
+    """A registered name (gymnasium, textarena, reasoning_gym, tools, mcp, …), `file.py:Class` or
+    `package.module:Class`. `null`: no environment, a prompt has one response."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the class."""
+    num_workers: int = 1
+    """Environment actors, each with its share of the attempts and an endpoint of its own."""
+    cpus_per_worker: float = 0.0
+    """Logical CPUs that each reserves. 0: none, as most of an environment is waiting for tokens."""
+    max_attempts: int = 1024
+    """Attempts that one actor has under way. What waits for a tool costs an engine nothing."""
+    max_turns: int = 32
+    """An attempt is truncated after so many."""
+    max_tokens: int = 8192
+    """Sampled tokens of an attempt; then it is truncated."""
+    timeout_s: float = 600.0
+    """Wall time of an attempt; then it is truncated, or failed if nothing was sampled. Bounds how long one that hangs
+    holds up a batch."""
+    tool_timeout_s: float = 30.0
+    """Of one tool call; then the model is told so, and the attempt goes on."""
+    tool_threads: int = 32
+    """Tools that are plain functions run in so many threads of an actor, so that a slow one blocks nobody."""
+    max_tool_characters: int = 16_384
+    """The rest of what a tool returns is cut, and the model is told."""
+    max_error_share: float = 0.2
+    """End the run when more than this share of the last 100 attempts failed."""
+    gateway: GatewayConfig = field(default_factory=GatewayConfig)
+
+    def __post_init__(self) -> None:
+        for key in ("num_workers", "max_attempts", "max_turns", "max_tokens", "tool_threads", "max_tool_characters"):
+            at_least(f"environment.{key}", getattr(self, key), 1)
+        at_least("environment.cpus_per_worker", self.cpus_per_worker, 0)
+        for key in ("timeout_s", "tool_timeout_s"):
+            above(f"environment.{key}", getattr(self, key), 0)

@@ -1,0 +1,140 @@
+"""`Environment-i`: the Ray shell around one environment, its attempts, and the gateway to the engines.
+
+Started by `orchestrator/fleet/`. The controller says by `engines` which there are, whenever that changes; `run` leases
+tasks from a store until it closes; `play` serves evaluation.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.environment import EnvironmentConfig
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.environments.environment import make_environment
+from penstock.workers.environments.runner import Runner
+from penstock.workers.environments.task import Task
+from penstock.workers.environments.worker import EnvironmentWorker
+from penstock.workers.error_share import ErrorShare
+from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.engines import EnginePool
+from penstock.workers.gateway.formats.choosing import make_format
+from penstock.workers.gateway.http.server import HttpServer
+from penstock.workers.gateway.ray_engines import ask
+from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.processes import ProcessId
+from penstock.workers.progress import SERVING, Phases, Progress
+from penstock.workers.prompts.tokenization import load_tokenizer
+from penstock.workers.protocols import Sampling
+from penstock.workers.serving import Serving
+from penstock.workers.stacks import register
+
+ERROR_WINDOW = 100
+"""Attempts over which the share of failures is taken."""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """What an environment actor is made from. Plain data, so that it crosses Ray."""
+
+    name: str
+    index: int
+    """Among the environment actors."""
+    config: EnvironmentConfig
+    rollout: RolloutConfig
+    model_path: str
+    """Where the tokenizer is."""
+    seed: int
+    group_size: int
+    writes: tuple[str, ...]
+    """Columns of the stage."""
+    imports: tuple[str, ...] = ()
+    num_peers: int = 1
+    """Environment actors, itself included."""
+
+
+class Environments:
+    """Lifecycle: `start` once, `engines` whenever others are there, `run` and `play` side by side, `close`."""
+
+    def __init__(self, spec: EnvironmentSpec) -> None:
+        self._spec = spec
+        self._phases = Phases()
+        self._counts: Counter[str] = Counter()
+        self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
+        self._door = Door()
+        self._server = HttpServer(self._door)
+        self._threads = ThreadPoolExecutor(spec.config.tool_threads, thread_name_prefix="tool")
+        self._runner: Runner | None = None
+        self._worker: EnvironmentWorker | None = None
+        self._serving = Serving(self._serve)
+
+    async def start(self) -> None:
+        """Raises `ConfigError` for an environment that cannot be made, `ModelError` for a model that cannot chat."""
+        spec, config = self._spec, self._spec.config
+        tokenizer = await asyncio.to_thread(load_tokenizer, spec.model_path)
+        form = make_format(tokenizer, config.gateway)
+        limits = TurnLimits(config.max_turns, config.max_tokens, spec.rollout.max_model_len)
+
+        def make_session(sampling: Sampling) -> Session:
+            return Session(self._pool, form, sampling, limits, counts=self._counts)
+
+        environment = make_environment(config, spec.imports)
+        port = config.gateway.port + spec.index if config.gateway.port else 0
+        self._door.base_url = await self._server.start(config.gateway.host, port)
+        self._runner = Runner(environment, config, make_session, self._door, threads=self._threads, counts=self._counts)
+        sampling = spec.rollout.sampling
+        self._worker = EnvironmentWorker(
+            self._runner, Sampling.of(sampling), spec.name, spec.seed if sampling.seeded else None,
+            num_attempts=spec.group_size, max_attempts=config.max_attempts, num_workers=spec.num_peers,
+            writes=spec.writes,
+            errors=ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment"),
+        )  # fmt: skip
+        self._phases.enter(SERVING)
+
+    async def engines(self, members: Sequence[tuple[str, Any]]) -> None:
+        """Names and handles of the rollout actors that serve now."""
+        self._pool.update(dict(members))
+
+    async def run(self, store: Any) -> None:
+        """Serve the store's rollout stage until it closes."""
+        await self._serving.run(store)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more tasks and finish those that are here; what is not done after so many seconds goes back. Then
+        `run` has returned."""
+        await self._serving.drain(timeout_s)
+
+    async def play(self, tasks: Sequence[str], samplings: Sequence[Sampling]) -> list[float | None]:
+        """The reward of an attempt at each task (the `task` column); None for one that is not trained. For evaluation:
+        counts nowhere."""
+        assert self._runner is not None
+        attempts = (self._runner.attempt(Task.from_json(task), one) for task, one in zip(tasks, samplings, strict=True))
+        found = await asyncio.gather(*attempts)
+        return [attempt.reward if attempt.outcome.is_trained else None for attempt in found]
+
+    async def process(self, stacks: str) -> ProcessId:
+        """Who this process is. From now on a signal has it write its stacks below `stacks`."""
+        return register(stacks)
+
+    async def progress(self) -> Progress:
+        """Attempts played, and those under way. At any time."""
+        runner = self._runner
+        return self._phases.progress(runner.num_done, runner.num_in_flight) if runner is not None else Progress("", 0.0)
+
+    async def stats(self) -> dict[str, float]:
+        """Of the groups, as of an engine; and counts of the gateway, of tools and of outcomes since the start."""
+        own = self._worker.stats() if self._worker is not None else {}
+        return {**own, **{f"environment/{name}": float(count) for name, count in self._counts.items()},
+                "environment/turns_again": float(self._pool.num_again)}  # fmt: skip
+
+    async def close(self) -> None:
+        await self._server.stop()
+        if self._runner is not None and hasattr(self._runner.environment, "aclose"):
+            await self._runner.environment.aclose()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _serve(self, store: Any) -> None:
+        assert self._worker is not None
+        await self._worker.run(store)

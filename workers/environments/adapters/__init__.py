@@ -1,0 +1,1 @@
+"""Environments of other packages, a small module each."""

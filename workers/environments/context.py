@@ -1,0 +1,78 @@
+"""What an environment has of the run while it plays one attempt."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.workers.environments.tools.calling import Toolbox
+from penstock.workers.gateway.errors import Rejected
+from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.session import Session
+from penstock.workers.trajectory.turn import Turn
+
+
+class Context:
+    """Of one attempt.
+
+    turn = await ctx.sample([{"role": "user", "content": "2 + 2?"}])
+    ctx.reward(float(turn.text.strip() == "4"))
+    """
+
+    def __init__(self, session: Session, base_url: str, api_key: str, make_toolbox: Callable[[Any], Toolbox]) -> None:
+        self._session = session
+        self._make_toolbox = make_toolbox
+        self._toolboxes: dict[int, Toolbox] = {}
+        self.base_url = base_url
+        """Where any client of OpenAI's or Anthropic's protocol reaches the policy: what it samples there is trained as
+        turns of this attempt."""
+        self.api_key = api_key
+        """For it, and for this attempt alone."""
+        self.total_reward = 0.0
+        self.turn_rewards: dict[int, float] = {}
+
+    async def sample(
+        self, messages: Sequence[Message], tools: Any = (), *, train: bool = True, **sampling: Any
+    ) -> Turn:
+        """The policy's answer to a conversation. `tools`: Python functions, OpenAI's descriptions, or a `Toolbox`.
+        `sampling`: temperature, max_tokens, stop, structure, … other than the run's. `train=False`: an answer that is
+        not trained, of an opponent, say. Raises `LimitReached` when the attempt has used up what it may; let it
+        pass."""
+        return await self._session.sample(messages, self.toolbox(tools).descriptions, train=train, **sampling)
+
+    def toolbox(self, tools: Any) -> Toolbox:
+        """Functions as tools that can be described and called."""
+        if isinstance(tools, Toolbox):
+            return tools
+        if id(tools) not in self._toolboxes:
+            self._toolboxes[id(tools)] = self._make_toolbox(tools)
+        return self._toolboxes[id(tools)]
+
+    async def use_tools(self, turn: Turn, tools: Any) -> list[Message]:
+        """Make the calls of a turn, side by side; the messages that answer them. A call that raises, hangs or cannot be
+        read is answered too, with what was wrong."""
+        return await self.toolbox(tools).answers(turn)
+
+    def reward(self, value: float, turn: Turn | None = None) -> None:
+        """Add to the attempt's reward; with `turn`, to that turn's. Raises `ValueError` for what is no finite
+        number."""
+        number = float(value)
+        if number != number or number in (float("inf"), float("-inf")):
+            raise ValueError(f"a reward is a finite number, not {value!r}")
+        self.total_reward += number
+        if turn is not None:
+            self.turn_rewards[turn.id] = self.turn_rewards.get(turn.id, 0.0) + number
+
+    def reject(self, reason: str, detail: str = "") -> None:
+        """End the attempt, which is not trained and counted as dropped/rejected_<reason>."""
+        raise Rejected(reason, detail)
+
+    @property
+    def turns(self) -> list[Turn]:
+        """So far, also those that came by HTTP."""
+        return self._session.turns
+
+    def describe(self) -> Mapping[str, Any]:
+        """For an agent in another process: environment variables that its clients read."""
+        return {
+            "OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key,
+            "ANTHROPIC_BASE_URL": self.base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": self.api_key,
+        }  # fmt: skip

@@ -1,0 +1,150 @@
+"""Plays attempts: from a task and a seed to a trajectory, whatever the environment does meanwhile.
+
+    completed   `run` returned
+    truncated   a limit was reached: turns, tokens, context or time
+    rejected    the environment did not want it to count
+    failed      it raised, or had the policy sample nothing
+
+What is truncated is trained as far as it went. Rejected and failed attempts are not, and never count as a reward of
+zero. Used by `worker.py`, and by evaluation.
+"""
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from penstock.conf.environment import EnvironmentConfig
+from penstock.conf.errors import DataError, PenstockError
+from penstock.workers.environments.context import Context
+from penstock.workers.environments.task import Task
+from penstock.workers.environments.tools.calling import Toolbox
+from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.errors import AttemptOver, LimitReached, Rejected
+from penstock.workers.gateway.session import Session
+from penstock.workers.protocols import Sampling
+from penstock.workers.trajectory.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
+
+GRACE_S = 5.0
+"""For an attempt that is cancelled to end; then it is left to itself."""
+MakeSession = Callable[[Sampling], Session]
+
+
+class Runner:
+    """Of one environment. Attempts run side by side."""
+
+    def __init__(
+        self,
+        environment: Any,
+        config: EnvironmentConfig,
+        make_session: MakeSession,
+        door: Door,
+        *,
+        threads: Executor | None = None,
+        counts: Counter[str] | None = None,
+    ) -> None:
+        """`door`: by which agents come in over HTTP. `threads`: for tools that block. `counts`: for metrics."""
+        self.environment = environment
+        self._config, self._make_session, self._door = config, make_session, door
+        self._threads = threads
+        self._counts = counts if counts is not None else Counter()
+        self.num_in_flight = self.num_done = 0
+        """Attempts."""
+
+    async def attempt(self, task: Task, sampling: Sampling) -> Trajectory:
+        """`sampling`: with the attempt's seed. Raises what ends a run: engines that are gone for good."""
+        session = self._make_session(sampling)
+        base_url, key = self._door.admit(session)
+        ctx = Context(session, base_url, key, self._toolbox)
+        self.num_in_flight += 1
+        try:
+            outcome = await self._played(task, ctx, session)
+        finally:
+            self.num_in_flight -= 1
+            self.num_done += 1
+            session.end(AttemptOver("the attempt has ended"))
+            self._door.dismiss(key)
+        if outcome.is_trained and not session.turns:
+            outcome = Outcome(FAILED, "no_turn", "the environment had the policy sample nothing")
+        self._counts[f"attempts_{outcome.kind}"] += 1
+        return Trajectory(
+            session.turns, outcome, ctx.total_reward, dict(ctx.turn_rewards), _said(session, outcome, ctx.total_reward)
+        )
+
+    async def group(self, task: Task, samplings: Sequence[Sampling]) -> list[Trajectory]:
+        """An attempt for each of these, side by side, with the rewards of `score_group` where the environment has one."""
+        playing = [asyncio.ensure_future(self.attempt(task, sampling)) for sampling in samplings]
+        try:
+            found = list(await asyncio.gather(*playing))
+        finally:
+            for attempt in playing:
+                attempt.cancel()
+        score = getattr(self.environment, "score_group", None)
+        kept = [index for index, attempt in enumerate(found) if attempt.outcome.is_trained]
+        if score is None or not kept:
+            return found
+        try:
+            async with asyncio.timeout(self._config.timeout_s):
+                rewards = await score(task, [found[index] for index in kept])
+            for index, reward in zip(kept, rewards, strict=True):
+                found[index] = found[index].with_reward(float(reward))
+        except Exception as error:  # noqa: BLE001 - it is the environment's, whatever it raises
+            for index in kept:
+                found[index] = found[index].ended(_failure(error))
+        return found
+
+    async def _played(self, task: Task, ctx: Context, session: Session) -> Outcome:
+        playing = asyncio.ensure_future(self.environment.run(task, ctx))
+        try:
+            done, _ = await asyncio.wait([playing], timeout=self._config.timeout_s)
+        except asyncio.CancelledError:
+            await self._ended(playing)
+            raise
+        if not done:
+            text = f"the attempt took longer than {self._config.timeout_s:g} s (environment.timeout_s)"
+            session.end(LimitReached("time", text))
+            await self._ended(playing)
+            return Outcome(TRUNCATED, "time", text) if session.turns else Outcome(FAILED, "timeout", text)
+        error = playing.exception()
+        if isinstance(error, LimitReached) or (error is None and session.limit):
+            return Outcome(TRUNCATED, error.limit if isinstance(error, LimitReached) else session.limit, str(error))
+        if error is None:
+            return Outcome()
+        if isinstance(error, Rejected):
+            return Outcome(REJECTED, f"rejected_{_word(error.reason)}", str(error))
+        if session.limit:  # it did not let the end of its turns pass as it was
+            return Outcome(TRUNCATED, session.limit, str(error))
+        if isinstance(error, PenstockError) and not isinstance(error, AttemptOver | DataError):
+            raise error
+        if not isinstance(error, Exception):
+            raise error
+        return _failure(error)
+
+    async def _ended(self, playing: "asyncio.Future[None]") -> None:
+        """It is asked to end. One that does not hear it is left to itself, and gets nothing sampled any more."""
+        playing.cancel()
+        await asyncio.wait([playing], timeout=GRACE_S)
+        if not playing.done():
+            self._counts["attempts_stuck"] += 1
+        elif not playing.cancelled():
+            playing.exception()  # heard
+
+    def _toolbox(self, tools: Any) -> Toolbox:
+        return Toolbox(tools, self._config, self._threads, self._counts)
+
+
+def _failure(error: BaseException) -> Outcome:
+    return Outcome(FAILED, "environment_error", f"{type(error).__name__}: {error}")
+
+
+def _word(reason: str) -> str:
+    """As a metric's name takes it."""
+    return re.sub(r"\W+", "_", reason).strip("_")[:40] or "rejected"
+
+
+def _said(session: Session, outcome: Outcome, reward: float) -> list[dict[str, Any]]:
+    """For people: the last conversation, and how it ended."""
+    end = outcome.kind if not outcome.reason else f"{outcome.kind}: {outcome.reason}"
+    return [*map(dict, session.last_messages), {"role": "outcome", "content": end, "reward": reward}]

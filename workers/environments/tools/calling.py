@@ -1,0 +1,111 @@
+"""Makes the calls that a model asks for: in time, in threads where functions block, and with an answer to each.
+
+A tool that raises, hangs, returns a megabyte or bytes that are no text ends nothing: the model is told, and it is
+counted. Used by `context.py`.
+"""
+
+import asyncio
+import inspect
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+from penstock.workers.environments.tools.description import Described
+from penstock.workers.gateway.formats.format import Message, Tools
+from penstock.workers.trajectory.turn import ToolCall, Turn
+
+
+class ToolLimits(Protocol):
+    """`EnvironmentConfig` has them."""
+
+    tool_timeout_s: float
+    max_tool_characters: int
+
+
+class Toolbox:
+    """Tools that a model is told of. Descriptions alone are for tools that somebody else calls."""
+
+    def __init__(
+        self,
+        tools: Sequence[Any],
+        limits: ToolLimits,
+        threads: Executor | None = None,
+        counts: Counter[str] | None = None,
+    ) -> None:
+        """`tools`: functions (async or not), objects with `schema` and an async `call(arguments)`, or descriptions."""
+        self._limits, self._threads = limits, threads
+        self._counts = counts if counts is not None else Counter()
+        self._calls: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
+        found: list[Mapping[str, Any]] = []
+        for tool in tools:
+            if isinstance(tool, Mapping):
+                found.append(tool)
+            elif hasattr(tool, "schema") and hasattr(tool, "call"):
+                found.append(tool.schema)
+                self._calls[str(tool.schema["function"]["name"])] = tool.call
+            else:
+                described = Described(tool)
+                found.append(described.schema)
+                self._calls[described.name] = self._caller(described)
+        self.descriptions: Tools = tuple(found)
+
+    async def answers(self, turn: Turn) -> list[Message]:
+        """A message for each call of a turn; one with the problem for calls that could not be read; none for a turn
+        that calls nothing."""
+        if turn.problem:
+            return [{"role": "user", "content": f"Error: {turn.problem}"}]
+        contents = await asyncio.gather(*(self.call(call) for call in turn.calls))
+        return [
+            {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
+            for call, content in zip(turn.calls, contents, strict=True)
+        ]
+
+    async def call(self, call: ToolCall) -> str:
+        """What a tool returns, as text; or what was wrong, in a sentence that begins with Error."""
+        make = self._calls.get(call.name)
+        if make is None:
+            self._counts["tools_unknown"] += 1
+            return f"Error: there is no tool {call.name!r:.60}. There are: {', '.join(self._calls) or 'none'}."
+        self._counts["tools"] += 1
+        try:
+            value = await asyncio.wait_for(make(call.arguments), self._limits.tool_timeout_s)
+        except TimeoutError:
+            self._counts["tools_timeout"] += 1
+            return f"Error: {call.name} did not return within {self._limits.tool_timeout_s:g} s."
+        except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
+            self._counts["tools_raised"] += 1
+            return self._cut(f"Error: {type(error).__name__}: {error}")
+        return self._cut(as_text(value))
+
+    def _caller(self, described: Described) -> Callable[[Mapping[str, Any]], Any]:
+        function = described.function
+        is_async = inspect.iscoroutinefunction(function)
+
+        async def call(arguments: Mapping[str, Any]) -> Any:
+            keywords = described.arguments(arguments)
+            if is_async:
+                return await function(**keywords)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(**keywords))
+
+        return call
+
+    def _cut(self, text: str) -> str:
+        more = len(text) - self._limits.max_tool_characters
+        if more <= 0:
+            return text
+        self._counts["tools_cut"] += 1
+        return f"{text[: self._limits.max_tool_characters]}\n[{more:,} more characters were cut]"
+
+
+def as_text(value: Any) -> str:
+    """What a model is told of a tool's value: text as it is, bytes as far as they are UTF-8, the rest as JSON."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, bytes | bytearray):
+        return bytes(value).decode(errors="replace")
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return str(value).encode(errors="replace").decode()

@@ -1,0 +1,47 @@
+"""How many of the last results failed, and when that is too many for a run to go on. Pure. Used by `reward/` and
+`environments/`."""
+
+from collections import deque
+
+from penstock.conf.errors import RewardFailure
+
+EARLY_ERRORS = 20
+"""So many results, all of them failed, end a run before the window is full."""
+
+
+class ErrorShare:
+    """Counts results and says when too many have failed.
+
+    Too many: more failures among the last `window` results than `max_share` of a full window, or nothing but failures
+    from the start. `max_share=1` never ends a run.
+    """
+
+    def __init__(self, max_share: float, window: int, what: str = "rewards", key: str = "reward") -> None:
+        """`what`: is counted, for people. `key`: the section of the configuration that has max_error_share."""
+        self.max_share = max_share
+        self.window = window
+        self._what, self._key = what, key
+        self.recent: deque[bool] = deque(maxlen=window)
+        self.succeeded = 0
+        self.failed = 0
+        self.last_error = ""
+
+    def add(self, error: str | None) -> None:
+        """One result: None, or what it failed with."""
+        self.recent.append(error is not None)
+        if error is not None:
+            self.failed += 1
+            self.last_error = error
+        else:
+            self.succeeded += 1
+
+    def check(self) -> None:
+        """Raise `RewardFailure` with the last error if too many have failed."""
+        failures, seen = sum(self.recent), len(self.recent)
+        hopeless = self.max_share < 1 and self.succeeded == 0 and self.failed >= min(EARLY_ERRORS, self.window)
+        if hopeless or failures > self.max_share * self.window:
+            raise RewardFailure(
+                f"{failures} of the last {seen} {self._what} failed, more than "
+                f"{self._key}.max_error_share={self.max_share:g} of {self.window} allows. The last one: "
+                f"{self.last_error} Mend what fails, or raise {self._key}.max_error_share."
+            )

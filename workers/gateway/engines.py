@@ -1,0 +1,101 @@
+"""Which engine answers: the one that has the conversation's prefix, unless others have much less to do.
+
+An engine that dies in a turn costs that turn: it is sampled again, by another one or by the one that takes its place.
+Its tokens were in no history yet. Used by `session.py`; `members` come from the controller.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+from penstock.conf.errors import DeadlineExceeded, WorkerDied
+from penstock.workers.protocols import Completion, Sampling
+
+SLACK = 8
+"""Requests that a conversation's own engine may have more than another one, before it moves there and its prefix is
+read again."""
+FAILED_S = 1.0
+"""For so long an engine that failed is asked only if there is no other."""
+
+
+class Engines(Protocol):
+    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, conversation: object) -> Completion:
+        """One response. `conversation`: whose prefix an engine may have. Raises `DataError`, `DeadlineExceeded`."""
+
+
+Call = Callable[[Any, Sequence[int], Sampling], Awaitable[Completion]]
+"""Asks an engine, known by its handle. Raises `WorkerDied` for one that is gone."""
+
+
+class EnginePool:
+    """Lifecycle: `update` whenever others are there, `sample` at any time: it waits until there is one."""
+
+    def __init__(self, call: Call, timeout_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`timeout_s`: of a turn, waiting for an engine included."""
+        self._call, self._timeout_s, self._clock = call, timeout_s, clock
+        self._members: dict[str, Any] = {}
+        self._in_flight: dict[str, int] = {}
+        self._failed: dict[str, float] = {}
+        self._of: dict[object, str] = {}
+        """The engine that each conversation was on."""
+        self._changed = asyncio.Event()
+        self.num_again = 0
+        """Turns that were sampled again, as their engine was lost."""
+
+    def update(self, members: Mapping[str, Any]) -> None:
+        """Those that serve now, by name."""
+        for name in self._members.keys() - members.keys():
+            self._failed.pop(name, None)
+        for name, handle in members.items():
+            if self._members.get(name) is not handle:
+                self._failed.pop(name, None)
+        self._members = dict(members)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    def forget(self, conversation: object) -> None:
+        """It has ended."""
+        self._of.pop(conversation, None)
+
+    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, conversation: object) -> Completion:
+        deadline = self._clock() + self._timeout_s
+        while True:
+            name = await self._chosen(conversation, deadline)
+            self._of[conversation] = name
+            self._in_flight[name] = self._in_flight.get(name, 0) + 1
+            try:
+                async with asyncio.timeout(max(0.0, deadline - self._clock())):
+                    return await self._call(self._members[name], prompt_ids, sampling)
+            except WorkerDied:
+                self._failed[name] = self._clock()
+                self.num_again += 1
+            except TimeoutError:
+                raise DeadlineExceeded(
+                    f"{name} did not answer a turn within {self._timeout_s:g} s. Raise rollout.generate_timeout_s or "
+                    "lower rollout.sampling.max_tokens."
+                ) from None
+            finally:
+                self._in_flight[name] -= 1
+
+    async def _chosen(self, conversation: object, deadline: float) -> str:
+        while not (able := self._able()):
+            left = deadline - self._clock()
+            if left <= 0:
+                raise DeadlineExceeded(f"no engine was there to sample a turn within {self._timeout_s:g} s.")
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), min(left, FAILED_S))
+            except TimeoutError:
+                continue
+        least = min(able, key=lambda name: (self._load(name), able.index(name)))
+        own = self._of.get(conversation)
+        return own if own in able and self._load(own) <= self._load(least) + SLACK else least
+
+    def _able(self) -> list[str]:
+        """Those that did not just fail."""
+        now = self._clock()
+        return [name for name in self._members if now - self._failed.get(name, -FAILED_S) >= FAILED_S]
+
+    def _load(self, name: str) -> int:
+        return self._in_flight.get(name, 0)

@@ -1,0 +1,23 @@
+"""Why an attempt gets no more turns."""
+
+from penstock.conf.errors import PenstockError
+
+
+class LimitReached(PenstockError):
+    """The attempt is truncated. `limit`: turns, tokens, context or time."""
+
+    def __init__(self, limit: str, text: str) -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
+class Rejected(PenstockError):
+    """An environment does not want this attempt to be trained, and says why in a word: `raise Rejected("refused")`."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(detail or reason)
+        self.reason = reason
+
+
+class AttemptOver(PenstockError):
+    """The attempt has ended: nothing more is sampled for it."""

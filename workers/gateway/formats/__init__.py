@@ -1,0 +1,1 @@
+"""How conversations become tokens, and sampled tokens messages."""

@@ -1,0 +1,12 @@
+"""The format that `environment.gateway` names."""
+
+from typing import Any
+
+from penstock.conf.environment import GatewayConfig
+from penstock.workers.gateway.formats.format import Format
+from penstock.workers.gateway.formats.template import TemplateFormat
+
+
+def make_format(tokenizer: Any, config: GatewayConfig) -> Format:
+    """Raises `ConfigError` for a family that is not known, `ModelError` for a model that cannot chat."""
+    return TemplateFormat(tokenizer, config.tools)

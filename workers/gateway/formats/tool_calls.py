@@ -1,0 +1,132 @@
+"""How models write tool calls, one function a way: text and tools to what remains of the text, calls, and a problem.
+
+    hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen
+    llama3_json   {"name": "add", "parameters": {"a": 1}}                           Llama 3, the whole answer
+    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+    pythonic      [add(a=1), add(2)]                                                Llama 3.2 and 4, the whole answer
+
+A call that cannot be read, or of a tool that is not there, is a problem in a sentence that the model can be told.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from penstock.workers.gateway.formats.format import Tools
+
+Calls = list[tuple[str, dict[str, Any]]]
+Found = tuple[str, Calls, str]
+"""The text without its calls, the calls, and why others could not be read."""
+Reader = Callable[[str, Tools], Found]
+
+_HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
+MISTRAL = "[TOOL_CALLS]"
+
+
+class _Unreadable(Exception):
+    """With what the model is told."""
+
+
+def hermes(text: str, tools: Tools) -> Found:
+    return _found(_HERMES.sub("", text).strip(), [_of_json(body) for body in _HERMES.findall(text)], tools)
+
+
+def llama3_json(text: str, tools: Tools) -> Found:
+    bare = text.removeprefix("<|python_tag|>").strip()
+    if not bare.startswith("{"):
+        return text, [], ""
+    return _found("", [_of_json(part) for part in bare.split(";\n")], tools, text)
+
+
+def mistral(text: str, tools: Tools) -> Found:
+    said, mark, body = text.partition(MISTRAL)
+    if not mark:
+        return text, [], ""
+    try:
+        values = json.loads(body)
+    except ValueError as error:
+        return text, [], _not_json(error)
+    return _found(said.strip(), values if isinstance(values, list) else [values], tools, text)
+
+
+def pythonic(text: str, tools: Tools) -> Found:
+    bare = text.strip()
+    if not (bare.startswith("[") and bare.endswith("]") and "(" in bare):
+        return text, [], ""
+    try:
+        tree = ast.parse(bare, mode="eval").body
+        nodes = tree.elts if isinstance(tree, ast.List) else []
+        return _found("", [_of_python(node, tools) for node in nodes], tools, text)
+    except (SyntaxError, ValueError, _Unreadable) as error:
+        return text, [], f"The call is no Python: {error}."
+
+
+def none(text: str, tools: Tools) -> Found:
+    return text, [], ""
+
+
+READERS: dict[str, Reader] = {
+    "hermes": hermes, "llama3_json": llama3_json, "mistral": mistral, "pythonic": pythonic, "none": none,
+}  # fmt: skip
+
+
+def _found(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Found:
+    """Of values that should be calls. One that is none spoils the others: which of them to make is the model's to
+    say."""
+    try:
+        return said, [_call(value, tools) for value in values], ""
+    except _Unreadable as problem:
+        return text or said, [], str(problem)
+
+
+def _call(value: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+    if isinstance(value, _Unreadable):
+        raise value
+    if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        raise _Unreadable('A call is an object with "name" and "arguments".')
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = _loaded(arguments)
+    if isinstance(arguments, _Unreadable):
+        raise arguments
+    if not isinstance(arguments, Mapping):
+        raise _Unreadable(f"The arguments of {value['name']} are no object.")
+    names = [str(tool["function"]["name"]) for tool in tools]
+    if value["name"] not in names:
+        raise _Unreadable(f"There is no tool {value['name']!r:.60}. There are: {', '.join(names)}.")
+    return value["name"], dict(arguments)
+
+
+def _of_json(body: str) -> Any:
+    return _loaded(body)
+
+
+def _loaded(text: str) -> Any:
+    try:
+        return json.loads(text, strict=False)
+    except ValueError as error:
+        return _Unreadable(_not_json(error))
+
+
+def _not_json(error: ValueError) -> str:
+    return f"The call is no JSON: {error}."
+
+
+def _of_python(node: ast.expr, tools: Tools) -> dict[str, Any]:
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
+        raise _Unreadable("a list of calls is due, such as [tool(argument=1)]")
+    parameters = _parameters(node.func.id, tools)
+    if len(node.args) > len(parameters):
+        raise _Unreadable(f"{node.func.id} takes {len(parameters)} argument(s), and got {len(node.args)}")
+    arguments = {name: ast.literal_eval(value) for name, value in zip(parameters, node.args, strict=False)}
+    named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
+    return {"name": node.func.id, "arguments": arguments | named}
+
+
+def _parameters(name: str, tools: Tools) -> list[str]:
+    for tool in tools:
+        if tool["function"]["name"] == name:
+            return list(tool["function"].get("parameters", {}).get("properties", {}))
+    return []

@@ -1,0 +1,51 @@
+"""When a conversation that is sent goes on with one that was answered. Pure.
+
+Clients send all messages each time, as they have kept them. Two messages are the same if the model would read the same:
+who speaks, what is said, which tools are called. What harnesses add for themselves (ids, empty fields, annotations,
+cache marks, how arguments are spaced) makes no difference.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from penstock.workers.gateway.formats.format import Message, Tools
+
+Key = str
+
+
+def history_key(messages: Sequence[Message], tools: Tools) -> Key:
+    """Equal for conversations that are the same."""
+    return json.dumps([[_canonical(message) for message in messages], [_tool(tool) for tool in tools]], sort_keys=True)
+
+
+def text_of(content: Any) -> str:
+    """Of a message's content: text, or parts of text."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        return "".join(str(part.get("text", "")) if isinstance(part, Mapping) else str(part) for part in content)
+    return str(content)
+
+
+def _canonical(message: Message) -> list[Any]:
+    calls = [_called(call) for call in message.get("tool_calls") or ()]
+    return [message.get("role"), text_of(message.get("content")).strip(), calls]
+
+
+def _called(call: Mapping[str, Any]) -> list[Any]:
+    function = call.get("function", call)
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return [function.get("name"), arguments]
+    return [function.get("name"), arguments]
+
+
+def _tool(tool: Mapping[str, Any]) -> Any:
+    function = tool.get("function", {})
+    return [function.get("name"), function.get("description"), function.get("parameters")]

@@ -1,0 +1,238 @@
+"""One attempt's turns: the only place where its tokens are made, whoever asks for them.
+
+    messages ─▶ history: which turn do they go on with? ─▶ its tokens and what is new, or all of them written anew
+             ─▶ limits ─▶ engine ─▶ Turn, kept for the row
+
+An update of the weights in the middle of a turn changes the versions of its tokens from there on, and nothing else.
+Used by `environments/context.py` and by `http/`, which are two doors to the same room.
+"""
+
+import asyncio
+import hashlib
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from penstock.workers.gateway.engines import Engines
+from penstock.workers.gateway.errors import AttemptOver, LimitReached
+from penstock.workers.gateway.formats.format import Format, Message, Tools
+from penstock.workers.gateway.history import Key, history_key
+from penstock.workers.protocols import Sampling
+from penstock.workers.trajectory.turn import Turn
+
+
+@dataclass(frozen=True)
+class TurnLimits:
+    """Of one attempt."""
+
+    max_turns: int = 32
+    max_tokens: int = 8192
+    """Sampled ones."""
+    max_model_len: int = 1024
+    """Prompt and response of a turn."""
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """A turn, and the conversation that it answered."""
+
+    turn: Turn
+    messages: Sequence[Message]
+
+
+def turn_seed(seed: int | None, number: int) -> int | None:
+    """Of a turn's sampling: a pure function of the attempt's seed, so that a turn that is sampled again is the same.
+    The first turn has the attempt's own, as a response without an environment has."""
+    if seed is None or number == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}/{number}".encode(), digest_size=6).digest(), "little")
+
+
+class Session:
+    """Lifecycle: `sample` any number of times, side by side if need be; then `end`, after which nothing is sampled."""
+
+    def __init__(
+        self,
+        engines: Engines,
+        form: Format,
+        sampling: Sampling,
+        limits: TurnLimits,
+        *,
+        counts: Counter[str] | None = None,
+    ) -> None:
+        """`sampling`: of the run, with the attempt's seed. `counts`: of the whole actor, for metrics."""
+        self._engines, self._form, self._sampling, self._limits = engines, form, sampling, limits
+        self._counts = counts if counts is not None else Counter()
+        self._answered: dict[Key, _Answered] = {}
+        self._by_request: dict[Key, Turn] = {}
+        self._turns: dict[int, Turn] = {}
+        self._num_asked = self._num_aside = 0
+        self._over: Exception | None = None
+        self._in_flight: set[asyncio.Task[Any]] = set()
+        self.last_messages: Sequence[Message] = ()
+        """The conversation with its newest answer."""
+        self.active_since = time.monotonic()
+        """When it last asked for something."""
+
+    @property
+    def turns(self) -> list[Turn]:
+        """Those that are to be trained, in the order in which they were asked for."""
+        return [self._turns[number] for number in sorted(self._turns)]
+
+    @property
+    def num_sampled(self) -> int:
+        """Tokens of them."""
+        return sum(len(turn.output_ids) for turn in self._turns.values())
+
+    async def sample(
+        self,
+        messages: Sequence[Message],
+        tools: Tools = (),
+        *,
+        train: bool = True,
+        is_retry: bool = False,
+        **options: Any,
+    ) -> Turn:
+        """The policy's answer to a conversation.
+
+        `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure: other than the run's. `train=False`:
+        it is no turn of the attempt (an opponent that the policy plays). `is_retry`: the client asks for the second
+        time, and gets the answer that it missed, if there is one. Raises `LimitReached`, `AttemptOver`, `DataError`,
+        `DeadlineExceeded`.
+        """
+        self._check_open()
+        self.active_since = time.monotonic()
+        request = history_key(messages, tools)
+        if is_retry and request in self._by_request:
+            self._counts["retries_answered"] += 1
+            return self._by_request[request]
+        if not train:
+            return await self._aside(messages, tools, options)
+        if self._num_asked >= self._limits.max_turns:
+            raise self._truncated(
+                "turns", f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
+            )
+        number = self._num_asked
+        self._num_asked += 1
+        parent, before, prompt_ids = self._prompt(messages, tools)
+        sampling = self._within_limits(self._asked(options, turn_seed(self._sampling.seed, number)), len(prompt_ids))
+        task = asyncio.ensure_future(self._turn(number, parent, prompt_ids, sampling, tools, options))
+        self._in_flight.add(task)
+        try:
+            turn = await task
+        except asyncio.CancelledError:
+            if self._over is not None:
+                raise AttemptOver(str(self._over)) from None
+            self._counts["turns_abandoned"] += 1
+            raise
+        finally:
+            self._in_flight.discard(task)
+            task.cancel()
+        self._turns[number] = turn
+        self._by_request[request] = turn
+        self.last_messages = [*before, turn.message]
+        self._answered[history_key(self.last_messages, tools)] = _Answered(turn, before)
+        return turn
+
+    def forget(self, turn: Turn) -> None:
+        """Its answer never reached who asked for it: as if it had not been sampled."""
+        if self._turns.pop(turn.id, None) is not None:
+            self._counts["turns_abandoned"] += 1
+            self._answered = {key: value for key, value in self._answered.items() if value.turn is not turn}
+            self._by_request = {key: value for key, value in self._by_request.items() if value is not turn}
+
+    def end(self, why: Exception) -> None:
+        """Nothing more is sampled; what is under way is given up."""
+        self._over = self._over or why
+        for task in self._in_flight:
+            task.cancel()
+
+    @property
+    def limit(self) -> str:
+        """That was reached; empty if none was."""
+        return self._over.limit if isinstance(self._over, LimitReached) else ""
+
+    async def _turn(
+        self,
+        number: int,
+        parent: Turn | None,
+        prompt_ids: Sequence[int],
+        sampling: Sampling,
+        tools: Tools,
+        options: Any,
+    ) -> Turn:
+        completion = await self._engines.sample(prompt_ids, sampling, self)
+        read = self._form.read(completion.token_ids, tools)
+        self._counts["turns"] += 1
+        self._counts["calls"] += len(read.calls)
+        self._counts["calls_unreadable"] += bool(read.problem)
+        return Turn(
+            number, parent.id if parent is not None else None, read.message, read.calls, list(prompt_ids),
+            completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason, completion.text,
+            read.problem, dict(options),
+        )  # fmt: skip
+
+    async def _aside(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Turn:
+        self._num_aside += 1
+        prompt_ids = self._form.prompt_ids(messages, tools)
+        sampling = self._asked(options, turn_seed(self._sampling.seed, -self._num_aside))
+        room = self._limits.max_model_len - len(prompt_ids)
+        if room < 1:
+            raise self._truncated("context", f"a conversation of {len(prompt_ids)} tokens leaves no room for an answer")
+        sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
+        return await self._turn(-self._num_aside, None, prompt_ids, sampling, tools, options)
+
+    def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], list[int]]:
+        """The turn that a conversation goes on with, the conversation in our own words, and its tokens."""
+        for end in range(len(messages) - 1, 0, -1):
+            if messages[end - 1].get("role") != "assistant":
+                continue
+            answered = self._answered.get(history_key(messages[:end], tools))
+            if answered is None:
+                continue
+            before, new = [*answered.messages], list(messages[end:])
+            ids = self._form.next_prompt_ids(answered.turn, before, new, tools)
+            before += [answered.turn.message, *new]
+            if ids is not None:
+                return answered.turn, before, ids
+            self._counts["rewritten_by_template"] += 1
+            return None, before, self._form.prompt_ids(before, tools)
+        if self._turns and any(message.get("role") == "assistant" for message in messages):
+            self._counts["rewritten_by_client"] += 1
+        return None, list(messages), self._form.prompt_ids(messages, tools)
+
+    def _asked(self, options: Mapping[str, Any], seed: int | None) -> Sampling:
+        """The run's sampling, as far as a request does not ask for another."""
+        changes = {name: value for name, value in options.items() if value is not None}
+        if "stop" in changes:
+            changes["stop"] = (changes["stop"],) if isinstance(changes["stop"], str) else tuple(changes["stop"])
+        if "max_tokens" in changes:
+            changes["max_tokens"] = min(int(changes["max_tokens"]), self._sampling.max_tokens)
+        return replace(self._sampling, seed=seed, **changes)
+
+    def _within_limits(self, sampling: Sampling, num_prompt: int) -> Sampling:
+        room = self._limits.max_model_len - num_prompt
+        if room < 1:
+            raise self._truncated(
+                "context",
+                f"the conversation has {num_prompt} tokens, which leave no room for an answer in "
+                f"rollout.max_model_len={self._limits.max_model_len}",
+            )
+        left = self._limits.max_tokens - self.num_sampled
+        if left < 1:
+            raise self._truncated(
+                "tokens", f"the attempt has sampled {self._limits.max_tokens} tokens (environment.max_tokens)"
+            )
+        return replace(sampling, max_tokens=min(sampling.max_tokens, room, left))
+
+    def _truncated(self, limit: str, text: str) -> LimitReached:
+        self._over = self._over or LimitReached(limit, text)
+        return LimitReached(limit, text)
+
+    def _check_open(self) -> None:
+        if isinstance(self._over, LimitReached):
+            raise LimitReached(self._over.limit, str(self._over))
+        if self._over is not None:
+            raise AttemptOver(str(self._over))
