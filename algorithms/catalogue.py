@@ -3,11 +3,13 @@
 # The modules register their algorithms when they are imported.
 from penstock.algorithms.builtin import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: F401
 from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.algorithms.graph.environment import in_environment
 from penstock.algorithms.registry import ALGORITHMS, Algorithm
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.run import RunConfig
 
-__all__ = ["ALGORITHMS", "build_dataflow", "find_algorithm"]
+__all__ = ["ALGORITHMS", "build_dataflow", "dataflow_of", "find_algorithm"]
 
 
 def find_algorithm(name: str) -> Algorithm:
@@ -20,3 +22,11 @@ def find_algorithm(name: str) -> Algorithm:
 def build_dataflow(config: AlgorithmConfig) -> Dataflow:
     """The checked dataflow of a configuration."""
     return find_algorithm(config.name).build(config).check()
+
+
+def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
+    """The checked dataflow of a run: the one given, or its algorithm's, in its environment if it has one."""
+    flow = flow if flow is not None else find_algorithm(config.algorithm.name).build(config.algorithm)
+    if config.environment.name is not None and not flow.has_environment:
+        flow = in_environment(flow.check())
+    return flow.check()

@@ -7,7 +7,8 @@ from typing import Any
 from penstock.conf.checks import at_least, one_of
 from penstock.conf.errors import ConfigError
 
-SOURCES = ("jsonl", "huggingface", "reasoning_gym")
+ENVIRONMENT = "environment"
+SOURCES = ("jsonl", "huggingface", "reasoning_gym", ENVIRONMENT)
 
 
 @dataclass
@@ -30,7 +31,8 @@ class ColumnsConfig:
 @dataclass
 class DataConfig:
     source: str = "jsonl"
-    """jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with their verifier)."""
+    """jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with their verifier),
+    environment (the tasks that environment.name itself has)."""
     path: str | None = None
     """jsonl: the file. huggingface: the dataset id. reasoning_gym: the task's name, e.g. chain_sum."""
     subset: str | None = None
@@ -40,7 +42,8 @@ class DataConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """reasoning_gym: the task's own options, e.g. {max_digits: 2}."""
     size: int | None = None
-    """Use so many rows at most. reasoning_gym: how many problems are made (default 100000)."""
+    """Use so many rows at most. reasoning_gym: how many problems are made (default 100000). environment: tasks
+    (default 10000)."""
     seed: int = 0
     """Seed of the order, and of the problems that reasoning_gym makes. Held-out problems use another."""
     shuffle: bool = True

@@ -7,7 +7,8 @@ from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.checks import at_least, one_of
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
-from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.data import ENVIRONMENT, DataConfig, EvaluationConfig
+from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.faults import FaultsConfig
 from penstock.conf.model import ModelConfig
@@ -63,6 +64,7 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -102,7 +104,7 @@ def validate(config: RunConfig) -> None:
             f"rollout.sampling.max_tokens={sampling.max_tokens} leaves no room for a prompt in "
             f"rollout.max_model_len={config.rollout.max_model_len}. Lower the first or raise the second."
         )
-    if config.data.source == "reasoning_gym" and config.evaluation.seed == config.data.seed:
+    if config.data.source in ("reasoning_gym", ENVIRONMENT) and config.evaluation.seed == config.data.seed:
         raise ConfigError(
             f"evaluation.seed={config.evaluation.seed} equals data.seed: the held-out problems would be the trained "
             "ones. Choose another evaluation.seed."

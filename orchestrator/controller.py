@@ -30,6 +30,7 @@ from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.elastic.ear import Ear
 from penstock.orchestrator.elastic.following import Following
 from penstock.orchestrator.elastic.members import Members, catching_up
+from penstock.orchestrator.engine_directory import EngineDirectory
 from penstock.orchestrator.evaluation import HELDOUT, Evaluator
 from penstock.orchestrator.failures import cause_of, held_back, leaves
 from penstock.orchestrator.faults.recoveries import Recoveries
@@ -123,6 +124,7 @@ class Controller:
             self._weights, self._ranks, self._turns, self.store, self._supervisor, self._stores, directory.timeline,
             self._before,
         )  # fmt: skip
+        self._engines = EngineDirectory(fleet)
         self._stop = False
         self._samples = SampleLog(config, flow, directory, self._last_batch)
         self._log = StepLog(
@@ -163,6 +165,10 @@ class Controller:
             await self._turns.generation()
         # No sooner: engines begin with version 0, and a resumed store has groups that are too young for its tokens.
         self._members.serve("rollout")
+        if self.flow.has_environment:
+            await self._engines.tell()
+            self._members.until_end(self._engines.run())
+            self._members.serve("environment")
         self._take_wishes()
         if not self._before and not (self._taken is not None and self._taken.metrics):
             await self._first_evaluation()

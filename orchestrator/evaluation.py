@@ -28,11 +28,16 @@ TRIES = 3
 """Of an evaluation whose actors die."""
 
 
+Scores = Sequence[float | None]
+"""Of the responses to one problem; None: it has none, which counts as wrong."""
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """The problems, tokenised once."""
 
     prompts: list[list[int]]
+    """None in an environment."""
     tasks: list[str]
 
     @classmethod
@@ -42,9 +47,11 @@ class HeldOut:
         if name is not None:
             data, evaluation = config.evaluation.of_set(name, config.data)
             config = replace(config, data=data, evaluation=evaluation)
-        source = open_source(config, model_path, held_out=True)
+        rows_are = "tasks" if config.environment.name is not None else "prompts"
+        source = open_source(config, model_path, held_out=True, rows_are=rows_are)
         groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))
-        return cls([list(group["prompt_ids"]) for group in groups], [str(group["task"]) for group in groups])
+        prompts = [list(group["prompt_ids"]) for group in groups if "prompt_ids" in group]
+        return cls(prompts, [str(group["task"]) for group in groups])
 
 
 class Evaluator:
@@ -61,7 +68,8 @@ class Evaluator:
     def of(cls, config: RunConfig, model_path: str) -> "Evaluator":
         """Of all sets of a run. Raises `DataError`."""
         sets = {name: HeldOut.of(config, model_path, name) for name in config.evaluation.sets}
-        return cls({ITSELF: HeldOut.of(config, model_path), **sets}, config)
+        kind = EnvironmentEvaluator if config.environment.name is not None else cls
+        return kind({ITSELF: HeldOut.of(config, model_path), **sets}, config)
 
     async def measure(self, fleet: Fleet) -> dict[str, float]:
         """Metrics, each in [0, 1]. A response whose reward fails counts as wrong. Where an actor dies meanwhile, all
@@ -81,19 +89,24 @@ class Evaluator:
         return await self._measure(fleet, name, held_out)
 
     async def _measure(self, fleet: Fleet, name: str, held_out: HeldOut) -> dict[str, float]:
-        problems, metric = range(len(held_out.prompts)), f"accuracy/{name}"
+        problems, metric = range(len(held_out.tasks)), f"accuracy/{name}"
         greedy = [self._sampling.greedy()] * len(problems)
-        found = {metric: _share(await self._right(fleet, held_out, 1, greedy))}
+        scores = await self._scores(fleet, held_out, 1, greedy)
+        found = {metric: _share(_right(scores))} | self._more(name, scores)
         if k := self._num_samples:
             samplings = [self._sampling.seeded(sample_seed(self._seed, problem)) for problem in problems]
-            right = await self._right(fleet, held_out, k, samplings)
+            right = _right(await self._scores(fleet, held_out, k, samplings))
             found |= {f"{metric}_avg@{k}": _share(right) / k, f"{metric}_pass@{k}": _share([n > 0 for n in right])}
         return found
 
-    async def _right(
+    def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
+        """Further metrics of greedy responses."""
+        return {}
+
+    async def _scores(
         self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
-    ) -> list[int]:
-        """Of each problem, how many of so many responses are. Those of an engine go to one reward actor."""
+    ) -> list[Scores]:
+        """Of each problem, those of so many responses. Those of an engine go to one reward actor."""
         rollouts = await fleet.present("rollout")
         rewards = await fleet.present("reward", fleet.first_stage("reward"))
         shares = [range(index, len(samplings), len(rollouts)) for index in range(len(rollouts))]
@@ -103,10 +116,10 @@ class Evaluator:
                 for index, (rollout, share) in enumerate(zip(rollouts, shares, strict=True))
             )
         )
-        right = [0] * len(samplings)
+        scores: list[Scores] = [()] * len(samplings)
         for share, part in zip(shares, parts, strict=True):
-            right[share.start :: len(rollouts)] = part
-        return right
+            scores[share.start :: len(rollouts)] = part
+        return scores
 
     async def _score(
         self,
@@ -116,7 +129,7 @@ class Evaluator:
         share: range,
         num_samples: int,
         samplings: Sequence[Sampling],
-    ) -> list[int]:
+    ) -> list[Scores]:
         if not share:
             return []
         prompts = [held_out.prompts[index] for index in share]
@@ -126,8 +139,43 @@ class Evaluator:
         texts = [completion.text for group in groups for completion in group]
         score = reward[1].score.remote(tasks, texts)
         scores = await answer(score, name=reward[0], phase="evaluation", timeout_s=self._timeout_s)
-        are_right = [isinstance(value, float) and value >= CORRECT for value in scores]
-        return [sum(are_right[first : first + num_samples]) for first in range(0, len(texts), num_samples)]
+        values = [value if isinstance(value, float) else None for value in scores]
+        return [values[first : first + num_samples] for first in range(0, len(texts), num_samples)]
+
+
+class EnvironmentEvaluator(Evaluator):
+    """The same in an environment: attempts in the place of responses, and the reward that they are given."""
+
+    async def _scores(
+        self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
+    ) -> list[Scores]:
+        players = await fleet.present("environment")
+        engines = await fleet.present("rollout")
+        tasks = [task for task in held_out.tasks for _ in range(num_samples)]
+        each = [
+            sampling if sampling.seed is None else sampling.seeded(sampling.seed + index)
+            for sampling in samplings
+            for index in range(num_samples)
+        ]
+        calls = []
+        for index, (name, handle) in enumerate(players):
+            share = slice(index, None, len(players))
+            calls.append((name, handle.play.remote(engines, tasks[share], each[share])))
+        parts = await answers(calls, phase="evaluation", timeout_s=self._timeout_s)
+        rewards: list[float | None] = [None] * len(tasks)
+        for index, part in enumerate(parts):
+            rewards[index :: len(players)] = part
+        return [rewards[first : first + num_samples] for first in range(0, len(tasks), num_samples)]
+
+    def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
+        """The mean reward, of those that have one: an environment's may be more than right or wrong."""
+        known = [score for of_one in scores for score in of_one if score is not None]
+        return {f"reward/{name}": sum(known) / len(known)} if known else {}
+
+
+def _right(scores: Sequence[Scores]) -> list[int]:
+    """Of each problem, how many responses are."""
+    return [sum(score is not None and score >= CORRECT for score in of_one) for of_one in scores]
 
 
 def _share(counts: Sequence[int]) -> float:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from penstock.algorithms.catalogue import build_dataflow
+from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, PenstockError, TakenOver
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
@@ -70,7 +70,7 @@ def run(
     if (done := finished_run(config)) is not None:
         return _nothing_left(done, console)
     start = time.monotonic()
-    flow = flow.check() if flow is not None else build_dataflow(config.algorithm)
+    flow = dataflow_of(config, flow)
     plan = plan_actors(flow, config)
     check_run(config, flow, plan)
     tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
@@ -218,5 +218,5 @@ def _with_warm_start(plan: list[ActorPlan], config: RunConfig) -> list[ActorPlan
     plans = [plan]
     for start in first_runs(config):
         first = load_config([f"recipe={start.recipe}", *start.overrides])
-        plans.append(plan_actors(build_dataflow(first.algorithm), first))
+        plans.append(plan_actors(dataflow_of(first), first))
     return max(plans, key=lambda actors: (sum(a.num_gpus for a in actors), sum(a.num_cpus for a in actors)))

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from penstock.algorithms.catalogue import build_dataflow
+from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError
 from penstock.conf.run import RunConfig, validate
@@ -246,7 +246,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     there are.
     """
     validate(config)
-    flow = flow.check() if flow is not None else build_dataflow(config.algorithm)
+    flow = dataflow_of(config, flow)
     if not flow.of_kind("rollout"):
         raise ConfigError(f"algorithm={config.algorithm.name} samples nothing; a session needs a rollout stage.")
     plan = plan_actors(flow, config)

@@ -1,5 +1,5 @@
 """How many of the last results failed, and when that is too many for a run to go on. Pure. Used by `reward/` and
-`environments/`."""
+`attempts/`."""
 
 from collections import deque
 

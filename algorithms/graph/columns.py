@@ -62,7 +62,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
 PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
 SEQUENCE_COLUMNS = ("context_ids", "spans")
-"""What a trajectory has in the place of `prompt_ids`: with `response_ids` they give the sequences that a model reads."""
+"""Of a trajectory, in the place of `prompt_ids`: with `response_ids` they give the sequences that a model reads."""
 TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "transcript")
 
 

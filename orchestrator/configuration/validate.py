@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from penstock.algorithms.catalogue import build_dataflow
+from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.describe import draw
 from penstock.algorithms.graph.stage import Stage
@@ -23,9 +23,11 @@ from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
 from penstock.orchestrator.configuration.placement_view import PlacementView
 from penstock.orchestrator.placement.actors import ActorPlan, needed, plan_actors
+from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
+from penstock.workers.gateway.formats.choosing import make_format
 from penstock.workers.prompts.check import check_prompts
-from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.opening import open_rows
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.trainer.checkpointing.carried import states_to_text
 
@@ -51,11 +53,14 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
         most = config.max_active_groups
         yield Check("engines", lambda: f"1 to {most}: as many as there is room for, and groups under way")
     yield Check("model", lambda: check_model(config))
-    if any(stage.function is None for stage in flow.of_kind("reward")) or config.evaluation.every_steps:
+    scores_held_out = config.evaluation.every_steps and not flow.has_environment
+    if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
         yield Check("reward", lambda: _reward(config))
     states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}
     if states and config.checkpoint.every_steps:
         yield Check("states", lambda: _states(states))
+    if flow.has_environment:
+        yield Check("environment", lambda: _environment(config))
     yield Check("data", lambda: _data(config, flow))
     others = [str(stage.model) for stage in flow.stages if _needs_path(stage)]
     if others:
@@ -81,7 +86,7 @@ def validate_run(config: RunConfig, console: Console) -> int:
     """Print all that is known of the run, and all its faults. Returns the exit code."""
     console.rule("configuration", align="left")
     console.print(to_yaml(config).rstrip(), highlight=False, markup=False)
-    flow = build_dataflow(config.algorithm)
+    flow = dataflow_of(config)
     plan = plan_actors(flow, config)
     console.rule("dataflow", align="left")
     console.print(draw(flow), highlight=False, markup=False, soft_wrap=True)
@@ -142,15 +147,24 @@ def _reward(config: RunConfig) -> str:
 
 
 def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
-    dataset = open_dataset(config.data, config.evaluation, held_out=held_out)
+    dataset = open_rows(config, held_out=held_out)
     if dataset is None:
         return "none"
+    if flow.has_environment:
+        return f"{len(dataset):,} tasks, such as {dataset.row(0).where}"
     rows_are = "prompts" if held_out else flow.rows_are
     report = check_prompts(dataset, tokenizer_of(config), config, rows_are=rows_are)
     found = f"{report.rows:,} rows, {report.read:,} read; longest prompt {report.longest_prompt} tokens"
     if report.longest_response:
         found += f", longest response {report.longest_response}"
     return found + (f"; {report.skipped} too long and left out" if report.skipped else "")
+
+
+def _environment(config: RunConfig) -> str:
+    make_environment(config.environment, config.imports)
+    make_format(tokenizer_of(config), config.environment.gateway)
+    limits = config.environment
+    return f"{limits.name}: up to {limits.max_turns} turns and {limits.timeout_s:g} s an attempt"
 
 
 def _needs_path(stage: Stage) -> bool:
@@ -171,6 +185,6 @@ def _other_model(config: RunConfig, name: str) -> str:
 
 def _first_run(start: WarmStartConfig) -> str:
     first = load_config([f"recipe={start.recipe}", *start.overrides])
-    flow = build_dataflow(first.algorithm)
+    flow = dataflow_of(first)
     check_run(first, flow, plan_actors(flow, first))
     return f"{start.recipe}, {first.trainer.max_steps} steps of {first.algorithm.name}"

@@ -259,7 +259,9 @@ def catching_up(config: RunConfig, weights: WeightSync) -> dict[str, CatchUp]:
     """What actors of each role that take the place of others, or join, do before they serve. Roles that are not in it
     cannot be replaced alone: engines that share their devices with trainers, or are sent weights by them, have met
     these at the start."""
-    catching: dict[str, CatchUp] = dict.fromkeys(("prompts", "reward", "compute", "scorer"), nothing_to_catch_up)
+    catching: dict[str, CatchUp] = dict.fromkeys(
+        ("prompts", "environment", "reward", "compute", "scorer"), nothing_to_catch_up
+    )
     if weights.takes_newcomers and config.placement != "colocated":
         catching["rollout"] = weights.catch_up
     return catching

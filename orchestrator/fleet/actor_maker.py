@@ -17,6 +17,7 @@ from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.reservation import Reservation
 from penstock.orchestrator.placement.threads import threads_of
+from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.reward.actor import Reward, RewardPlan
@@ -24,7 +25,7 @@ from penstock.workers.rollout.actor import Rollout, RolloutSpec
 from penstock.workers.trainer.actor import Scorer, Trainer
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
 
-READERS = ("rollout", "trainer", "scorer", "reward")
+READERS = ("rollout", "trainer", "scorer", "reward", "environment")
 """Roles that read files which the driver has."""
 MANY_CALLS = 10_000
 """Concurrency of async actors: calls wait inside, they do not compute."""
@@ -57,26 +58,27 @@ class ActorMaker:
         """What actors read from the driver's disk, to the nodes that they are on. Raises `ResourceError`,
         `DeadlineExceeded`."""
         nodes = {role: {self._node_of(actor.name) for actor in self._plan if actor.role == role} for role in READERS}
-        self._files.provide(self._model_path, nodes["rollout"] | nodes["trainer"])
+        self._files.provide(self._model_path, nodes["rollout"] | nodes["trainer"] | nodes["environment"])
         for stage in dict.fromkeys(actor.stage for actor in self._plan if actor.role == "scorer"):
             self._files.provide(self._scored_by(self._flow.stage(str(stage))), nodes["scorer"])
         if self._resumed is not None:
             self._files.provide(self._resumed.trainer, nodes["trainer"])
-        self._bring_code(nodes["reward"])
+        self._bring_code(nodes["reward"] | nodes["environment"])
 
     def bring_files_of(self, actor: ActorPlan, node: str) -> None:
         """The same for one that joins or moves, on a node that may be new."""
-        if actor.role in ("rollout", "trainer"):
+        if actor.role in ("rollout", "trainer", "environment"):
             self._files.provide(self._model_path, {node})
         elif actor.role == "scorer":
             self._files.provide(self._scored_by(self._flow.stage(str(actor.stage))), {node})
-        elif actor.role == "reward":
+        if actor.role in ("reward", "environment"):
             self._bring_code({node})
         if actor.role == "trainer" and self._resumed is not None:
             self._files.provide(self._resumed.trainer, {node})
 
     def _bring_code(self, nodes: Collection[str]) -> None:
-        for file in filter(None, [*self._config.imports, _file_of(self._config.reward.function)]):
+        named = [_file_of(self._config.reward.function), _file_of(self._config.environment.name or "")]
+        for file in filter(None, [*self._config.imports, *named]):
             self._files.provide(file, nodes, is_code=True)
 
     def local(self, name: str, path: str) -> str:
@@ -98,6 +100,8 @@ class ActorMaker:
             return self._owner.make(Prompts, options, self._config, self._model_path, self._flow.rows_are, start)
         if actor.role == "rollout":
             return self._owner.make(Rollout, options, self._rollout_spec(actor))
+        if actor.role == "environment":
+            return self._owner.make(Environments, options, self._environment_spec(actor))
         if actor.role == "reward":
             return self._owner.make(Reward, options, self._reward_plan(actor))
         if actor.role == "compute":
@@ -116,6 +120,19 @@ class ActorMaker:
             self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")), choose_transport(config),
             config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
             1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._plan),
+            pulls=not self._flow.has_environment,
+        )  # fmt: skip
+
+    def _environment_spec(self, actor: ActorPlan) -> EnvironmentSpec:
+        config, environment = self._config, self._config.environment
+        imports = tuple(self.local(actor.name, file) for file in config.imports)
+        if file := _file_of(environment.name or ""):
+            environment = replace(environment, name=str(environment.name).replace(file, self.local(actor.name, file)))
+        writes = tuple(column.name for column in self._flow.stage(str(actor.stage)).writes)
+        return EnvironmentSpec(
+            actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
+            self._flow.samples_per_prompt, writes, imports,
+            sum(other.role == "environment" for other in self._plan),
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:

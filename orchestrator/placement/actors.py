@@ -18,7 +18,7 @@ class ActorPlan:
     """One actor. `name` is what Ray's dashboard shows."""
 
     name: str
-    role: str  # store, prompts, rollout, reward, scorer, compute, trainer
+    role: str  # store, prompts, rollout, environment, reward, scorer, compute, trainer
     num_cpus: float = 0.0
     num_gpus: float = 0.0
     stage: str | None = None
@@ -37,8 +37,12 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
         gpus = config.rollout.num_gpus_per_worker * config.rollout.tensor_parallel_size
         for index in range(config.rollout.least_workers):
             actors.append(ActorPlan(f"Rollout-{index}", "rollout", cpus, gpus, "rollout", index))
+    if flow.has_environment:
+        cpus_each = config.environment.cpus_per_worker
+        for index in range(config.environment.num_workers):
+            actors.append(ActorPlan(f"Environment-{index}", "environment", cpus_each, stage="rollout", rank=index))
     reward = config.reward
-    scored = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * samples
+    scored = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * (samples and not flow.has_environment)
     for index, name in enumerate(name for name in scored for _ in range(reward.num_workers)):
         rank = index % reward.num_workers
         actors.append(ActorPlan(f"Reward-{index}", "reward", reward.cpus_per_worker, stage=name, rank=rank))

@@ -3,7 +3,8 @@
     Store, Prompts     on the driver's node (the controller is the driver)
     ranks              of the trainer, then of each scorer: on few nodes, filled one after the other in rank order
     engines            each on one node, spread: the next goes where the most room is
-    Reward-i, Compute  on the engines' nodes in turn, where the rows are that they read
+    Reward-i, Environment-i, Compute
+                       on the engines' nodes in turn, where the rows are that they read
 
 Ranks and engines share a node only where they must, or share devices (`sharing.py`: rank i and engine i are on one
 node). `cluster.nodes` and `cluster.labels` say which nodes may be taken. Several ways to fill the nodes are tried,
@@ -94,8 +95,8 @@ def _fill(filling: Filling, order: Sequence[str], actors: Sequence[ActorPlan], d
     of_kind: dict[str, Callable[[], None]] = {
         RANKS: lambda: _place_ranks(filling, actors, config),
         ENGINES: lambda: _place_engines(filling, actors, config),
-        REWARDS: lambda: _place_near_rows(filling, "reward", actors, driver),
-        COMPUTE: lambda: _place_near_rows(filling, "compute", actors, driver),
+        REWARDS: lambda: _place_near_rows(filling, ("reward", "environment"), actors, driver),
+        COMPUTE: lambda: _place_near_rows(filling, ("compute",), actors, driver),
     }
     for kind in (*order, COMPUTE):
         of_kind[kind]()
@@ -115,10 +116,11 @@ def _place_engines(filling: Filling, actors: Sequence[ActorPlan], config: RunCon
         filling.spread([actor for actor in actors if actor.role == "rollout"])
 
 
-def _place_near_rows(filling: Filling, role: str, actors: Sequence[ActorPlan], driver: Node) -> None:
-    """Rows come from the engines; those of a dataset, from the prompts."""
+def _place_near_rows(filling: Filling, roles: Sequence[str], actors: Sequence[ActorPlan], driver: Node) -> None:
+    """Rows come from the engines; those of a dataset, from the prompts. Each role begins with the first node."""
     engines = [actor.name for actor in actors if actor.role == "rollout"]
     near = filling.nodes_of(engines) or [driver]
-    for index, actor in enumerate(actor for actor in actors if actor.role == role):
-        start = index % len(near)
-        filling.near(actor, near[start:] + near[:start])
+    for role in roles:
+        for index, actor in enumerate(actor for actor in actors if actor.role == role):
+            start = index % len(near)
+            filling.near(actor, near[start:] + near[:start])

@@ -50,7 +50,7 @@ class StepLog:
         """The step's line. `phases`: seconds of what it had besides its update. `evaluated`: what was measured after
         it."""
         usage = await self._usage.since_last(QUICK_S)
-        store = await self._stats() | usage.dropped | usage.groups | usage.members
+        store = await self._stats() | usage.dropped | usage.groups | usage.members | usage.environment
         now, train_s = time.time(), max(report.train_s for report in reports)
         kept_s = max(report.seconds.get("keep", 0.0) for report in reports)
         times = StepTimes(

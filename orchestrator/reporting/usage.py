@@ -12,7 +12,9 @@ from penstock.orchestrator.ray_calls import outcomes
 
 Counters = Mapping[str, float]
 
-PHASES = {"rollout": "rollout", "reward": "reward", "scorer": "reference", "compute": "compute"}
+PHASES = {
+    "rollout": "rollout", "environment": "rollout", "reward": "reward", "scorer": "reference", "compute": "compute",
+}  # fmt: skip
 """What the seconds of each role that computes count for. The prompts' counters are asked for as well, for what they
 leave out."""
 COUNTS = {"rollout": "rollout/num_engines", "reward": "reward/num_workers"}
@@ -31,6 +33,8 @@ class StepUsage:
     """`rollout/groups/<engine>` and `rollout/groups_spread`, since the process began."""
     members: dict[str, float] = field(default_factory=dict)
     """`rollout/num_engines` and `reward/num_workers`: those that are there."""
+    environment: dict[str, float] = field(default_factory=dict)
+    """`environment/<count>`: since the last step, over all environments."""
 
 
 class Usage:
@@ -57,6 +61,7 @@ class Usage:
         answers = await outcomes(calls, phase="collect metrics", timeout_s=timeout_s)
         dropped: dict[str, float] = {}
         seconds: dict[str, list[float]] = {PHASES[role]: [] for role, _, _ in asked if role in PHASES}
+        environment: dict[str, float] = {}
         tokens = samples = 0.0
         for (role, name, _), now in zip(asked, answers, strict=True):
             if isinstance(now, Exception):
@@ -68,10 +73,14 @@ class Usage:
                 continue
             gained = gained_since(self._last[name], now)
             self._last[name] = now
-            seconds[PHASES[role]].append(gained.get("busy_s", 0.0))
+            if "busy_s" in now:
+                seconds[PHASES[role]].append(gained["busy_s"])
             tokens += gained.get("tokens", 0.0)
             samples += gained.get("samples", 0.0)
-            if role == "rollout" and "groups" in now:
+            for key, count in gained.items():
+                if key.startswith("environment/"):
+                    environment[key] = environment.get(key, 0.0) + count
+            if role in ("rollout", "environment") and "groups" in now:
                 self._groups[name] += gained["groups"]
         means = {phase: sum(values) / max(1, len(values)) for phase, values in seconds.items()}
         return StepUsage(
@@ -80,6 +89,7 @@ class Usage:
             dropped,
             group_metrics(self._groups, self._throughout),
             {key: float(sum(role == other for other, _, _ in asked)) for role, key in COUNTS.items() if role in roles},
+            environment,
         )
 
 

@@ -43,6 +43,8 @@ from penstock.store.service.calls import Granted, LeaseRequest, Write
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
 
+RETIRED_LOOK_S = 0.2
+"""Between two looks of a member without leases at whether it has retired."""
 PAUSE_S = 1.0
 """Before rows are asked for again that lie on a node that does not answer."""
 
@@ -175,6 +177,21 @@ class StoreClient:
         for lease_id, group in answers or ():
             self._heartbeat.finished(lease_id, range(group * size, (group + 1) * size))
         return answers
+
+    async def until_closed(self) -> None:
+        """Returns when the store has closed, or this client has retired. For members that lease nothing."""
+        hearing = asyncio.ensure_future(self._closed())
+        try:
+            while not (hearing.done() or self.has_retired):
+                await asyncio.wait([hearing], timeout=RETIRED_LOOK_S)
+            if hearing.done():
+                hearing.result()
+        finally:
+            hearing.cancel()
+
+    async def _closed(self) -> None:
+        while await self.answered() is not None:
+            pass
 
     async def drop(self, lease: Lease, row_ids: "Sequence[int] | np.ndarray", reason: str, detail: str = "") -> None:
         """These rows end here, counted under dropped/<reason>; `detail` is kept for `describe`."""

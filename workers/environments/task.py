@@ -5,6 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+KEY = "environment_task"
+"""Of a row's JSON, where it is a task."""
+
 
 @dataclass(frozen=True)
 class Task:
@@ -16,13 +19,15 @@ class Task:
     data: Mapping[str, Any] = field(default_factory=dict)
     """JSON: what the environment needs to know, or the row of a dataset."""
 
-    def to_json(self) -> str:
-        """The `task` column."""
-        return json.dumps({"id": self.id, "seed": self.seed, "data": dict(self.data)}, default=str)
+    def as_columns(self) -> Mapping[str, Any]:
+        """In the place of a dataset's columns."""
+        return {KEY: {"id": self.id, "seed": self.seed, "data": dict(self.data)}}
 
     @classmethod
     def from_json(cls, text: str) -> "Task":
-        value = json.loads(text)
-        if "data" not in value:  # a row of a dataset
-            return cls(str(value.get("index", "")), int(value.get("index") or 0), value)
+        """Of the `task` column: an environment's own, or a row of a dataset, whose number is its id and seed."""
+        columns = json.loads(text)
+        if KEY not in columns:
+            return cls(str(columns["index"]), int(columns["index"]), columns)
+        value = columns[KEY]
         return cls(str(value["id"]), int(value["seed"]), value["data"])

@@ -3,10 +3,14 @@
 Called by the `Prompts` actor for what is trained on, and by evaluation for the held-out problems.
 """
 
-from penstock.conf.errors import DataError
+from penstock.conf.data import ENVIRONMENT
+from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
+from penstock.workers.environments.environment import make_environment
 from penstock.workers.prompts.dataset import open_dataset
+from penstock.workers.prompts.environment_tasks import EnvironmentTasks
 from penstock.workers.prompts.source import PromptSource, PromptStart
+from penstock.workers.prompts.task import PromptDataset
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits, load_tokenizer
 
 
@@ -20,10 +24,10 @@ def open_source(
 ) -> PromptSource:
     """The groups of a run in order, epoch after epoch; or the held-out ones in the dataset's own order.
 
-    `rows_are`: "prompts", "demonstrations" or "preferences". `start`: where a resumed run goes on. Raises `DataError`,
-    `ConfigError` or `ModelError`.
+    `rows_are`: "prompts", "tasks", "demonstrations" or "preferences". `start`: where a resumed run goes on. Raises
+    `DataError`, `ConfigError` or `ModelError`.
     """
-    dataset = open_dataset(config.data, config.evaluation, held_out=held_out)
+    dataset = open_rows(config, held_out=held_out)
     if dataset is None:
         raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
@@ -38,3 +42,22 @@ def open_source(
         rows_are=rows_are,
         once=held_out,
     )
+
+
+def open_rows(config: RunConfig, *, held_out: bool = False) -> PromptDataset | None:
+    """What there is to train on, or the held-out part: tasks of the run's environment with `data.source=environment`,
+    rows of a dataset otherwise. None: nothing is held out. Raises `DataError`, `ConfigError`."""
+    if config.data.source != ENVIRONMENT:
+        return open_dataset(config.data, config.evaluation, held_out=held_out)
+    name = config.environment.name
+    if name is None:
+        raise ConfigError("data.source=environment: there is none. Set environment.name.")
+    environment = make_environment(config.environment, config.imports)
+    if not callable(getattr(environment, "tasks", None)):
+        raise ConfigError(
+            f"data.source=environment: {name} has no method tasks(seed). Give it one, or take its tasks from a "
+            "dataset: data.source=jsonl."
+        )
+    seed = config.evaluation.seed if held_out else config.data.seed
+    size = config.evaluation.num_problems if held_out else config.data.size
+    return EnvironmentTasks(environment.tasks(seed), size, name)

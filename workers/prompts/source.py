@@ -64,8 +64,8 @@ class PromptSource:
         rows_are: str = "prompts",
         once: bool = False,
     ) -> None:
-        """`rows_are`: "prompts", or what has responses: "demonstrations", "preferences". `once`: one epoch, in the
-        dataset's own order (held-out problems)."""
+        """`rows_are`: "prompts", "tasks", or what has responses: "demonstrations", "preferences". `once`: one epoch,
+        in the dataset's own order (held-out problems)."""
         self.dataset = dataset
         self.encoder = encoder
         self.skips = data.too_long == "skip"
@@ -119,10 +119,10 @@ class PromptSource:
         self._pass(num_groups - self._drawn[-1].num_groups)
 
     def next_groups(self, count: int) -> list[dict[str, Any]]:
-        """The source columns of the next `count` groups: `prompt_ids` (list of int), `task` (JSON string), and
-        `response_ids` and `response_text` with demonstrations, `chosen_ids` and `rejected_ids` with preferences. Fewer
-        than `count` only from a source that goes through its dataset once. Raises `DataError` for a row that cannot be
-        used."""
+        """The source columns of the next `count` groups: `prompt_ids` (list of int; tasks have none), `task` (JSON
+        string), and `response_ids` and `response_text` with demonstrations, `chosen_ids` and `rejected_ids` with
+        preferences. Fewer than `count` only from a source that goes through its dataset once. Raises `DataError` for a
+        row that cannot be used."""
         groups = (self._next_group() for _ in range(count))
         return [group for group in groups if group is not None]
 
@@ -193,4 +193,6 @@ class PromptSource:
             prompt_ids, response_ids = self.encoder.demonstration_ids(task)
             response = {"response_ids": response_ids, "response_text": task.response}
             return {"prompt_ids": prompt_ids, "task": task.to_json(), **response}
+        if self.rows_are == "tasks":
+            return {"task": task.to_json()}
         return {"prompt_ids": self.encoder.prompt_ids(task), "task": task.to_json()}

@@ -13,6 +13,7 @@ from typing import Any, cast
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
+from penstock.store.client.client import StoreClient
 from penstock.workers.concurrent_tasks import run_all
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
@@ -48,6 +49,8 @@ class RolloutSpec:
     """Of each phase of a weight sync."""
     num_peers: int = 1
     """Engines that start with this one, itself included: they share the groups from the first on."""
+    pulls: bool = True
+    """Prompts out of the store; otherwise it samples what environments ask for, by `generate`."""
 
 
 class Rollout:
@@ -66,7 +69,7 @@ class Rollout:
             phase_timeout_s=spec.phase_timeout_s,
         )
         self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
-        self._serving = Serving(lambda store: run_all(worker.run(store) for worker in self._workers))
+        self._serving = Serving(self._serve)
 
     def _worker(self, greedy: bool) -> RolloutWorker:
         spec = self._spec
@@ -89,6 +92,12 @@ class Rollout:
     async def run(self, store: Any) -> None:
         """Serve the store's rollout stages until it closes."""
         await self._serving.run(store)
+
+    async def _serve(self, store: StoreClient) -> None:
+        if self._spec.pulls:
+            await run_all(worker.run(store) for worker in self._workers)
+        else:
+            await store.until_closed()
 
     async def drain(self, timeout_s: float) -> None:
         """Take no more groups, finish those that are here, and the calls of `generate`; what is not done after so many
@@ -149,8 +158,8 @@ class Rollout:
         return self._phases.progress(sampled.num_tokens, sampled.num_in_flight, sampled.tokens_in_flight)
 
     async def stats(self) -> dict[str, float]:
-        """Of the sampled rollouts."""
-        return self._workers[0].stats()
+        """Of the sampled rollouts; of an engine that pulls none, what it samples is told by the environments."""
+        return self._workers[0].stats() if self._spec.pulls else {}
 
     async def close(self) -> None:
         await self._engine.close()

@@ -4,7 +4,7 @@
 
 It never waits for a group while another could start; the store's credits say how many there may be. A group that the
 store has given to a second worker as well is aborted once the other one has answered it. Run by `worker.py` for prompts
-with one response each, and by `environments/worker.py` for tasks.
+with one response each, and by `attempts/worker.py` for tasks.
 """
 
 import asyncio

@@ -74,7 +74,7 @@ class Runner:
         )
 
     async def group(self, task: Task, samplings: Sequence[Sampling]) -> list[Trajectory]:
-        """An attempt for each of these, side by side, with the rewards of `score_group` where the environment has one."""
+        """An attempt for each of these, side by side, with the rewards of `score_group` where there is one."""
         playing = [asyncio.ensure_future(self.attempt(task, sampling)) for sampling in samplings]
         try:
             found = list(await asyncio.gather(*playing))

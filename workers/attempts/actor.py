@@ -13,10 +13,10 @@ from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.rollout import RolloutConfig
+from penstock.workers.attempts.runner import Runner
+from penstock.workers.attempts.worker import EnvironmentWorker
 from penstock.workers.environments.environment import make_environment
-from penstock.workers.environments.runner import Runner
 from penstock.workers.environments.task import Task
-from penstock.workers.environments.worker import EnvironmentWorker
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.engines import EnginePool
@@ -106,10 +106,13 @@ class Environments:
         `run` has returned."""
         await self._serving.drain(timeout_s)
 
-    async def play(self, tasks: Sequence[str], samplings: Sequence[Sampling]) -> list[float | None]:
-        """The reward of an attempt at each task (the `task` column); None for one that is not trained. For evaluation:
-        counts nowhere."""
+    async def play(
+        self, engines: Sequence[tuple[str, Any]], tasks: Sequence[str], samplings: Sequence[Sampling]
+    ) -> list[float | None]:
+        """The reward of an attempt at each task (the `task` column); None for one that is not trained. For
+        evaluation."""
         assert self._runner is not None
+        await self.engines(engines)
         attempts = (self._runner.attempt(Task.from_json(task), one) for task, one in zip(tasks, samplings, strict=True))
         found = await asyncio.gather(*attempts)
         return [attempt.reward if attempt.outcome.is_trained else None for attempt in found]

@@ -1,0 +1,1 @@
+"""Attempts at the tasks of an environment: played, limited, and written as rows."""
