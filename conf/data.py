@@ -8,7 +8,7 @@ from penstock.conf.checks import at_least, one_of
 from penstock.conf.errors import ConfigError
 
 ENVIRONMENT = "environment"
-SOURCES = ("jsonl", "huggingface", "reasoning_gym", ENVIRONMENT)
+SOURCES = ("jsonl", "huggingface", "reasoning_gym", "python", ENVIRONMENT)
 
 
 @dataclass
@@ -32,9 +32,10 @@ class ColumnsConfig:
 class DataConfig:
     source: str = "jsonl"
     """jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with their verifier),
-    environment (the tasks that environment.name itself has)."""
+    python (rows that a function makes), environment (the tasks that environment.name itself has)."""
     path: str | None = None
-    """jsonl: the file. huggingface: the dataset id. reasoning_gym: the task's name, e.g. chain_sum."""
+    """jsonl: the file. huggingface: the dataset id. reasoning_gym: the task's name, e.g. chain_sum. python:
+    `file.py:function`, called with a seed."""
     subset: str | None = None
     """huggingface: the dataset's configuration name, e.g. main."""
     split: str = "train"
@@ -42,8 +43,8 @@ class DataConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """reasoning_gym: the task's own options, e.g. {max_digits: 2}."""
     size: int | None = None
-    """Use so many rows at most. reasoning_gym: how many problems are made (default 100000). environment: tasks
-    (default 10000)."""
+    """Use so many rows at most. reasoning_gym: how many problems are made (default 100000). python, environment: of
+    what has no end (default 10000)."""
     seed: int = 0
     """Seed of the order, and of the problems that reasoning_gym makes. Held-out problems use another."""
     shuffle: bool = True

@@ -245,7 +245,10 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
     config.model.path = absolute(config.model.path)
     config.model.reference_path = absolute(config.model.reference_path)
     config.model.paths = {name: absolute(path) or path for name, path in config.model.paths.items()}
-    for section, key in ((config.reward, "function"), (config.data, "teacher"), (config.data, "rejected_teacher")):
+    for section, key in (
+        (config.reward, "function"), (config.data, "teacher"), (config.data, "rejected_teacher"),
+        (config.data, "path"), (config.evaluation, "path"), (config.environment, "name"),
+    ):  # fmt: skip
         file, colon, function = (getattr(section, key) or "").rpartition(":")
         if colon and file.endswith(".py"):
             setattr(section, key, f"{absolute(file)}:{function}")

@@ -91,7 +91,8 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _code(config: RunConfig, flow: Dataflow) -> list[Path]:
     """Files that the dataflow's functions and the settings' names of functions come from."""
     files = {_file_of(stage.function) for stage in flow.stages}
-    named = [*config.imports, config.reward.function, config.data.teacher or "", config.algorithm.name]
+    named = [*config.imports, config.reward.function, config.data.teacher or "", config.algorithm.name,
+             config.environment.name or "", config.data.path or ""]  # fmt: skip
     files |= {f"{name.partition('.py')[0]}.py" for name in named if ".py" in name}
     files.add(__file__)
     return sorted({Path(file).expanduser().resolve() for file in files if file})

@@ -20,6 +20,7 @@ from penstock.workers.prompts.messages import (
     with_template,
 )
 from penstock.workers.prompts.reasoning_gym import Problems
+from penstock.workers.prompts.python_rows import PythonRows
 from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.teacher import TaughtDataset
 from penstock.workers.user_code import find_function
@@ -134,6 +135,10 @@ def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> Pro
         raise DataError(f"data.path=null: data.source={data.source} needs {_PATH_MEANS[data.source]}.")
     if data.source == "reasoning_gym":
         return ProblemDataset(_problems(data, evaluation, held_out), data)
+    if data.source == "python":
+        spec, key = (evaluation.path or data.path, "evaluation.path") if held_out else (data.path, "data.path")
+        seed, size = (evaluation.seed, evaluation.num_problems) if held_out else (data.seed, data.size)
+        return TableDataset(PythonRows(spec, seed, size, key), data, size)
     if held_out and evaluation.path is None:
         if evaluation.every_steps == 0:
             return None
@@ -167,6 +172,7 @@ def _problems(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) ->
 
 _PATH_MEANS = {
     "jsonl": "a file with one JSON object a line",
+    "python": "a function that makes rows, file.py:function",
     "huggingface": "a dataset id such as openai/gsm8k, or a folder of parquet files",
     "reasoning_gym": "the name of a task such as chain_sum",
 }

@@ -1,0 +1,35 @@
+"""Rows that a Python function makes: a dataset of a few lines of code, for demonstrations and for trying things out."""
+
+import itertools
+from typing import Any
+
+from penstock.conf.errors import DataError
+from penstock.workers.user_code import find_function
+
+MOST_ROWS = 10_000
+"""Of a function that has no end of them, unless `data.size` says more."""
+
+
+class PythonRows:
+    """What `file.py:function` yields for a seed: `(seed: int) -> Iterable[dict]`."""
+
+    def __init__(self, spec: str, seed: int, size: int | None, key: str = "data.path") -> None:
+        """Raises `ConfigError` for a function that is not found, `DataError` for one that makes no rows."""
+        self._spec = spec
+        made = find_function(spec, key)(seed)
+        self._rows = list(itertools.islice(made, size or MOST_ROWS))
+        if not self._rows:
+            raise DataError(f"{key}={spec}: the function has made no rows.")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def where(self, index: int) -> str:
+        return f"{self._spec} row {index}"
+
+    def row(self, index: int) -> dict[str, Any]:
+        """Raises `DataError` for what is no row."""
+        row = self._rows[index]
+        if not isinstance(row, dict):
+            raise DataError(f"{self.where(index)}: {type(row).__name__}, where a dict with named columns is due.")
+        return row
