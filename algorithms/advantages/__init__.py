@@ -4,6 +4,7 @@ Pure functions, called by the `compute` stages of a dataflow with one tensor a c
 
     normalizer.py    the one formula for outcome rewards: a centre and a scale, of the group or of the batch
     outcome.py       its presets and kin, by name: grpo, dr_grpo, rloo, reinforce_plus_plus, opo, remax, gpg …
+    turns.py         of turns, by what they are given: turn_rloo
     token_rewards.py a reward and a KL penalty as rewards of tokens
     temporal.py      rewards and values of tokens to advantages and returns of tokens (GAE); whitening
 
@@ -30,3 +31,4 @@ from penstock.algorithms.advantages.temporal import gae_ragged as gae_ragged
 from penstock.algorithms.advantages.temporal import unpadded as unpadded
 from penstock.algorithms.advantages.temporal import whitened as whitened
 from penstock.algorithms.advantages.token_rewards import token_rewards as token_rewards
+from penstock.algorithms.advantages.turns import turn_rloo as turn_rloo

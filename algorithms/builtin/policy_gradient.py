@@ -16,7 +16,7 @@ from typing import Any
 from penstock.algorithms.advantages import ADVANTAGES
 from penstock.algorithms.corrections import CORRECTIONS
 from penstock.algorithms.graph.arguments import Renamed, columns_read
-from penstock.algorithms.graph.columns import Column
+from penstock.algorithms.graph.columns import STANDARD_COLUMNS, Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.losses import SURROGATES, interpolated_policy_loss, policy_loss, with_entropy_bonus
 from penstock.algorithms.options import checked_options
@@ -35,6 +35,9 @@ from penstock.conf.algorithms.policy_gradient import (
 )
 
 SHAPED, PENALIZED = Column("shaped_reward", "float32"), Column("penalized_reward", "float32")
+TOKEN_ADVANTAGE = Column("token_advantage", "float32", "token")
+TURNS = "turn_tokens"
+"""An advantage that reads them has one value for each token."""
 
 
 @algorithm("policy_gradient")
@@ -47,11 +50,11 @@ def policy_gradient(cfg: PolicyGradientConfig) -> Dataflow:
         flow.filter(has_signal, reads=["reward"], reason="no_signal")
     if cfg.kl_coef:
         flow.logprobs("reference")
-    _add_advantage(flow, cfg, _add_shaping(flow, cfg))
+    column = _add_advantage(flow, cfg, _add_shaping(flow, cfg))
     if cfg.proximal == "interpolated":
         flow.staleness()
-    flow.train("policy", loss=_loss(cfg))
-    return flow
+    loss = _loss(cfg)
+    return flow.train("policy", loss=loss if column == "advantage" else Renamed(loss, "advantage", column))
 
 
 def _add_shaping(flow: Dataflow, cfg: PolicyGradientConfig) -> str:
@@ -75,7 +78,8 @@ def _add_shaping(flow: Dataflow, cfg: PolicyGradientConfig) -> str:
     return PENALIZED.name
 
 
-def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig, reward: str) -> None:
+def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig, reward: str) -> str:
+    """Returns the column that it writes: of whole responses, or of tokens if it is told of turns."""
     function = ADVANTAGES.find(cfg.advantage)
     options = checked_options(function, cfg.advantage_options, "algorithm.advantage_options")
     advantage: Any = partial(function, **options)
@@ -85,7 +89,9 @@ def _add_advantage(flow: Dataflow, cfg: PolicyGradientConfig, reward: str) -> No
     if "greedy_reward" in reads:
         flow.greedy_rollout("policy")
         flow.reward(writes="greedy_reward", text="greedy_text", name="greedy_reward")
-    flow.compute(advantage, per=cfg.advantage_per, reads=reads, writes=["advantage"], name="advantage")
+    written = TOKEN_ADVANTAGE if TURNS in reads else STANDARD_COLUMNS["advantage"]
+    flow.compute(advantage, per=cfg.advantage_per, reads=reads, writes=[written], name="advantage")
+    return written.name
 
 
 def _loss(cfg: PolicyGradientConfig) -> Any:

@@ -55,6 +55,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         Column("spans", "int32", "list"),  # [segment, context tokens, sampled tokens] after one another
         Column("turn_tokens", "int32", "list"),  # sampled tokens of each turn; their sum is the response's length
         Column("turn_rewards", "float32", "list"),  # what each turn was given
+        Column("turn_ids", "int32", "list"),  # of each turn, in the order in which they were played
         Column("transcript", "string"),  # JSON: what was said, for people
     )
 }
@@ -63,7 +64,7 @@ PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
 SEQUENCE_COLUMNS = ("context_ids", "spans")
 """Of a trajectory, in the place of `prompt_ids`: with `response_ids` they give the sequences that a model reads."""
-TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "transcript")
+TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "turn_ids", "transcript")
 
 
 def as_column(column: "str | Column") -> Column:

@@ -23,8 +23,8 @@ class PolicyGradientConfig(AlgorithmConfig):
     name: str = "policy_gradient"
     group_size: int = 8
     advantage: str = "grpo"
-    """grpo, dr_grpo, rloo, opo, remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, or one's own
-    (`@advantage`)."""
+    """grpo, dr_grpo, rloo, opo, remax, gpg, reinforce_plus_plus, reinforce_plus_plus_baseline, in an environment also
+    turn_rloo, by the rewards of turns; or one's own (`@advantage`)."""
     advantage_options: dict[str, Any] = field(default_factory=dict)
     """Keyword settings of the advantage."""
     advantage_per: str = "group"

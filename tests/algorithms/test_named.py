@@ -74,4 +74,5 @@ def test_the_builtin_names():
         "reinforce_plus_plus_baseline",
         "remax",
         "rloo",
+        "turn_rloo",
     ]

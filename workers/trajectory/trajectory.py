@@ -83,6 +83,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "spans": np.asarray(spans_of(segments), np.int32),
         "turn_tokens": np.asarray([len(turn.output_ids) for turn in turns], np.int32),
         "turn_rewards": np.asarray([trajectory.turn_rewards.get(turn.id, 0.0) for turn in turns], np.float32),
+        "turn_ids": np.asarray([turn.id for turn in turns], np.int32),
         "transcript": as_json(trajectory.said),
         "reward": float(trajectory.reward),
     }

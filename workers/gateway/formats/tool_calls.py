@@ -93,8 +93,7 @@ def _call(value: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
         raise arguments
     if not isinstance(arguments, Mapping):
         raise _Unreadable(f"The arguments of {value['name']} are no object.")
-    names = [str(tool["function"]["name"]) for tool in tools]
-    if value["name"] not in names:
+    if value["name"] not in (names := _names(tools)):
         raise _Unreadable(f"There is no tool {value['name']!r:.60}. There are: {', '.join(names)}.")
     return value["name"], dict(arguments)
 
@@ -118,11 +117,15 @@ def _of_python(node: ast.expr, tools: Tools) -> dict[str, Any]:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         raise _Unreadable("a list of calls is due, such as [tool(argument=1)]")
     parameters = _parameters(node.func.id, tools)
-    if len(node.args) > len(parameters):
+    if len(node.args) > len(parameters) and node.func.id in _names(tools):
         raise _Unreadable(f"{node.func.id} takes {len(parameters)} argument(s), and got {len(node.args)}")
     arguments = {name: ast.literal_eval(value) for name, value in zip(parameters, node.args, strict=False)}
     named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
     return {"name": node.func.id, "arguments": arguments | named}
+
+
+def _names(tools: Tools) -> list[str]:
+    return [str(tool["function"]["name"]) for tool in tools]
 
 
 def _parameters(name: str, tools: Tools) -> list[str]:

@@ -1,0 +1,77 @@
+"""A runner over an engine that answers from a script, with a character tokenizer: whole attempts without processes."""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+from penstock.conf.environment import EnvironmentConfig
+from penstock.conf.model import FreshModelConfig
+from penstock.workers.attempts.runner import Runner
+from penstock.workers.environments.task import Task
+from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.models.fresh import EOS_ID, character_tokenizer
+from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.trajectory.trajectory import Trajectory
+
+Script = Callable[[str, Sampling], str]
+"""What is answered to a prompt."""
+TASK = Task("0", 0, {})
+
+
+@cache
+def tokenizer() -> Any:
+    return character_tokenizer(FreshModelConfig())
+
+
+class ScriptedEngines:
+    """Answers as `script` says, and ends its answers unless they are cut."""
+
+    def __init__(self, script: Script, version: int = 0) -> None:
+        self.script, self.version = script, version
+        self.asked: list[tuple[str, Sampling]] = []
+
+    async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, conversation: object) -> Completion:
+        await asyncio.sleep(0)
+        prompt = tokenizer().decode(prompt_ids)
+        self.asked.append((prompt, sampling))
+        text = self.script(prompt, sampling)
+        ids = [*tokenizer()(text)["input_ids"], EOS_ID]
+        finish = "stop" if len(ids) <= sampling.max_tokens else "length"
+        ids = ids[: sampling.max_tokens]
+        return Completion(ids, [-0.5] * len(ids), [self.version] * len(ids), text, finish)
+
+
+def make_runner(environment: Any, engines: ScriptedEngines, **settings: Any) -> Runner:
+    config = EnvironmentConfig(**{"timeout_s": 30.0, "max_turns": 8, **settings})
+    form = TemplateFormat(tokenizer(), "pythonic")
+    limits = TurnLimits(config.max_turns, config.max_tokens, 200)
+    counts: Counter[str] = Counter()
+
+    def make_session(sampling: Sampling) -> Session:
+        return Session(engines, form, sampling, limits, counts=counts)
+
+    return Runner(environment, config, make_session, Door(), threads=ThreadPoolExecutor(2), counts=counts)
+
+
+def play(
+    environment: Any, script: Script, *, sampling: Sampling | None = None, task: Task = TASK, **settings: Any
+) -> tuple[Trajectory, Counter[str]]:
+    """One attempt, and what was counted."""
+    runner = make_runner(environment, ScriptedEngines(script), **settings)
+    attempt = asyncio.run(runner.attempt(task, sampling or Sampling(max_tokens=40, seed=5)))
+    return attempt, runner._counts
+
+
+class Played:
+    """An environment of one function."""
+
+    def __init__(self, run: Any) -> None:
+        self._run = run
+
+    async def run(self, task: Task, ctx: Any) -> None:
+        await self._run(ctx)

@@ -1,0 +1,221 @@
+"""How attempts end, whatever an environment does."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import DeadlineExceeded
+from penstock.workers.environments.task import Task
+from penstock.workers.gateway.errors import LimitReached
+from penstock.workers.protocols import Sampling
+from penstock.workers.trajectory.segments import segments_of
+from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED
+from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
+
+
+def say(text: str) -> Any:
+    return lambda prompt, sampling: text
+
+
+def asked(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+async def talk(ctx: Any, turns: int = 2) -> None:
+    messages = asked("hello")
+    for _ in range(turns):
+        turn = await ctx.sample(messages)
+        messages = [*messages, turn.message, {"role": "user", "content": "go on"}]
+
+
+def test_turns_that_go_on_are_one_segment_of_the_tokens_that_were_sampled() -> None:
+    async def run(ctx: Any) -> None:
+        await talk(ctx)
+        ctx.reward(0.5, ctx.turns[0])
+        ctx.reward(1.0)
+
+    attempt, counts = play(Played(run), say("yes"))
+    assert attempt.outcome.kind == COMPLETED
+    assert (attempt.reward, attempt.turn_rewards) == (1.5, {0: 0.5})
+    assert len(segments_of(attempt.turns)) == 1
+    assert [turn.parent for turn in attempt.turns] == [None, 0]
+    assert counts["turns"] == 2
+    assert [message["content"] for message in attempt.said] == ["hello", "yes", "go on", "yes", "completed"]
+
+
+def test_the_first_turn_has_the_seed_of_a_response_and_later_ones_their_own() -> None:
+    engines = ScriptedEngines(say("yes"))
+    runner = make_runner(Played(talk), engines)
+    asyncio.run(runner.attempt(TASK, Sampling(max_tokens=8, seed=5)))
+    first, second = [sampling.seed for _, sampling in engines.asked]
+    assert first == 5
+    assert second not in (None, 5)
+    asyncio.run(runner.attempt(TASK, Sampling(max_tokens=8, seed=5)))
+    assert [sampling.seed for _, sampling in engines.asked] == [first, second] * 2
+
+
+def test_an_attempt_that_never_ends_is_truncated_by_its_turns() -> None:
+    attempt, _ = play(Played(lambda ctx: talk(ctx, 1000)), say("y"), max_turns=3)
+    assert (attempt.outcome.kind, attempt.outcome.reason, len(attempt.turns)) == (TRUNCATED, "turns", 3)
+
+
+def test_sampled_tokens_are_limited_too() -> None:
+    attempt, _ = play(Played(lambda ctx: talk(ctx, 1000)), say("yes"), max_tokens=10)
+    assert (attempt.outcome.kind, attempt.outcome.reason) == (TRUNCATED, "tokens")
+    assert attempt.num_sampled == 10
+
+
+def test_a_conversation_that_outgrows_the_model_is_truncated() -> None:
+    async def run(ctx: Any) -> None:
+        messages = asked("hello")
+        while True:
+            turn = await ctx.sample(messages)
+            messages += [turn.message, {"role": "user", "content": "x" * 60}]
+
+    attempt, _ = play(Played(run), say("yes"))
+    assert (attempt.outcome.kind, attempt.outcome.reason) == (TRUNCATED, "context")
+    assert all(len(turn.prompt_ids) + len(turn.output_ids) <= 200 for turn in attempt.turns)
+
+
+def test_a_limit_that_the_environment_swallows_still_truncates() -> None:
+    async def run(ctx: Any) -> None:
+        try:
+            await talk(ctx, 1000)
+        except LimitReached:
+            ctx.reward(1.0)
+
+    attempt, _ = play(Played(run), say("y"), max_turns=2)
+    assert (attempt.outcome.kind, attempt.outcome.reason, attempt.reward) == (TRUNCATED, "turns", 1.0)
+
+
+def test_one_that_turns_the_limit_into_an_error_of_its_own_is_truncated_as_well() -> None:
+    async def run(ctx: Any) -> None:
+        try:
+            await talk(ctx, 1000)
+        except LimitReached:
+            raise RuntimeError("the agent gave up") from None
+
+    assert play(Played(run), say("y"), max_turns=2)[0].outcome.kind == TRUNCATED
+
+
+def test_what_raises_fails_and_is_no_reward_of_zero() -> None:
+    async def run(ctx: Any) -> None:
+        await talk(ctx)
+        raise ValueError("the game crashed")
+
+    attempt, counts = play(Played(run), say("y"))
+    assert (attempt.outcome.kind, attempt.outcome.reason) == (FAILED, "environment_error")
+    assert attempt.outcome.detail == "ValueError: the game crashed"
+    assert not attempt.outcome.is_trained
+    assert counts["attempts_failed"] == 1
+
+
+def test_what_is_rejected_is_counted_under_its_reason() -> None:
+    async def run(ctx: Any) -> None:
+        await talk(ctx)
+        ctx.reject("not this one!")
+
+    attempt, _ = play(Played(run), say("y"))
+    assert (attempt.outcome.kind, attempt.outcome.reason) == (REJECTED, "rejected_not_this_one")
+
+
+def test_an_environment_that_has_nothing_sampled_fails() -> None:
+    async def run(ctx: Any) -> None:
+        ctx.reward(1.0)
+
+    assert play(Played(run), say("y"))[0].outcome.reason == "no_turn"
+
+
+def test_one_that_hangs_is_truncated_by_time_and_fails_without_a_turn() -> None:
+    async def late(ctx: Any) -> None:
+        await talk(ctx)
+        await asyncio.sleep(60)
+
+    async def hangs(ctx: Any) -> None:
+        await asyncio.sleep(60)
+
+    assert play(Played(late), say("y"), timeout_s=0.2)[0].outcome.reason == "time"
+    failed = play(Played(hangs), say("y"), timeout_s=0.1)[0].outcome
+    assert (failed.kind, failed.reason) == (FAILED, "timeout")
+
+
+def test_one_that_does_not_hear_its_end_gets_nothing_sampled_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.workers.attempts.runner.GRACE_S", 0.1)
+    asked_late: list[BaseException] = []
+
+    async def deaf(ctx: Any) -> None:
+        await talk(ctx, 1)
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            await asyncio.sleep(0.3)
+            try:
+                await ctx.sample(asked("one more"))
+            except LimitReached as error:
+                asked_late.append(error)
+
+    async def both() -> Any:
+        runner = make_runner(Played(deaf), ScriptedEngines(say("y")), timeout_s=0.1)
+        attempt = await runner.attempt(TASK, Sampling(max_tokens=8))
+        await asyncio.sleep(0.5)
+        return attempt, runner._counts
+
+    attempt, counts = asyncio.run(both())
+    assert (attempt.outcome.reason, len(attempt.turns)) == ("time", 1)
+    assert counts["attempts_stuck"] == 1
+    assert len(asked_late) == 1
+
+
+def test_engines_that_are_gone_for_good_end_the_run() -> None:
+    def gone(prompt: str, sampling: Sampling) -> str:
+        raise DeadlineExceeded("no engine was there")
+
+    with pytest.raises(DeadlineExceeded):
+        play(Played(talk), gone)
+
+
+def test_a_turn_of_an_opponent_is_not_trained() -> None:
+    async def run(ctx: Any) -> None:
+        await ctx.sample(asked("me"))
+        await ctx.sample(asked("you"), train=False)
+
+    attempt, _ = play(Played(run), say("y"))
+    assert len(attempt.turns) == 1
+
+
+def test_a_reward_that_is_no_number_fails_the_attempt() -> None:
+    async def run(ctx: Any) -> None:
+        await talk(ctx)
+        ctx.reward(float("nan"))
+
+    assert "finite" in play(Played(run), say("y"))[0].outcome.detail
+
+
+class Compared:
+    """Attempts are rewarded by comparison; the one that says no fails."""
+
+    async def run(self, task: Task, ctx: Any) -> None:
+        turn = await ctx.sample(asked("hello"))
+        assert turn.text != "no"
+
+    async def score_group(self, task: Task, attempts: Any) -> list[float]:
+        return [float(len(attempts) * 10 + index) for index in range(len(attempts))]
+
+
+def test_groups_are_scored_together_without_those_that_failed() -> None:
+    answers = iter(["a", "no", "b"])
+    runner = make_runner(Compared(), ScriptedEngines(lambda prompt, sampling: next(answers)))
+    found = asyncio.run(runner.group(TASK, [Sampling(max_tokens=8, seed=seed) for seed in range(3)]))
+    assert [attempt.outcome.kind for attempt in found] == [COMPLETED, FAILED, COMPLETED]
+    assert (found[0].reward, found[2].reward) == (20.0, 21.0)
+
+
+def test_a_comparison_that_raises_fails_all_of_the_group() -> None:
+    class Broken(Compared):
+        async def score_group(self, task: Task, attempts: Any) -> list[float]:
+            raise RuntimeError("no judge")
+
+    runner = make_runner(Broken(), ScriptedEngines(say("a")))
+    found = asyncio.run(runner.group(TASK, [Sampling(max_tokens=8)] * 2))
+    assert [attempt.outcome.detail for attempt in found] == ["RuntimeError: no judge"] * 2
