@@ -1,6 +1,10 @@
 """GRPO as one straight line: no Ray, no store, no stages, no FSDP. What the real run with `max_staleness=0` must equal,
 bit for bit."""
 
+import json
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
@@ -9,18 +13,64 @@ from penstock.algorithms.advantages import group_advantage
 from penstock.algorithms.aggregation import BatchTotals
 from penstock.algorithms.losses import ppo_clip_loss
 from penstock.conf.run import RunConfig
+from penstock.workers.gateway.session import turn_seed
 from penstock.workers.prompts.opening import open_source
+from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Sampling
 from penstock.workers.reward.functions import digits
 from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trainer.update.batching import plan
+from tests.orchestrator.runs.digits_game import share_of_digits
+
+
+Sampled = tuple[list[int], list[int], list[float], torch.Tensor]
+"""Of a row: what was read, what was sampled, log-probabilities, advantage."""
+Sample = Callable[[HfEngine, Sampling, Any], list[Sampled]]
+"""The rows of a group."""
 
 
 def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
     """The weights after `trainer.max_steps` steps."""
+
+    def sample(engine: HfEngine, sampling: Sampling, group: Any) -> list[Sampled]:
+        completions = engine.generate_group(group["prompt_ids"], config.algorithm.group_size, sampling)
+        advantage = group_advantage(torch.tensor([digits(c.text, {}) for c in completions]))
+        return [(group["prompt_ids"], c.token_ids, c.logprobs, a) for c, a in zip(completions, advantage, strict=True)]
+
+    return _train(config, model_path, open_source(config, model_path), sample, backward)
+
+
+def train_in_two_turns(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
+    """The same in the environment of `digits_game.py`, of which nothing but the share of digits is used: a row is what
+    both turns read and sampled, and which of its tokens were sampled."""
+    tokenizer = load_tokenizer(model_path)
+
+    def encode(text: str) -> list[int]:
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    def sample(engine: HfEngine, sampling: Sampling, group: Any) -> list[Sampled]:
+        number = json.loads(group["task"])["environment_task"]["data"]["number"]
+        rows, rewards = [], []
+        for index in range(config.algorithm.group_size):
+            seed = sampling.seed + index
+            first = encode(f"{number} is a number\n")
+            (one,) = engine.generate_group(first, 1, sampling.seeded(seed))
+            share = share_of_digits(tokenizer.decode(one.token_ids).removesuffix(tokenizer.eos_token))
+            ended = [] if one.token_ids[-1] == tokenizer.eos_token_id else [tokenizer.eos_token_id]
+            between = [*ended, *encode(f"\n{share:.2f}\n")]
+            second = [*first, *one.token_ids, *between]
+            (two,) = engine.generate_group(second, 1, sampling.seeded(turn_seed(seed, 1)))
+            other = share_of_digits(tokenizer.decode(two.token_ids).removesuffix(tokenizer.eos_token))
+            rows.append(((first, one.token_ids, between), two.token_ids, [*one.logprobs, *two.logprobs]))
+            rewards.append(share + other)
+        return [(*row, a) for row, a in zip(rows, group_advantage(torch.tensor(rewards)), strict=True)]
+
+    return _train(config, model_path, open_source(config, model_path, rows_are="tasks"), sample, backward_in_two_turns)
+
+
+def _train(config: RunConfig, model_path: str, source: Any, sample: Sample, backward: Any) -> dict[str, torch.Tensor]:
     torch.set_num_threads(1)
-    source = open_source(config, model_path)
     engine = HfEngine(config.rollout, model_path, num_threads=1)
     engine.open_model()
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
@@ -30,16 +80,12 @@ def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
     )
     sampling, num_groups = Sampling.of(config.rollout.sampling), config.trainer.groups_per_step
     for step in range(config.trainer.max_steps):
-        rows = []
+        rows: list[Any] = []
         for index, group in enumerate(source.next_groups(num_groups)):
             seed = sample_seed(config.seed, step * num_groups + index)
-            completions = engine.generate_group(group["prompt_ids"], config.algorithm.group_size, sampling.seeded(seed))
-            advantage = group_advantage(torch.tensor([digits(c.text, {}) for c in completions]))
-            rows += [
-                (group["prompt_ids"], c.token_ids, c.logprobs, a) for c, a in zip(completions, advantage, strict=True)
-            ]
-        totals = BatchTotals(sum(len(row[1]) for row in rows), len(rows))
-        lengths = np.array([len(row[0]) + len(row[1]) for row in rows])
+            rows += sample(engine, sampling.seeded(seed), group)
+        totals = BatchTotals(sum(len(row[2]) for row in rows), len(rows))
+        lengths = np.array([_num_tokens(row[0]) + len(row[1]) for row in rows])
         for cut in plan(lengths, config.trainer.max_tokens_per_microbatch):
             backward(policy, [rows[i] for i in cut], totals)
         torch.nn.utils.clip_grad_norm_(policy.parameters(), options.clip_norm)
@@ -47,6 +93,10 @@ def train(config: RunConfig, model_path: str) -> dict[str, torch.Tensor]:
         optimizer.zero_grad()
         engine._model.load_state_dict(policy.state_dict())
     return {name: tensor for name, tensor in policy.state_dict().items() if name != "lm_head.weight"}
+
+
+def _num_tokens(read: Any) -> int:
+    return sum(map(len, read)) if isinstance(read, tuple) else len(read)
 
 
 def backward(policy: torch.nn.Module, rows: list, totals: BatchTotals) -> None:
@@ -63,6 +113,30 @@ def backward(policy: torch.nn.Module, rows: list, totals: BatchTotals) -> None:
     targets = torch.cat([torch.tensor(response) for _, response, _, _ in rows])
     logits = policy.lm_head(hidden.flatten(0, 1)[places])
     values = logits.log_softmax(-1, dtype=torch.float32).gather(1, targets[:, None])[:, 0]
+    logprobs = torch.zeros(mask.shape).masked_scatter(mask, values)
+    advantage = torch.stack([row[3] for row in rows])
+    loss, _ = ppo_clip_loss(logprobs, mask, totals, advantage, behavior, logprobs.detach())
+    loss.backward()
+
+
+def backward_in_two_turns(policy: torch.nn.Module, rows: list, totals: BatchTotals) -> None:
+    """The same where a row is (first prompt, first answer, what is between), second answer, log-probabilities,
+    advantage."""
+    width = max(_num_tokens(read) + len(last) for read, last, _, _ in rows)
+    longest = max(len(logprobs) for _, _, logprobs, _ in rows)
+    input_ids = torch.zeros(len(rows), width, dtype=torch.int64)
+    mask, behavior = torch.zeros(len(rows), longest, dtype=torch.bool), torch.zeros(len(rows), longest)
+    places, targets = [], []
+    for i, ((prompt, first, between), last, logprobs, _) in enumerate(rows):
+        ids = [*prompt, *first, *between, *last]
+        input_ids[i, : len(ids)] = torch.tensor(ids)
+        mask[i, : len(logprobs)], behavior[i, : len(logprobs)] = True, torch.tensor(logprobs)
+        sampled = [*range(len(prompt), len(prompt) + len(first)), *range(len(ids) - len(last), len(ids))]
+        places += [i * width + place - 1 for place in sampled]
+        targets += [ids[place] for place in sampled]
+    hidden = policy.model(input_ids=input_ids, use_cache=False).last_hidden_state
+    logits = policy.lm_head(hidden.flatten(0, 1)[torch.tensor(places)])
+    values = logits.log_softmax(-1, dtype=torch.float32).gather(1, torch.tensor(targets)[:, None])[:, 0]
     logprobs = torch.zeros(mask.shape).masked_scatter(mask, values)
     advantage = torch.stack([row[3] for row in rows])
     loss, _ = ppo_clip_loss(logprobs, mask, totals, advantage, behavior, logprobs.detach())

@@ -1,0 +1,23 @@
+"""An environment of two turns: say something, hear how many digits were in it, say more."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from penstock.workers.environments.task import Task
+
+
+def share_of_digits(text: str) -> float:
+    return sum(character.isdigit() for character in text) / max(1, len(text))
+
+
+class Digits:
+    def tasks(self, seed: int) -> Iterator[Task]:
+        return (Task(str(index), index, {"number": seed + index * index}) for index in range(64))
+
+    async def run(self, task: Task, ctx: Any) -> None:
+        messages = [{"role": "user", "content": f"{task.data['number']} is a number"}]
+        for _ in range(2):
+            turn = await ctx.sample(messages)
+            share = share_of_digits(turn.message["content"])
+            ctx.reward(share, turn)
+            messages += [turn.message, {"role": "user", "content": f"{share:.2f}"}]

@@ -1,0 +1,108 @@
+"""Whole runs in an environment of two turns: with `max_staleness=0` they are a straight line bit for bit, and the death
+of an engine or of an environment changes nothing."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from safetensors.torch import load_file
+
+from penstock.conf.model import FreshModelConfig
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.run import RunResult, run
+from penstock.workers.models.fresh import build_fresh_model
+from tests.orchestrator.runs import reference_loop
+from tests.run_files import events_of, metrics_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+GAME = Path(__file__).parent / "digits_game.py"
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model")
+    build_fresh_model(path, FreshModelConfig(num_layers=2, hidden_size=64, intermediate_size=128), seed=3)
+    return str(path)
+
+
+def settings(model_path: str, directory: Path, *more: str) -> Any:
+    return load_config(
+        [
+            f"model.path={model_path}", f"environment.name={GAME}:Digits", "data.source=environment",
+            "rollout.engine=hf", "rollout.num_workers=2", "rollout.sampling.max_tokens=12", "rollout.num_threads=1",
+            "trainer.num_threads=1", f"trainer.max_steps={STEPS}", "trainer.groups_per_step=4",
+            "algorithm.group_size=4", "trainer.optimizer.lr=1e-3", f"output_dir={directory}", "faults.pause_s=0.1",
+            *more,
+        ]
+    )  # fmt: skip
+
+
+def weights_of(result: RunResult) -> dict[str, torch.Tensor]:
+    return dict(load_file(result.model / "model.safetensors"))
+
+
+@pytest.fixture(scope="module")
+def straight(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    threads = torch.get_num_threads()
+    try:
+        return reference_loop.train_in_two_turns(settings(model_path, tmp_path_factory.mktemp("line")), model_path)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def different(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> list[str]:
+    assert sorted(found) == sorted(expected)
+    return [name for name in found if not torch.equal(found[name], expected[name])]
+
+
+def test_two_turns_equal_the_straight_line_bit_for_bit(
+    tmp_path: Path, cluster: str, model_path: str, straight: dict[str, torch.Tensor]
+) -> None:
+    result = run(settings(model_path, tmp_path, "name=exact", "environment.num_workers=2"), quiet=True)
+    assert not different(weights_of(result), straight)
+    start = load_file(Path(model_path) / "model.safetensors")
+    assert different(start, straight), "nothing was trained"
+    lines = metrics_of(result.directory)
+    assert [line["environment/turns"] for line in lines] == [32.0] * STEPS
+    assert all(line["mismatch/logprob_abs_mean"] < 1e-5 for line in lines)
+    assert [line["staleness/max"] for line in lines] == [0.0] * STEPS
+
+
+class Killing:
+    """A sink that kills an actor after a step."""
+
+    def __init__(self, directory: Path, name: str, step: int) -> None:
+        self._directory, self._name, self._step = directory, name, step
+
+    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        if step == self._step:
+            namespace = json.loads((self._directory / "cluster.json").read_text())["namespace"]
+            ray.kill(ray.get_actor(self._name, namespace=namespace))
+
+    def close(self) -> None: ...
+
+
+@pytest.mark.parametrize("name", ["Rollout-1", "Environment-0"])
+def test_a_death_changes_nothing(
+    tmp_path: Path, cluster: str, model_path: str, straight: dict[str, torch.Tensor], name: str
+) -> None:
+    config = settings(model_path, tmp_path, "name=killed")
+    result = run(config, quiet=True, sinks=[Killing(tmp_path / "killed", name, 2)])
+    assert not different(weights_of(result), straight)
+    recovered = [event["member"] for event in events_of(result.directory) if event["kind"] == "recovered"]
+    assert recovered == [name]
+
+
+def test_versions_change_in_the_middle_of_trajectories_within_the_bound(
+    tmp_path: Path, cluster: str, model_path: str
+) -> None:
+    result = run(settings(model_path, tmp_path, "name=stale", "max_staleness=2"), quiet=True)
+    lines = metrics_of(result.directory)
+    assert max(line["staleness/max"] for line in lines) in (1.0, 2.0)
+    assert sum(line["dropped/stale"] for line in lines if "dropped/stale" in line) == 0
