@@ -81,7 +81,7 @@ class EvaluationSetConfig:
     path: str | None = None
     """jsonl: the file; huggingface: the split; reasoning_gym: the task, `null` for that of data.path."""
     options: dict[str, Any] | None = None
-    """reasoning_gym: the task's options; `null`: data.options."""
+    """reasoning_gym: the task's options; `null`: data.options. environment: what its own options are changed by."""
     seed: int | None = None
     """reasoning_gym: `null`: evaluation.seed."""
     num_problems: int = 200

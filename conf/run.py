@@ -1,7 +1,7 @@
 """The whole configuration of a run, as one dataclass."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.checkpoint import CheckpointConfig
@@ -83,6 +83,15 @@ class RunConfig:
     def window_staleness(self) -> int:
         """What the order window takes of the staleness bound: `ceil((w - 1) / P)`, in versions."""
         return math.ceil((self.store.window - 1) / self.trainer.groups_per_step)
+
+    def with_set(self, name: str) -> "RunConfig":
+        """As if the held-out problems of a set were those of evaluation itself."""
+        data, evaluation = self.evaluation.of_set(name, self.data)
+        environment = self.environment
+        if self.data.source == ENVIRONMENT:
+            options = environment.options | (self.evaluation.sets[name].options or {})
+            environment = replace(environment, options=options)
+        return replace(self, data=data, evaluation=evaluation, environment=environment)
 
     @property
     def max_active_groups(self) -> int:

@@ -6,7 +6,7 @@ Held by the controller, which calls it between two publications: the engines ser
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.errors import PenstockError
@@ -45,8 +45,7 @@ class HeldOut:
         """Those of evaluation itself, or of one of its `sets`. Reads at most `num_problems`. Raises `DataError` if they
         cannot be read."""
         if name is not None:
-            data, evaluation = config.evaluation.of_set(name, config.data)
-            config = replace(config, data=data, evaluation=evaluation)
+            config = config.with_set(name)
         rows_are = "tasks" if config.environment.name is not None else "prompts"
         source = open_source(config, model_path, held_out=True, rows_are=rows_are)
         groups = source.next_groups(min(config.evaluation.num_problems, len(source.dataset)))

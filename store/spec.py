@@ -6,7 +6,7 @@ from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 
-REPORTED_COLUMNS = ("reward", "finish_reason", "token_versions", "behavior_logprobs")
+REPORTED_COLUMNS = ("reward", "finish_reason", "token_versions", "behavior_logprobs", "turn_tokens")
 """Handed to the train stage where they exist, for the metrics of the step, whatever the loss reads."""
 
 

@@ -29,9 +29,9 @@ def turn_rloo(
     """REINFORCE by turns with a leave-one-out baseline: `A_it = R_it - mean of R_jt over the other attempts j`, with
     the return `R_it = Σ_{s >= t} γ^(s - t) r_is`. One `[T_i]` float32 for each attempt.
 
-    An attempt that is over has `R_jt = 0`, and is in the mean. So the baseline of turn t is a function of t and of other
-    attempts alone, whatever this one does: the estimate is unbiased. A mean over those attempts only that have a turn
-    t, this one among them, is not: which are left at t depends on how they fared, and the one that is left alone
+    An attempt that is over has `R_jt = 0`, and is in the mean. So the baseline of turn t is a function of t and of
+    other attempts alone, whatever this one does: the estimate is unbiased. A mean over those attempts only that have a
+    turn t, this one among them, is not: which are left at t depends on how they fared, and the one that is left alone
     learns nothing. Where all attempts have as many turns, and a reward for the whole alone, this is `rloo`.
 
     `reward`: `[G]`, of the whole attempts, those of turns included. `turn_rewards`, `turn_tokens`, `turn_ids`: `[K_i]`
@@ -42,8 +42,8 @@ def turn_rloo(
     reward_G = finite_rewards(reward)
     if not len(reward_G) == len(turn_rewards) == len(turn_tokens) == len(turn_ids):
         raise ShapeError(
-            f"turn_rewards, turn_tokens and turn_ids have {len(turn_rewards)}, {len(turn_tokens)} and {len(turn_ids)} "
-            f"rows; expected {len(reward_G)}, as many as reward."
+            f"turn_rewards, turn_tokens and turn_ids have {len(turn_rewards)}, {len(turn_tokens)} and "
+            f"{len(turn_ids)} rows; expected {len(reward_G)}, as many as reward."
         )
     orders = [torch.argsort(ids) for ids in turn_ids]
     most = max((len(order) for order in orders), default=0)

@@ -8,7 +8,7 @@ Called by the command line, by a warm start for its first run, and by tests. Hyd
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, cast
@@ -249,6 +249,12 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
         (config.reward, "function"), (config.data, "teacher"), (config.data, "rejected_teacher"),
         (config.data, "path"), (config.evaluation, "path"), (config.environment, "name"),
     ):  # fmt: skip
-        file, colon, function = (getattr(section, key) or "").rpartition(":")
-        if colon and file.endswith(".py"):
-            setattr(section, key, f"{absolute(file)}:{function}")
+        setattr(section, key, _of_code(getattr(section, key), absolute))
+    options = config.environment.options
+    options |= {key: _of_code(value, absolute) for key, value in options.items() if isinstance(value, str)}
+
+
+def _of_code(name: str | None, absolute: Callable[[str], str | None]) -> str | None:
+    """`file.py:function` with the file's path; anything else as it is."""
+    file, colon, function = (name or "").rpartition(":")
+    return f"{absolute(file)}:{function}" if colon and file.endswith(".py") else name

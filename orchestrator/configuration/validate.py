@@ -5,7 +5,7 @@ shows the same checks one by one, with the resolved configuration, the dataflow 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -68,9 +68,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if config.evaluation.every_steps:
         yield Check("held-out data", lambda: _data(config, flow, held_out=True))
         for name in config.evaluation.sets:
-            data, evaluation = config.evaluation.of_set(name, config.data)
-            own = replace(config, data=data, evaluation=evaluation)
-            yield Check(f"held-out {name}", partial(_data, own, flow, held_out=True))
+            yield Check(f"held-out {name}", partial(_data, config.with_set(name), flow, held_out=True))
     for start in first_runs(config):
         name = "warm start" if start is config.warm_start else "first run"
         yield Check(name, partial(_first_run, start))

@@ -99,8 +99,8 @@ def reward_metrics(arrays: StepArrays) -> dict[str, float]:
 
 
 def length_metrics(arrays: StepArrays, generated_length_mean: float | None = None) -> dict[str, float]:
-    """Response lengths in tokens. `length_bias`: how much longer than the generated ones the trained responses are, as
-    a share; negative when a window or a drop favours short ones."""
+    """Response lengths in tokens, and turns where there are several. `length_bias`: how much longer than the generated
+    ones the trained responses are, as a share; negative when a window or a drop favours short ones."""
     if not len(arrays):
         return {}
     mean = float(arrays.response_tokens_N.mean())
@@ -109,6 +109,8 @@ def length_metrics(arrays: StepArrays, generated_length_mean: float | None = Non
         "response_length/max": float(arrays.response_tokens_N.max()),
         "response_length/clip_ratio": float(arrays.clipped_N.mean()),
     }
+    if arrays.turns_N.max() > 1:
+        metrics |= {"turns/mean": float(arrays.turns_N.mean()), "turns/max": float(arrays.turns_N.max())}
     if generated_length_mean:
         metrics["length_bias"] = mean / generated_length_mean - 1.0
     return metrics

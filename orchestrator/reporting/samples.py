@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.orchestrator.recording.run_directory import RunDirectory
@@ -21,6 +21,8 @@ class SampleRow:
     versions: str
     """`4`, or `3-4` where the weights changed half-way."""
     first_of_group: bool
+    said: list[tuple[str, str]] = field(default_factory=list)
+    """Of a trajectory: who said what, in order; empty for a prompt with one response."""
 
 
 def read_samples(directory: RunDirectory, max_rows: int = MAX_ROWS) -> tuple[int, list[SampleRow]]:
@@ -47,10 +49,28 @@ def _rows(rows: list[dict[str, Any]]) -> list[SampleRow]:
         versions = [version for version in row.get("token_versions") or [] if version is not None]
         low, high = (min(versions), max(versions)) if versions else (None, None)
         shown = "" if low is None else f"{low}" if low == high else f"{low}-{high}"
-        first = prompt != last_prompt
-        result.append(SampleRow(prompt, response, answer, row.get("reward"), row.get("advantage"), shown, first))
-        last_prompt = prompt
+        said = _said(row)
+        begin = str(task.get("environment_task", prompt)) if said else prompt
+        first = begin != last_prompt
+        result.append(SampleRow(prompt, response, answer, row.get("reward"), row.get("advantage"), shown, first, said))
+        last_prompt = begin
     return result
+
+
+def _said(row: dict[str, Any]) -> list[tuple[str, str]]:
+    """The conversation of a `transcript`, calls of tools included."""
+    try:
+        messages = json.loads(row.get("transcript") or "[]")
+    except (TypeError, json.JSONDecodeError):
+        return []
+    return [(str(message.get("role")), _clip(_text(message))) for message in messages if isinstance(message, dict)]
+
+
+def _text(message: dict[str, Any]) -> str:
+    thinking = message.get("reasoning_content")
+    calls = [call.get("function", {}) for call in message.get("tool_calls") or ()]
+    parts = [f"({thinking})" if thinking else "", str(message.get("content") or "")]
+    return "\n".join(filter(None, [*parts, *(f"{call.get('name')}({call.get('arguments')})" for call in calls)]))
 
 
 def _task(row: dict[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
+from penstock.workers.gateway.formats.format import Message
 
-HIGHEST = 31
+HIGHEST = 15
 
 
 class Guess:
-    def __init__(self, guesses: int = 5) -> None:
+    def __init__(self, guesses: int = 4) -> None:
         self.guesses = guesses
 
     def tasks(self, seed: int) -> Iterator[Task]:
@@ -20,11 +21,12 @@ class Guess:
 
     async def run(self, task: Task, ctx: Context) -> None:
         number = task.data["number"]
-        messages = [{"role": "user", "content": f"1-{HIGHEST}?"}]
+        messages: list[Message] = [{"role": "user", "content": f"1-{HIGHEST}?"}]
         for _ in range(self.guesses):
             turn = await ctx.sample(messages)
             guess = int(turn.text) if turn.text.isdecimal() else 0
             if guess == number:
-                return ctx.reward(1.0)
+                ctx.reward(1.0)
+                return
             answer = "what?" if not 1 <= guess <= HIGHEST else "higher" if guess < number else "lower"
             messages += [turn.message, {"role": "user", "content": answer}]

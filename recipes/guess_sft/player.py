@@ -5,7 +5,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-HIGHEST, GUESSES = 31, 5
+HIGHEST, GUESSES = 15, 4
 
 
 def games(seed: int) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
+from penstock.workers.gateway.formats.format import Message
 
 
 def add(a: int, b: int) -> int:
@@ -20,11 +21,13 @@ class Sums:
     def tasks(self, seed: int) -> Iterator[Task]:
         draws = random.Random(seed)
         for index in itertools.count():
-            yield Task(str(index), index, {"a": draws.randint(self.low, self.high), "b": draws.randint(self.low, self.high)})
+            yield Task(
+                str(index), index, {"a": draws.randint(self.low, self.high), "b": draws.randint(self.low, self.high)}
+            )
 
     async def run(self, task: Task, ctx: Context) -> None:
         a, b = task.data["a"], task.data["b"]
-        messages = [{"role": "user", "content": f"{a}+{b}"}]
+        messages: list[Message] = [{"role": "user", "content": f"{a}+{b}"}]
         turn = await ctx.sample(messages, [add])
         while turn.calls or turn.problem:
             messages += [turn.message, *await ctx.use_tools(turn, [add])]

@@ -76,7 +76,9 @@ class Store:
 
 def report(step: int) -> StepReport:
     one = np.ones(1)
-    rows = TrainedRows(one, one.astype(np.int64), one.astype(np.int64), one < 0, np.zeros(1, np.int64), np.zeros(1))
+    rows = TrainedRows(
+        one, one.astype(np.int64), one.astype(np.int64), one < 0, np.zeros(1, np.int64), np.zeros(1), one > 0
+    )
     return StepReport(step, step - 1, {}, rows, 0.0, 0.0, {}, np.arange(1))
 
 

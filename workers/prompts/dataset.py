@@ -19,8 +19,8 @@ from penstock.workers.prompts.messages import (
     split_response,
     with_template,
 )
-from penstock.workers.prompts.reasoning_gym import Problems
 from penstock.workers.prompts.python_rows import PythonRows
+from penstock.workers.prompts.reasoning_gym import Problems
 from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.teacher import TaughtDataset
 from penstock.workers.user_code import find_function

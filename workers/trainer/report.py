@@ -29,6 +29,8 @@ class TrainedRows:
     """int64: of the row's oldest token, in versions; 0 where nothing was sampled."""
     staleness_sum_N: np.ndarray
     """float64: over the row's tokens."""
+    turns_N: np.ndarray
+    """int64: how often the policy spoke; 1 without an environment."""
 
     @classmethod
     def of(cls, rows: Rows, version: int) -> "TrainedRows":
@@ -44,9 +46,9 @@ class TrainedRows:
                 if len(versions):
                     staleness = version - versions.astype(np.int64)
                     oldest_N[index], sum_N[index] = staleness.max(), staleness.sum()
-        return cls(
-            reward_N, rows.lengths("response_ids"), rows.lengths(context_column(rows)), clipped_N, oldest_N, sum_N
-        )
+        turns_N = rows.lengths("turn_tokens") if "turn_tokens" in rows else np.ones(count, np.int64)
+        num_read_N = rows.lengths(context_column(rows))
+        return cls(reward_N, rows.lengths("response_ids"), num_read_N, clipped_N, oldest_N, sum_N, turns_N)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,51 @@
+"""A match of the policy against itself, someone who moves at random, or someone who never loses."""
+
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+from penstock.recipes.tictactoe.board import EMPTY, after, best_moves, is_over, moves, other, winner
+from penstock.workers.environments.context import Context
+from penstock.workers.environments.task import Task
+from penstock.workers.gateway.formats.format import Message
+
+WIN, DRAW, LOSS = 1.0, 0.5, 0.0
+
+
+class Match:
+    """The policy plays one side, of which every turn is trained; against itself, the other side's are not."""
+
+    def __init__(self, opponents: Sequence[str] = ("self",)) -> None:
+        """`opponents`: self, random, perfect; one task after the other."""
+        self.opponents = opponents
+
+    def tasks(self, seed: int) -> Iterator[Task]:
+        for index in itertools.count():
+            opponent, mark = self.opponents[index % len(self.opponents)], "xo"[index // len(self.opponents) % 2]
+            yield Task(str(index), seed + index, {"opponent": opponent, "mark": mark})
+
+    async def run(self, task: Task, ctx: Context) -> None:
+        mark, opponent, draws = task.data["mark"], task.data["opponent"], random.Random(task.seed)
+        board, to_move = EMPTY, "x"
+        mine: list[Message] = []
+        theirs: list[Message] = []
+        while not is_over(board):
+            if to_move == mark:
+                square = await self.ask(ctx, mine, board, train=True)
+            elif opponent == "self":
+                square = await self.ask(ctx, theirs, board, train=False)
+            else:
+                square = draws.choice(moves(board) if opponent == "random" else best_moves(board, to_move))
+            if square not in moves(board):  # it loses at once
+                ctx.reward(LOSS if to_move == mark else WIN)
+                return
+            board, to_move = after(board, square, to_move), other(to_move)
+        ctx.reward(DRAW if not winner(board) else WIN if winner(board) == mark else LOSS)
+
+    async def ask(self, ctx: Context, messages: list[Message], board: str, train: bool) -> int:
+        """The square that the policy says, 0 for what is none."""
+        messages.append({"role": "user", "content": board})
+        turn = await ctx.sample(messages, train=train)
+        messages.append(turn.message)
+        said = turn.message["content"]
+        return int(said) if said.isdecimal() and said.isascii() else 0
