@@ -4,6 +4,7 @@
 from penstock.algorithms.builtin import distill, grpo, policy_gradient, ppo, preferences, reward_model, sft  # noqa: F401
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.environment import in_environment
+from penstock.algorithms.graph.rewards import with_rewards
 from penstock.algorithms.registry import ALGORITHMS, Algorithm
 from penstock.conf.algorithms.base import AlgorithmConfig
 from penstock.conf.errors import ConfigError, suggest
@@ -25,8 +26,11 @@ def build_dataflow(config: AlgorithmConfig) -> Dataflow:
 
 
 def dataflow_of(config: RunConfig, flow: Dataflow | None = None) -> Dataflow:
-    """The checked dataflow of a run: the one given, or its algorithm's, in its environment if it has one."""
+    """The checked dataflow of a run: the one given, or its algorithm's, with its rewards and in its environment if it
+    has any."""
     flow = flow if flow is not None else find_algorithm(config.algorithm.name).build(config.algorithm)
+    if config.rewards:
+        flow = with_rewards(flow.check(), config.rewards)
     if config.environment.name is not None and not flow.has_environment:
         flow = in_environment(flow.check())
     return flow.check()

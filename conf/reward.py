@@ -1,9 +1,31 @@
 """What scores a response, and what happens when that fails."""
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.conf.checks import above, at_least, within
+
+ENVIRONMENT_REWARD = "environment"
+"""As a function of `rewards`: what the environment itself gives."""
+
+
+@dataclass
+class WeightedRewardConfig:
+    """One of several rewards, whose weighted sum is trained on."""
+
+    function: str = "math_verify"
+    """As reward.function; or environment, for what the environment gives."""
+    weight: float = 1.0
+    """That it is multiplied by; negative for a penalty."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the function."""
+    name: str | None = None
+    """Of its metric, reward/NAME. `null`: the function's name."""
+
+    @property
+    def title(self) -> str:
+        return re.sub(r"\W+", "_", self.name or self.function.rpartition(":")[2])
 
 
 @dataclass

@@ -12,7 +12,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.faults import FaultsConfig
 from penstock.conf.model import ModelConfig
-from penstock.conf.reward import RewardConfig
+from penstock.conf.reward import ENVIRONMENT_REWARD, RewardConfig, WeightedRewardConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.store import StoreConfig
 from penstock.conf.trainer import TrainerConfig
@@ -66,6 +66,9 @@ class RunConfig:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    rewards: list[WeightedRewardConfig] = field(default_factory=list)
+    """Several rewards in the place of reward.function: [{function: math_verify}, {function: brevity.py:short, weight:
+    0.1}]. Each is a metric, reward/NAME, and their weighted sum is the reward. Held-out accuracy goes by the first."""
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     store: StoreConfig = field(default_factory=StoreConfig)
@@ -145,6 +148,10 @@ def validate(config: RunConfig) -> None:
         raise ConfigError(
             "rollout.num_workers=auto counts what engines reserve, and with cluster.cpus_per_worker=0 and "
             "rollout.num_gpus_per_worker=0 that is nothing. Raise one of them, or name a number of engines."
+        )
+    if config.environment.name is None and any(reward.function == ENVIRONMENT_REWARD for reward in config.rewards):
+        raise ConfigError(
+            "rewards: function: environment is what the environment gives, and there is none. Set environment.name."
         )
     if config.resume == "auto" and config.name is None:
         raise ConfigError(

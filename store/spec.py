@@ -10,6 +10,12 @@ REPORTED_COLUMNS = ("reward", "finish_reason", "token_versions", "behavior_logpr
 """Handed to the train stage where they exist, for the metrics of the step, whatever the loss reads."""
 
 
+def given(flow: Dataflow) -> tuple[str, ...]:
+    """Rewards that an environment gives."""
+    rollouts = flow.of_kind("rollout")
+    return tuple(column.name for stage in rollouts for column in stage.writes if column.name.startswith("reward"))
+
+
 @dataclass(frozen=True)
 class StageSpec:
     """A consumer of rows. It may start on a unit once all its `reads` are there for every row of the unit."""
@@ -52,7 +58,8 @@ class StoreSpec:
                 continue
             reads = flow.reads_of(stage)
             if stage.kind == "train":
-                reported = (name for name in REPORTED_COLUMNS if name in columns)
+                rewards = (column.name for stage in flow.stages if stage.kind == "reward" for column in stage.writes)
+                reported = (name for name in (*REPORTED_COLUMNS, *rewards, *given(flow)) if name in columns)
                 reads = tuple(dict.fromkeys((*flow.batch_reads(), *reported)))
             writes = tuple(column.name for column in stage.writes)
             stages.append(StageSpec(stage.name, stage.unit, reads, writes, stage.takes_groups))

@@ -82,7 +82,7 @@ def _texts(flow: Dataflow, stage: Stage) -> tuple[str, str]:
         "rollout": f"{stage.model}, {flow.samples_per_prompt} {of_what}",
         "greedy_rollout": f"{stage.model}, one at temperature 0",
         "filter": f"drops as {stage.reason}",
-        "reward": name or "reward.function",
+        "reward": name or (stage.rewarded.function if stage.rewarded is not None else "reward.function"),
         "logprobs": f"log-probabilities of {stage.model}",
         "compute": "" if name == stage.name else name,
         "scores": f"scores of {stage.model}",

@@ -25,7 +25,7 @@ def in_environment(flow: Dataflow) -> Dataflow:
             "environment.name is set, and the algorithm compares with a greedy response to each prompt, which an "
             "environment has none of. Take another algorithm, such as grpo or rloo."
         )
-    rewards = [stage for stage in flow.of_kind("reward") if stage.function is None]
+    rewards = [stage for stage in flow.of_kind("reward") if stage.function is None and stage.rewarded is None]
     if len(rewards) > 1:
         names = ", ".join(stage.name for stage in rewards)
         raise DataflowError(f"environment.name is set: it gives one reward, and stages {names} each ask for it.")

@@ -34,6 +34,8 @@ class Stage:
     """filter: what its dropped rows are counted under."""
     state: Any = None
     """compute per batch: what the function is given as `state` at the first step; None for a function without."""
+    rewarded: Any = None
+    """reward: which of several it is (`WeightedRewardConfig`); None for the one that `reward.function` names."""
     in_environment: bool = False
     """rollout: an environment has the policy sample, in any number of turns (`environment.py`)."""
 

@@ -250,6 +250,8 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
         (config.data, "path"), (config.evaluation, "path"), (config.environment, "name"),
     ):  # fmt: skip
         setattr(section, key, _of_code(getattr(section, key), absolute))
+    for reward in config.rewards:
+        reward.function = str(_of_code(reward.function, absolute))
     options = config.environment.options
     options |= {key: _of_code(value, absolute) for key, value in options.items() if isinstance(value, str)}
 

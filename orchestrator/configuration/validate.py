@@ -16,6 +16,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.describe import draw
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import PenstockError
+from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.conf.transports import choose_transport, shares_gpus
 from penstock.orchestrator.cluster import check_resources
@@ -138,10 +139,11 @@ def _states(states: dict[str, Any]) -> str:
 
 
 def _reward(config: RunConfig) -> str:
-    RewardSpec.of(config.reward.function, config.reward.options, tuple(config.imports)).check()
-    return (
-        f"{config.reward.function}, {config.reward.num_processes} process(es), {config.reward.timeout_s:g} s a sample"
-    )
+    named = [(one.function, one.options) for one in config.rewards if one.function != ENVIRONMENT_REWARD]
+    for function, options in named if config.rewards else [(config.reward.function, config.reward.options)]:
+        RewardSpec.of(function, options, tuple(config.imports)).check()
+    what = " + ".join(f"{one.weight:g} · {one.title}" for one in config.rewards) or config.reward.function
+    return f"{what}, {config.reward.num_processes} process(es), {config.reward.timeout_s:g} s a sample"
 
 
 def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:

@@ -17,6 +17,7 @@ from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.reservation import Reservation
 from penstock.orchestrator.placement.threads import threads_of
+from penstock.store.spec import given
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.compute.actor import Compute
 from penstock.workers.prompts.actor import Prompts
@@ -77,8 +78,10 @@ class ActorMaker:
             self._files.provide(self._resumed.trainer, {node})
 
     def _bring_code(self, nodes: Collection[str]) -> None:
-        named = [_file_of(self._config.reward.function), _file_of(self._config.environment.name or "")]
-        for file in filter(None, [*self._config.imports, *named]):
+        named = [self._config.reward.function, self._config.environment.name or ""]
+        named += [reward.function for reward in self._config.rewards]
+        named += [value for value in self._config.environment.options.values() if _is_code(value)]
+        for file in filter(None, [*self._config.imports, *map(_file_of, named)]):
             self._files.provide(file, nodes, is_code=True)
 
     def local(self, name: str, path: str) -> str:
@@ -123,27 +126,34 @@ class ActorMaker:
             pulls=not self._flow.has_environment,
         )  # fmt: skip
 
+    def _code_of(self, actor: ActorPlan, function: str) -> str:
+        """`file.py:function` where the actor finds it; another name as it is."""
+        file = _file_of(function)
+        return function.replace(file, self.local(actor.name, file)) if file else function
+
     def _environment_spec(self, actor: ActorPlan) -> EnvironmentSpec:
         config, environment = self._config, self._config.environment
         imports = tuple(self.local(actor.name, file) for file in config.imports)
-        if file := _file_of(environment.name or ""):
-            environment = replace(environment, name=str(environment.name).replace(file, self.local(actor.name, file)))
+        named = {key: self._code_of(actor, value) for key, value in environment.options.items() if _is_code(value)}
+        options = environment.options | named
+        environment = replace(environment, name=self._code_of(actor, str(environment.name)), options=options)
         writes = tuple(column.name for column in self._flow.stage(str(actor.stage)).writes)
         return EnvironmentSpec(
             actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
-            self._flow.samples_per_prompt, writes, imports,
+            self._flow.samples_per_prompt, writes, given(self._flow)[0], imports,
             sum(other.role == "environment" for other in self._plan),
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
         imports = tuple(self.local(actor.name, file) for file in self._config.imports)
         config = self._config.reward
-        if file := _file_of(config.function):
-            local = config.function.replace(file, self.local(actor.name, file))
-            config = replace(config, function=local)
+        config = replace(config, function=self._code_of(actor, config.function))
         if not self._flow.of_kind("reward"):
             return RewardPlan(actor.name, config, imports)
         stage = self._flow.stage(str(actor.stage))
+        if stage.rewarded is not None:
+            config = replace(config, function=self._code_of(actor, stage.rewarded.function))
+            config = replace(config, options=stage.rewarded.options)
         return RewardPlan(actor.name, config, imports, stage.function, stage.name, stage.writes[0].name, stage.reads[1])
 
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
@@ -206,6 +216,10 @@ def is_exact(config: RunConfig, flow: Dataflow) -> bool:
 def cores_here() -> int:
     """Of the driver's machine, that this process may use."""
     return len(os.sched_getaffinity(0))
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, str) and bool(_file_of(value))
 
 
 def _file_of(function: str) -> str:

@@ -18,6 +18,9 @@ PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
 """What `timing_s/` and the report's plot of time know, besides `step`."""
 
 
+REWARDS = "rewards_N"
+
+
 class StepArrays(TrainedRows):
     """What the metrics need of each trained row, over all trainer ranks."""
 
@@ -37,7 +40,11 @@ class StepArrays(TrainedRows):
     @classmethod
     def concat(cls, parts: "Sequence[StepArrays]") -> "StepArrays":
         """All ranks' shares as one."""
-        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
+        arrays = [field.name for field in fields(cls) if field.name != REWARDS]
+        joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays}
+        names = dict.fromkeys(name for part in parts for name in part.rewards_N)
+        rewards = {name: np.concatenate([part.rewards_N[name] for part in parts]) for name in names}
+        return cls(**joined, rewards_N=rewards)
 
 
 @dataclass(frozen=True)
@@ -95,7 +102,7 @@ def reward_metrics(arrays: StepArrays) -> dict[str, float]:
         "reward/std": float(reward_N.std()),
         "reward/min": float(reward_N.min()),
         "reward/max": float(reward_N.max()),
-    }
+    } | {f"reward/{name}": float(values.mean()) for name, values in arrays.rewards_N.items() if len(values)}
 
 
 def length_metrics(arrays: StepArrays, generated_length_mean: float | None = None) -> dict[str, float]:

@@ -50,6 +50,8 @@ class EnvironmentSpec:
     group_size: int
     writes: tuple[str, ...]
     """Columns of the stage."""
+    reward_column: str = "reward"
+    """What the environment's reward is called."""
     imports: tuple[str, ...] = ()
     num_peers: int = 1
     """Environment actors, itself included."""
@@ -88,7 +90,7 @@ class Environments:
         self._worker = EnvironmentWorker(
             self._runner, Sampling.of(sampling), spec.name, spec.seed if sampling.seeded else None,
             num_attempts=spec.group_size, max_attempts=config.max_attempts, num_workers=spec.num_peers,
-            writes=spec.writes,
+            writes=spec.writes, reward_column=spec.reward_column,
             errors=ErrorShare(config.max_error_share, ERROR_WINDOW, "attempts", "environment"),
         )  # fmt: skip
         self._phases.enter(SERVING)

@@ -38,11 +38,12 @@ class EnvironmentWorker:
         errors: ErrorShare,
         num_workers: int = 1,
         writes: Sequence[str] | None = None,
+        reward_column: str = "reward",
     ) -> None:
         """`seed`: of the run, None for unseeded sampling. `num_attempts`: in a group. `max_attempts`: side by side.
         `writes`: columns of the stage; None: all that a trajectory has."""
         self._runner, self._sampling, self._seed = runner, sampling, seed
-        self._errors, self._writes = errors, writes
+        self._errors, self._writes, self._reward_column = errors, writes, reward_column
         self._loop = GroupLoop(
             STAGE, name, self._roll,
             max_groups=max(1, max_attempts // num_attempts), num_workers=num_workers, hears_answers=True,
@@ -66,7 +67,7 @@ class EnvironmentWorker:
         try:
             await self._drop(store, lease, rows, attempts)
             if kept:
-                columns = row_columns([attempts[position] for position in kept])
+                columns = row_columns([attempts[position] for position in kept], self._reward_column)
                 if self._writes is not None:
                     columns = {name: values for name, values in columns.items() if name in self._writes}
                 await store.write(lease, rows.row_ids[kept], columns)

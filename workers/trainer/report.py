@@ -4,13 +4,16 @@ metrics are made of it (`orchestrator/reporting/metrics.py`).
 Legend: _N rows (samples) of this rank.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
 from penstock.workers.trainer.update.sequences import context_column
+
+REWARD_PREFIX = "reward_"
+"""Of the columns of several rewards (`algorithms/graph/rewards.py`)."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,8 @@ class TrainedRows:
     """float64: over the row's tokens."""
     turns_N: np.ndarray
     """int64: how often the policy spoke; 1 without an environment."""
+    rewards_N: dict[str, np.ndarray] = field(default_factory=dict)
+    """float64: each of several rewards, by name."""
 
     @classmethod
     def of(cls, rows: Rows, version: int) -> "TrainedRows":
@@ -47,8 +52,10 @@ class TrainedRows:
                     staleness = version - versions.astype(np.int64)
                     oldest_N[index], sum_N[index] = staleness.max(), staleness.sum()
         turns_N = rows.lengths("turn_tokens") if "turn_tokens" in rows else np.ones(count, np.int64)
+        names = [name for name in rows.names if name.startswith(REWARD_PREFIX)]
+        rewards_N = {name.removeprefix(REWARD_PREFIX): rows.values(name).astype(np.float64) for name in names}
         num_read_N = rows.lengths(context_column(rows))
-        return cls(reward_N, rows.lengths("response_ids"), num_read_N, clipped_N, oldest_N, sum_N, turns_N)
+        return cls(reward_N, rows.lengths("response_ids"), num_read_N, clipped_N, oldest_N, sum_N, turns_N, rewards_N)
 
 
 @dataclass(frozen=True)

@@ -58,12 +58,12 @@ class Trajectory:
         return replace(self, outcome=outcome)
 
 
-def row_columns(trajectories: Sequence[Trajectory]) -> dict[str, list[Any]]:
+def row_columns(trajectories: Sequence[Trajectory], reward_column: str = "reward") -> dict[str, list[Any]]:
     """The columns that an environment writes, one entry a trajectory; each has a turn. Token columns have one value for
     each sampled token, in the order of segments: what a turn sampled stands in one of them."""
     columns: dict[str, list[Any]] = {}
     for trajectory in trajectories:
-        for name, value in _row(trajectory).items():
+        for name, value in (_row(trajectory) | {reward_column: float(trajectory.reward)}).items():
             columns.setdefault(name, []).append(value)
     return columns
 
@@ -85,7 +85,6 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "turn_rewards": np.asarray([trajectory.turn_rewards.get(turn.id, 0.0) for turn in turns], np.float32),
         "turn_ids": np.asarray([turn.id for turn in turns], np.int32),
         "transcript": as_json(trajectory.said),
-        "reward": float(trajectory.reward),
     }
 
 
