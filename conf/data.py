@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from penstock.conf.checks import at_least, one_of
+from penstock.conf.checks import above, at_least, one_of
 from penstock.conf.errors import ConfigError
 
 ENVIRONMENT = "environment"
@@ -29,6 +29,25 @@ class ColumnsConfig:
 
 
 @dataclass
+class PartConfig:
+    """One of several datasets. What is `null` is as `data` has it."""
+
+    weight: float = 1.0
+    """Its share of the prompts, compared with the other parts' weights."""
+    source: str | None = None
+    path: str | None = None
+    subset: str | None = None
+    split: str | None = None
+    options: dict[str, Any] | None = None
+    size: int | None = None
+    columns: ColumnsConfig | None = None
+    prompt_template: str | None = None
+
+    def __post_init__(self) -> None:
+        above("data.mixture.NAME.weight", self.weight, 0)
+
+
+@dataclass
 class DataConfig:
     source: str = "jsonl"
     """jsonl (one object a line), huggingface (a dataset id), reasoning_gym (procedural tasks with their verifier),
@@ -49,6 +68,9 @@ class DataConfig:
     """Seed of the order, and of the problems that reasoning_gym makes. Held-out problems use another."""
     shuffle: bool = True
     columns: ColumnsConfig = field(default_factory=ColumnsConfig)
+    mixture: dict[str, PartConfig] = field(default_factory=dict)
+    """Several datasets by name, in the place of one: {gsm8k: {path: a.jsonl, weight: 3}, code: {path: b.jsonl}}. Their
+    rows are drawn in these shares. Held-out problems are those of `evaluation`, by the first part's columns."""
     teacher: str | None = None
     """SFT: `file.py:function` or `package.module:function` that writes the demonstration: `(task: dict) -> str`.
     `null`: the dataset's own column, or the answer."""
@@ -65,6 +87,12 @@ class DataConfig:
     too_long: str = "error"
     """error: end with the row's number, before anything starts. skip: leave the row out, counted as
     dropped/prompt_too_long."""
+
+    def part(self, name: str) -> "DataConfig":
+        """One of the mixture, as if it were all the data."""
+        own = self.mixture[name]
+        given = {key: value for key, value in vars(own).items() if key != "weight" and value is not None}
+        return replace(self, mixture={}, **given)
 
     def __post_init__(self) -> None:
         one_of("data.source", self.source, SOURCES)

@@ -238,8 +238,10 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
         candidates = (base / Path(value).expanduser() for base in (Path.cwd(), recipe_directory))
         return next((str(path.resolve()) for path in candidates if path.exists()), value)
 
-    if config.data.source != "reasoning_gym":
-        config.data.path = absolute(config.data.path)
+    parts: list[Any] = [config.data, *config.data.mixture.values()]
+    for data in parts:
+        if (data.source or config.data.source) != "reasoning_gym":
+            data.path = absolute(data.path)
     if config.data.source == "jsonl":
         config.evaluation.path = absolute(config.evaluation.path)
     config.model.path = absolute(config.model.path)
@@ -248,6 +250,7 @@ def _absolute_paths(config: RunConfig, recipe_directory: Path) -> None:
     for section, key in (
         (config.reward, "function"), (config.data, "teacher"), (config.data, "rejected_teacher"),
         (config.data, "path"), (config.evaluation, "path"), (config.environment, "name"),
+        *((part, "path") for part in config.data.mixture.values()),
     ):  # fmt: skip
         setattr(section, key, _of_code(getattr(section, key), absolute))
     for reward in config.rewards:

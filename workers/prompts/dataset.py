@@ -19,6 +19,7 @@ from penstock.workers.prompts.messages import (
     split_response,
     with_template,
 )
+from penstock.workers.prompts.mixture import Mixture
 from penstock.workers.prompts.python_rows import PythonRows
 from penstock.workers.prompts.reasoning_gym import Problems
 from penstock.workers.prompts.task import PromptDataset, Task
@@ -131,6 +132,12 @@ def open_dataset(data: DataConfig, evaluation: EvaluationConfig, *, held_out: bo
 
 
 def _open(data: DataConfig, evaluation: EvaluationConfig, held_out: bool) -> PromptDataset | None:
+    if data.mixture and not held_out:
+        parts = {name: _open(data.part(name), evaluation, held_out=False) for name in data.mixture}
+        weights = {name: part.weight for name, part in data.mixture.items()}
+        return Mixture({name: part for name, part in parts.items() if part is not None}, weights)
+    if data.mixture:
+        data = data.part(next(iter(data.mixture)))
     if not data.path:
         raise DataError(f"data.path=null: data.source={data.source} needs {_PATH_MEANS[data.source]}.")
     if data.source == "reasoning_gym":
