@@ -5,7 +5,7 @@ The loop that calls an engine is `workers/rollout/worker.py`; the one that calls
 `workers/trainer/worker.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -28,6 +28,11 @@ class Sampling:
     ignore_eos: bool = False
     seed: int | None = None
     """Of the request; sample i uses seed + i. None: not reproducible."""
+    structure: Mapping[str, Any] | None = None
+    """What a response must be: {json: a schema}, {json_object: true}, {regex: …}, {choice: […]} or {grammar: …}. Tokens
+    that would break it are left out of the distribution, and so out of their log-probabilities. vLLM alone does it."""
+    priority: int = 0
+    """Of requests that wait for an engine, lower ones are served first."""
 
     @classmethod
     def of(cls, config: SamplingConfig) -> "Sampling":

@@ -8,6 +8,7 @@ The loop is `rollout/groups.py`'s. Run by `actor.py` and, in-process, by tests.
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 from penstock.conf.errors import LeaseExpired
 from penstock.store.client.client import StoreClient
@@ -94,8 +95,10 @@ class EnvironmentWorker:
                 await store.drop(lease, row_ids, reason, detail)
 
     def _samplings(self, group_id: int, count: int) -> list[Sampling]:
-        """Of each attempt: the seeds that the group's responses would have without an environment."""
+        """Of each attempt: the seeds that the group's responses would have without an environment. Groups that were
+        admitted earlier, whose tokens would be too old first, are served first."""
+        sampling = replace(self._sampling, priority=group_id)
         if self._seed is None:
-            return [self._sampling] * count
+            return [sampling] * count
         first = sample_seed(self._seed, group_id)
-        return [self._sampling.seeded(first + index) for index in range(count)]
+        return [sampling.seeded(first + index) for index in range(count)]

@@ -67,6 +67,7 @@ class Rollout:
             transport=spec.transport,
             adapter=spec.adapter,
             phase_timeout_s=spec.phase_timeout_s,
+            by_priority=not spec.pulls,
         )
         self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
         self._serving = Serving(self._serve)

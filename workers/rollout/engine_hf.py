@@ -81,6 +81,8 @@ class HfEngine:
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
         """Raises `DataError` for a prompt that leaves no room for a response, `WorkerDied` once closed."""
+        if sampling.structure:
+            raise DataError("the hf engine samples without structure: set rollout.engine=vllm.")
         executor = self._executor()
         await self._awake.wait()
         call = asyncio.get_running_loop().run_in_executor

@@ -63,14 +63,17 @@ class VllmEngine:
         version: int = 0,
         transport: str = "shm",
         phase_timeout_s: float = WeightsConfig.phase_timeout_s,
+        by_priority: bool = False,
     ) -> None:
         """`version`: of the weights in `model_path`. `num_threads`: CPU threads of the forward pass (CPU build).
-        `transport`: by which weights will come (`conf/weights.py`). `phase_timeout_s`: of a phase of a weight sync."""
+        `transport`: by which weights will come (`conf/weights.py`). `phase_timeout_s`: of a phase of a weight sync.
+        `by_priority`: of requests that wait, those of the lowest `Sampling.priority` are served first."""
         self._config = config
         self._model_path = model_path
         self._num_threads = num_threads
         self._version = version
         self._transport = transport
+        self._by_priority = by_priority
         self._phase_timeout_s = phase_timeout_s
         self._inbox = Inbox(phase_timeout_s)
         self._llm: Any = None
@@ -212,7 +215,8 @@ class VllmEngine:
                 ) from None
 
     def _arguments(self) -> dict[str, Any]:
-        return engine_arguments(self._config, self._model_path, self._transport)
+        arguments = engine_arguments(self._config, self._model_path, self._transport)
+        return {"scheduling_policy": "priority"} | arguments if self._by_priority else arguments
 
     async def _warm_up(self) -> None:
         """The first request with log-probabilities compiles a kernel for seconds, and so does the first seeded one."""
@@ -224,6 +228,7 @@ class VllmEngine:
     # Generation
 
     async def _request(self, prompt_ids: list[int], num_samples: int, sampling: Sampling) -> Any:
+        from vllm.exceptions import VLLMValidationError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         parameters = sampling_params(num_samples, sampling)
@@ -231,11 +236,17 @@ class VllmEngine:
         output = None
         try:
             async for latest in self._llm.generate(
-                {"prompt_token_ids": prompt_ids}, parameters, request_id=request_id, lora_request=self._lora_request()
-            ):
+                {"prompt_token_ids": prompt_ids}, parameters, request_id=request_id,
+                lora_request=self._lora_request(), priority=sampling.priority,
+            ):  # fmt: skip
                 output = latest
         except (EngineDeadError, EngineGenerateError) as error:
             raise self._died(error) from None
+        except (
+            ValueError,
+            VLLMValidationError,
+        ) as error:  # of the request: a schema or a grammar that cannot be followed
+            raise DataError(f"vLLM refuses the request: {error}") from None
         if output is None or any(sample.finish_reason not in ("stop", "length") for sample in output.outputs):
             raise self._died("it ended a request without finishing it")
         return output

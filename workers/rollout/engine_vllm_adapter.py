@@ -45,9 +45,11 @@ class VllmAdapterEngine(VllmEngine):
         num_threads: int,
         version: int = 0,
         phase_timeout_s: float = WeightsConfig.phase_timeout_s,
+        by_priority: bool = False,
     ) -> None:
         """`adapter`: the trainer's. The others are `VllmEngine`'s."""
-        super().__init__(config, model_path, num_threads=num_threads, version=version, phase_timeout_s=phase_timeout_s)
+        options: dict[str, Any] = {"version": version, "phase_timeout_s": phase_timeout_s, "by_priority": by_priority}
+        super().__init__(config, model_path, num_threads=num_threads, **options)
         self._adapter = adapter
         self._folder = AdapterFolder(adapter)
         self._layers: dict[str, tuple[int, int]] = {}

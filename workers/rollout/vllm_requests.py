@@ -3,16 +3,23 @@
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.conf.errors import DataError
 from penstock.workers.protocols import Completion, Sampled, Sampling
 from penstock.workers.weights.publication.reading import MappedWeights
 from penstock.workers.weights.transport import Info
 
 
 def sampling_params(num_samples: int, sampling: Sampling) -> Any:
-    """Without stop strings the text is decoded once at the end (`completion_of`), not token by token."""
+    """Without stop strings the text is decoded once at the end (`completion_of`), not token by token. Raises
+    `DataError` for a structure that vLLM does not know."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+    try:
+        structure = StructuredOutputsParams(**sampling.structure) if sampling.structure else None
+    except (TypeError, ValueError, VLLMValidationError) as error:
+        raise DataError(f"structure={sampling.structure!r:.200}: {error}") from None
     return SamplingParams(
         n=num_samples,
         temperature=sampling.temperature,
@@ -23,6 +30,7 @@ def sampling_params(num_samples: int, sampling: Sampling) -> Any:
         stop=list(sampling.stop) or None,
         ignore_eos=sampling.ignore_eos,
         seed=sampling.seed,
+        structured_outputs=structure,
         logprobs=0,
         flat_logprobs=True,
         detokenize=bool(sampling.stop),

@@ -1,9 +1,11 @@
 """What the vLLM engine does when a load or its process fails: it resumes, or says that it is broken."""
 
 import asyncio
+import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,18 @@ import psutil
 import pytest
 import torch
 
-from penstock.conf.errors import ConfigError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
+from penstock.conf.errors import (
+    ConfigError,
+    DataError,
+    DeadlineExceeded,
+    PenstockError,
+    ResourceError,
+    WeightError,
+    WorkerDied,
+)
+from penstock.conf.model import FreshModelConfig
 from penstock.conf.rollout import RolloutConfig
+from penstock.workers.models.fresh import build_fresh_model
 from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.vllm_setup import engine_arguments
@@ -181,3 +193,35 @@ def test_options_of_ones_own_reach_vllm_and_unknown_ones_are_told_with_what_is_n
     assert arguments["dtype"] == "float32"
     with pytest.raises(ConfigError, match=r"engine_options.enable_prefix_cache: .* Near it: .*enable_prefix_caching"):
         engine_arguments(RolloutConfig(engine_options={"enable_prefix_cache": False}), "a-model")
+
+
+def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None:
+    fresh = FreshModelConfig(num_layers=1, hidden_size=64, intermediate_size=64, num_heads=2, num_kv_heads=1)
+    build_fresh_model(tmp_path, fresh, seed=0)
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    asked: list[dict[str, Any]] = [{"regex": "[a-c]{3}"}, {"choice": ["yes", "no"]}, {"json": schema}]
+
+    async def scenario() -> tuple[list[Any], list[str]]:
+        engine = VllmEngine(
+            RolloutConfig(kv_cache_gib=0.1, max_model_len=128), str(tmp_path), num_threads=1, by_priority=True
+        )
+        await engine.start()
+        try:
+            sampling = Sampling(max_tokens=100, seed=1, priority=3)
+            found = [await engine.generate([5, 6], 1, replace(sampling, structure=one)) for one in asked]
+            refused = []
+            for wrong in ({"nonsense": 1}, {"regex": "(("}):
+                with pytest.raises(DataError) as error:
+                    await engine.generate([5, 6], 1, replace(sampling, structure=wrong))
+                refused.append(str(error.value))
+            return [completion for (completion,) in found], refused
+        finally:
+            await engine.close()
+
+    (letters, choice, value), refused = asyncio.run(scenario())
+    assert re.fullmatch("[a-c]{3}", letters.text)
+    assert choice.text in ("yes", "no")
+    assert isinstance(json.loads(value.text)["a"], bool)
+    assert letters.logprobs[-1] == pytest.approx(0.0, abs=1e-6)  # nothing but the end was possible
+    assert "nonsense" in refused[0]
+    assert "vLLM refuses the request" in refused[1]
