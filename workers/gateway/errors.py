@@ -1,14 +1,20 @@
 """Why an attempt gets no more turns."""
 
+from typing import Any
+
 from penstock.conf.errors import PenstockError
 
 
 class LimitReached(PenstockError):
-    """The attempt is truncated. `limit`: turns, tokens, context or time."""
+    """The attempt is truncated, unless it goes on with a shorter conversation. `limit`: turns, tokens, context or
+    time."""
 
     def __init__(self, limit: str, text: str) -> None:
         super().__init__(text)
         self.limit = limit
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LimitReached, (self.limit, str(self))
 
 
 class Rejected(PenstockError):
@@ -17,6 +23,9 @@ class Rejected(PenstockError):
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(detail or reason)
         self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Rejected, (self.reason, str(self))
 
 
 class AttemptOver(PenstockError):

@@ -5,18 +5,21 @@ who speaks, what is said, which tools are called. What harnesses add for themsel
 cache marks, how arguments are spaced) makes no difference.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from penstock.workers.gateway.formats.format import Message, Tools
 
-Key = str
+Key = bytes
+"""A digest: a session keeps two for each of its turns, and conversations are long."""
 
 
 def history_key(messages: Sequence[Message], tools: Tools) -> Key:
     """Equal for conversations that are the same."""
-    return json.dumps([[_canonical(message) for message in messages], [_tool(tool) for tool in tools]], sort_keys=True)
+    said = [[_canonical(message) for message in messages], [_tool(tool) for tool in tools]]
+    return hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=16).digest()
 
 
 def text_of(content: Any) -> str:
@@ -40,8 +43,8 @@ def _called(call: Mapping[str, Any]) -> list[Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
-        except ValueError:
+            arguments = json.loads(arguments) if arguments.strip() else {}
+        except (ValueError, RecursionError):
             return [function.get("name"), arguments]
     return [function.get("name"), arguments]
 

@@ -11,7 +11,7 @@ import asyncio
 import hashlib
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +29,7 @@ class TurnLimits:
 
     max_turns: int = 32
     max_tokens: int = 8192
-    """Sampled ones."""
+    """Sampled ones. Turns that are sampled side by side do not see each other's, and may go beyond it together."""
     max_model_len: int = 1024
     """Prompt and response of a turn."""
 
@@ -68,8 +68,9 @@ class Session:
         self._answered: dict[Key, _Answered] = {}
         self._by_request: dict[Key, Turn] = {}
         self._turns: dict[int, Turn] = {}
-        self._num_asked = self._num_aside = 0
+        self._num_asked = self._num_aside = self._num_under_way = 0
         self._over: Exception | None = None
+        self._too_long: LimitReached | None = None
         self._in_flight: set[asyncio.Task[Any]] = set()
         self.last_messages: Sequence[Message] = ()
         """The conversation with its newest answer."""
@@ -102,35 +103,29 @@ class Session:
         time, and gets the answer that it missed, if there is one. Raises `LimitReached`, `AttemptOver`, `DataError`,
         `DeadlineExceeded`.
         """
-        self._check_open()
-        self.active_since = time.monotonic()
-        request = history_key(messages, tools)
+        request = history_key(messages, tools) + repr(sorted(options.items())).encode()
         if is_retry and request in self._by_request:
             self._counts["retries_answered"] += 1
             return self._by_request[request]
+        self._check_open()
+        self.active_since = time.monotonic()
         if not train:
             return await self._aside(messages, tools, options)
-        if self._num_asked >= self._limits.max_turns:
+        if len(self._turns) + self._num_under_way >= self._limits.max_turns:
             raise self._truncated(
                 "turns", f"the attempt has had {self._limits.max_turns} turns (environment.max_turns)"
             )
         number = self._num_asked
-        self._num_asked += 1
         parent, before, prompt_ids = self._prompt(messages, tools)
         sampling = self._within_limits(self._asked(options, turn_seed(self._sampling.seed, number)), len(prompt_ids))
-        task = asyncio.ensure_future(self._turn(number, parent, prompt_ids, sampling, tools, options))
-        self._in_flight.add(task)
+        self._num_asked += 1
+        self._num_under_way += 1
         try:
-            turn = await task
-        except asyncio.CancelledError:
-            if self._over is not None:
-                raise AttemptOver(str(self._over)) from None
-            self._counts["turns_abandoned"] += 1
-            raise
+            turn = await self._until_over(self._turn(number, parent, prompt_ids, sampling, tools, options))
         finally:
-            self._in_flight.discard(task)
-            task.cancel()
+            self._num_under_way -= 1
         self._turns[number] = turn
+        self._too_long = None
         self._by_request[request] = turn
         self.last_messages = [*before, turn.message]
         self._answered[history_key(self.last_messages, tools)] = _Answered(turn, before)
@@ -151,8 +146,23 @@ class Session:
 
     @property
     def limit(self) -> str:
-        """That was reached; empty if none was."""
-        return self._over.limit if isinstance(self._over, LimitReached) else ""
+        """That was reached; empty if none was, or if the attempt went on with a shorter conversation."""
+        over = self._over or self._too_long
+        return over.limit if isinstance(over, LimitReached) else ""
+
+    async def _until_over(self, turn: Coroutine[Any, Any, Turn]) -> Turn:
+        task = asyncio.ensure_future(turn)
+        self._in_flight.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._over is not None and not _is_cancelled():
+                raise AttemptOver(str(self._over)) from None
+            self._counts["turns_abandoned"] += 1
+            raise
+        finally:
+            self._in_flight.discard(task)
+            task.cancel()
 
     async def _turn(
         self,
@@ -168,10 +178,12 @@ class Session:
         self._counts["turns"] += 1
         self._counts["calls"] += len(read.calls)
         self._counts["calls_unreadable"] += bool(read.problem)
+        stops = sampling.stop if completion.finish_reason == "stop" else ()
+        message, stopped_by = _without_stop(read.message, stops)
         return Turn(
-            number, parent.id if parent is not None else None, read.message, read.calls, list(prompt_ids),
+            number, parent.id if parent is not None else None, message, read.calls, list(prompt_ids),
             completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason, completion.text,
-            read.problem, dict(options),
+            read.problem, dict(options), stopped_by,
         )  # fmt: skip
 
     async def _aside(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Turn:
@@ -180,13 +192,13 @@ class Session:
         sampling = self._asked(options, turn_seed(self._sampling.seed, -self._num_aside))
         room = self._limits.max_model_len - len(prompt_ids)
         if room < 1:
-            raise self._truncated("context", f"a conversation of {len(prompt_ids)} tokens leaves no room for an answer")
+            raise self._full(len(prompt_ids))
         sampling = replace(sampling, max_tokens=min(sampling.max_tokens, room))
-        return await self._turn(-self._num_aside, None, prompt_ids, sampling, tools, options)
+        return await self._until_over(self._turn(-self._num_aside, None, prompt_ids, sampling, tools, options))
 
     def _prompt(self, messages: Sequence[Message], tools: Tools) -> tuple[Turn | None, list[Message], list[int]]:
         """The turn that a conversation goes on with, the conversation in our own words, and its tokens."""
-        for end in range(len(messages) - 1, 0, -1):
+        for end in range(len(messages), 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
             answered = self._answered.get(history_key(messages[:end], tools))
@@ -215,17 +227,22 @@ class Session:
     def _within_limits(self, sampling: Sampling, num_prompt: int) -> Sampling:
         room = self._limits.max_model_len - num_prompt
         if room < 1:
-            raise self._truncated(
-                "context",
-                f"the conversation has {num_prompt} tokens, which leave no room for an answer in "
-                f"rollout.max_model_len={self._limits.max_model_len}",
-            )
+            raise self._full(num_prompt)
         left = self._limits.max_tokens - self.num_sampled
         if left < 1:
             raise self._truncated(
                 "tokens", f"the attempt has sampled {self._limits.max_tokens} tokens (environment.max_tokens)"
             )
         return replace(sampling, max_tokens=min(sampling.max_tokens, room, left))
+
+    def _full(self, num_prompt: int) -> LimitReached:
+        """The attempt need not end: who keeps its history may make it shorter."""
+        self._too_long = LimitReached(
+            "context",
+            f"the conversation has {num_prompt} tokens, which leave no room for an answer in "
+            f"rollout.max_model_len={self._limits.max_model_len}",
+        )
+        return self._too_long
 
     def _truncated(self, limit: str, text: str) -> LimitReached:
         self._over = self._over or LimitReached(limit, text)
@@ -236,3 +253,20 @@ class Session:
             raise LimitReached(self._over.limit, str(self._over))
         if self._over is not None:
             raise AttemptOver(str(self._over))
+
+
+def _is_cancelled() -> bool:
+    """Whoever asked for the turn is, and not only its sampling."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def _without_stop(message: Message, stops: Sequence[str]) -> tuple[Message, str]:
+    """What was said before a stop string, and which one it was."""
+    for name in ("reasoning_content", "content"):
+        text = message.get(name) or ""
+        found = [(text.index(stop), stop) for stop in stops if stop in text]
+        if found:
+            start, stop = min(found)
+            return {**message, name: text[:start]}, stop
+    return message, ""

@@ -42,3 +42,5 @@ class Turn:
     """Why calls in the text could not be read; empty if they could, or there were none."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What the request asked for beyond the run's sampling."""
+    stopped_by: str = ""
+    """The stop string that ended it, which its message is without; empty if none did."""
