@@ -15,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from penstock.conf.errors import ModelError
+from jinja2 import TemplateError
+
+from penstock.conf.errors import DataError, ModelError
 from penstock.workers.gateway.formats.format import Message, Read, Tools
 from penstock.workers.gateway.formats.thinking import split_thinking
 from penstock.workers.gateway.formats.tool_calls import READERS
@@ -90,13 +92,17 @@ class TemplateFormat:
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, to_speak: bool = False) -> str:
         described = [dict(tool) for tool in tools] or None
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tools=described, tokenize=False, add_generation_prompt=to_speak
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tools=described, tokenize=False, add_generation_prompt=to_speak
+            )
+        except (TemplateError, TypeError) as error:
+            raise DataError(f"the model's chat template does not take this conversation: {error}.") from error
         return str(text)
 
     def _encode(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        whole = text.encode("utf-8", "replace").decode()  # half of a sign of two, which a harness has cut
+        return list(self._tokenizer(whole, add_special_tokens=False)["input_ids"])
 
 
 def as_message(call: ToolCall) -> Mapping[str, Any]:

@@ -10,6 +10,7 @@ A call that cannot be read, or of a tool that is not there, is a problem in a se
 
 import ast
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,8 @@ Reader = Callable[[str, Tools], Found]
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
+MAX_NESTING = 64
+"""Of arguments. What holds more than Python's stack does would fail whoever writes them down again."""
 
 
 class _Unreadable(Exception):
@@ -30,14 +33,14 @@ class _Unreadable(Exception):
 
 
 def hermes(text: str, tools: Tools) -> Found:
-    return _found(_HERMES.sub("", text).strip(), [_of_json(body) for body in _HERMES.findall(text)], tools)
+    return _found(_HERMES.sub("", text).strip(), [_loaded(body) for body in _HERMES.findall(text)], tools, text)
 
 
 def llama3_json(text: str, tools: Tools) -> Found:
     bare = text.removeprefix("<|python_tag|>").strip()
     if not bare.startswith("{"):
         return text, [], ""
-    return _found("", [_of_json(part) for part in bare.split(";\n")], tools, text)
+    return _found("", [_loaded(part) for part in bare.split(";\n")], tools, text)
 
 
 def mistral(text: str, tools: Tools) -> Found:
@@ -45,7 +48,7 @@ def mistral(text: str, tools: Tools) -> Found:
     if not mark:
         return text, [], ""
     try:
-        values = json.loads(body)
+        values = _of_json(body)
     except ValueError as error:
         return text, [], _not_json(error)
     return _found(said.strip(), values if isinstance(values, list) else [values], tools, text)
@@ -59,7 +62,7 @@ def pythonic(text: str, tools: Tools) -> Found:
         tree = ast.parse(bare, mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else []
         return _found("", [_of_python(node, tools) for node in nodes], tools, text)
-    except (SyntaxError, ValueError, _Unreadable) as error:
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, _Unreadable) as error:
         return text, [], f"The call is no Python: {error}."
 
 
@@ -98,15 +101,33 @@ def _call(value: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
     return value["name"], dict(arguments)
 
 
-def _of_json(body: str) -> Any:
-    return _loaded(body)
-
-
 def _loaded(text: str) -> Any:
     try:
-        return json.loads(text, strict=False)
+        return _of_json(text)
     except ValueError as error:
         return _Unreadable(_not_json(error))
+
+
+def _of_json(text: str) -> Any:
+    """Python's own reader takes NaN, and as many brackets as its stack holds: others then fail over them."""
+    try:
+        value = json.loads(text, strict=False, parse_constant=_number, parse_float=_number)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    level = [value]
+    for _ in range(MAX_NESTING):
+        inner = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)]
+        level = [one for values in inner for one in values]
+    if level:
+        raise ValueError("it is nested too deeply")
+    return value
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no number of JSON")
+    return value
 
 
 def _not_json(error: ValueError) -> str:
@@ -121,7 +142,7 @@ def _of_python(node: ast.expr, tools: Tools) -> dict[str, Any]:
         raise _Unreadable(f"{node.func.id} takes {len(parameters)} argument(s), and got {len(node.args)}")
     arguments = {name: ast.literal_eval(value) for name, value in zip(parameters, node.args, strict=False)}
     named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return {"name": node.func.id, "arguments": arguments | named}
+    return {"name": node.func.id, "arguments": _of_json(json.dumps(arguments | named))}
 
 
 def _names(tools: Tools) -> list[str]:

@@ -1,0 +1,97 @@
+"""Tool calls as models write them."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.workers.gateway.formats.tool_calls import MAX_NESTING, READERS, hermes, llama3_json, mistral, pythonic
+from tests.workers.gateway.chat_models import ADD
+
+TOOLS = [ADD]
+CALL = [("add", {"a": 1, "b": 2})]
+
+
+def test_each_way_of_writing_a_call_is_read() -> None:
+    body = '{"name": "add", "arguments": {"a": 1, "b": 2}}'
+    assert hermes(f"So.\n<tool_call>\n{body}\n</tool_call>", TOOLS) == ("So.", CALL, "")
+    assert hermes(f"<tool_call>{body}", TOOLS) == ("", CALL, "")  # cut off, but whole
+    assert llama3_json('{"name": "add", "parameters": {"a": 1, "b": 2}}', TOOLS) == ("", CALL, "")
+    assert llama3_json(f"<|python_tag|>{body};\n{body}", TOOLS) == ("", CALL * 2, "")
+    assert mistral(f"So. [TOOL_CALLS][{body}]", TOOLS) == ("So.", CALL, "")
+    assert mistral(f"[TOOL_CALLS]{body}", TOOLS) == ("", CALL, "")
+    assert pythonic("[add(a=1, b=2), add(1, b=2)]", TOOLS) == ("", CALL * 2, "")
+    assert READERS["none"](body, TOOLS) == (body, [], "")
+
+
+def test_arguments_may_be_json_text() -> None:
+    assert hermes('<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": 2}"}</tool_call>', TOOLS)[1] == CALL
+
+
+@pytest.mark.parametrize("reader", ["hermes", "llama3_json", "mistral", "pythonic"])
+@pytest.mark.parametrize("text", ["Plain words.", "", "2 + 2 = 4", "[1, 2]", "a {b} c"])
+def test_words_are_no_calls(reader: str, text: str) -> None:
+    assert READERS[reader](text, TOOLS) == (text, [], "")
+
+
+@pytest.mark.parametrize(
+    ("reader", "text", "problem"),
+    [
+        ("hermes", "<tool_call>{a: 1}</tool_call>", "The call is no JSON"),
+        ("hermes", "<tool_call>{}</tool_call>", 'A call is an object with "name" and "arguments".'),
+        ("hermes", "<tool_call>[]</tool_call>", 'A call is an object with "name" and "arguments".'),
+        ("hermes", '<tool_call>{"name": "sub"}</tool_call>', "There is no tool 'sub'. There are: add."),
+        ("hermes", '<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "The arguments of add are no object."),
+        ("hermes", '<tool_call>{"name": "add", "arguments": "{"}</tool_call>', "The call is no JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": NaN}}</tool_call>', "NaN is no number of JSON"),
+        ("hermes", '<tool_call>{"name": "add", "arguments": {"a": 1e999}}</tool_call>', "1e999 is no number of JSON"),
+        ("hermes", "<tool_call>" + "[" * 100_000, "nested too deeply"),
+        ("hermes", "<tool_call>" + "[" * (MAX_NESTING + 1) + "]" * (MAX_NESTING + 1), "nested too deeply"),
+        ("llama3_json", '{"name": "add", "parameters": 1}', "The arguments of add are no object."),
+        ("mistral", "[TOOL_CALLS][{", "The call is no JSON"),
+        ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "nested too deeply"),
+        ("pythonic", "[add(1, 2, 3)]", "add takes 2 argument(s), and got 3"),
+        ("pythonic", "[add(a=b)]", "The call is no Python"),
+        ("pythonic", "[add(a={[]})]", "The call is no Python"),
+        ("pythonic", "[add(a={1})]", "The call is no Python"),
+        ("pythonic", "[add(a=1e999)]", "The call is no Python"),
+        ("pythonic", "[add(" + "(" * 50_000 + ")]", "The call is no Python"),
+        ("pythonic", "[add(" + "-" * 50_000 + "1)]", "The call is no Python"),
+        ("pythonic", "[sub(a=1)]", "There is no tool 'sub'"),
+    ],
+)
+def test_what_cannot_be_read_stays_text_and_is_said_in_a_sentence(reader: str, text: str, problem: str) -> None:
+    said, calls, found = READERS[reader](text, TOOLS)
+    assert (said, calls) == (text, [])
+    assert problem in found
+
+
+def test_one_call_that_cannot_be_read_spoils_the_others() -> None:
+    text = '<tool_call>{"name": "add"}</tool_call><tool_call>{</tool_call>'
+    said, calls, problem = hermes(text, TOOLS)
+    assert (said, calls) == (text, [])
+    assert problem
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**6), 10**6) | st.text(max_size=6),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@given(st.dictionaries(st.text(max_size=4), VALUES, max_size=3))
+def test_arguments_come_back_as_they_were_written(arguments: dict[str, Any]) -> None:
+    body = json.dumps({"name": "add", "arguments": arguments}, ensure_ascii=True)
+    assert hermes(f"<tool_call>\n{body}\n</tool_call>", TOOLS)[1] == [("add", arguments)] or "tool_call>" in body
+    assert mistral(f"[TOOL_CALLS][{body}]", TOOLS)[1] == [("add", arguments)]
+
+
+@given(st.text(alphabet='<>{}[]()",:=ad1 \n/tool_call', max_size=60))
+def test_no_text_makes_a_reader_raise(text: str) -> None:
+    for reader in READERS.values():
+        for prefix in ("", "<tool_call>", "[TOOL_CALLS]", "[add(", "{"):
+            reader(prefix + text, TOOLS)
+            reader(prefix + text + ")]", TOOLS)
