@@ -1,25 +1,237 @@
-"""The server by which agents reach the policy, on the event loop of an environment actor."""
+"""The server by which agents reach the policy, on the event loop of an environment actor.
+
+    POST /v1/chat/completions, /v1/responses    OpenAI's clients, whose base URL ends in /v1
+    POST /v1/messages                           Anthropic's, whose base URL does not
+    GET  /v1/models
+
+One key is one attempt. What comes of the ways in which clients and connections fail:
+
+- A client asks again (`x-stainless-retry-count`): it gets the turn that was sampled for the same conversation, if one
+  was; nothing is sampled twice. If the first request is still under way when its connection goes, that turn is given
+  up, and the second request is sampled.
+- Requests side by side are turns of their own, whether they go on with one history or with several.
+- A client that hangs up before its answer is written, sampled or not, never had it: the turn is in no history, and is
+  not trained.
+- A request after the attempt has ended: 401, as nobody has its key any more.
+- Other errors: see `errors.py`.
+
+A streamed answer is sent when its turn is complete, in a few events. Until then nothing is, so that errors have their
+status; after some seconds the stream begins with signs of life, and an error is an event in it.
+"""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from aiohttp import web
 
 from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.errors import AttemptOver
+from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.http.asked import Asked
+from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, failure_of
+from penstock.workers.gateway.http.fields import parsed
+from penstock.workers.gateway.http.protocols import PROTOCOLS, Protocol, error_shape, models
+from penstock.workers.gateway.http.sse import Event
+from penstock.workers.gateway.session import Session
+from penstock.workers.trajectory.turn import Turn
+
+MAX_BODY_BYTES = 32 * 2**20
+WAITING_S = 10.0
+"""Between signs of life in a stream whose turn is being sampled."""
+SHUTDOWN_S = 1.0
+"""For answers that are being written when the server stops."""
+BACKLOG = 1024
+"""Connections that wait to be taken: attempts may all begin at once."""
+RETRIES = "x-stainless-retry-count"
+
+
+@dataclass
+class _Visit:
+    """Of one attempt."""
+
+    tag: str
+    """Part of the ids of its answers."""
+    delivered: set[int] = field(default_factory=set)
+    """Turns that were written to a client."""
+    responses: dict[str, Sequence[Message]] = field(default_factory=dict)
+    """Conversations that later requests may refer to."""
 
 
 class HttpServer:
     """Lifecycle: `start`, `stop`."""
 
-    def __init__(self, door: Door) -> None:
-        self._door = door
+    def __init__(self, door: Door, *, waiting_s: float = WAITING_S, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._door, self._waiting_s = door, waiting_s
+        self._visits: WeakKeyDictionary[Session, _Visit] = WeakKeyDictionary()
+        self._app = web.Application(client_max_size=max_body_bytes, middlewares=[_failures_told])
+        for path in PROTOCOLS:
+            self._app.router.add_post(path, self._answer)
+        self._app.router.add_get("/v1/models", self._models)
         self._runner: web.AppRunner | None = None
 
     async def start(self, host: str, port: int) -> str:
         """The address that clients are given, such as http://127.0.0.1:41234/v1. `port`: 0 for any that is free."""
-        self._runner = web.AppRunner(web.Application(), access_log=None)
+        self._runner = web.AppRunner(self._app, access_log=None, handler_cancellation=True, shutdown_timeout=SHUTDOWN_S)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port)
+        site = web.TCPSite(self._runner, host, port, backlog=BACKLOG)
         await site.start()
         return f"http://{host}:{self._runner.addresses[0][1]}/v1"
 
     async def stop(self) -> None:
         if self._runner is not None:
             await self._runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.StreamResponse:
+        self._session(request)
+        return web.json_response(models(int(time.time())))
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        protocol = PROTOCOLS[request.path]
+        session = self._session(request)
+        visit = self._visits.setdefault(session, _Visit(_tag(request)))
+        asked = protocol.asked(parsed(await request.read()), visit.responses)
+        is_retry = request.headers.get(RETRIES, "0") != "0"
+        answering = _Answering(request, protocol, asked, visit, self._waiting_s)
+        async with _sampled(session, asked, is_retry, visit) as sampling:
+            return await answering.written(sampling)
+
+    def _session(self, request: web.Request) -> Session:
+        key = _key(request)
+        if not key:
+            raise _Told(NO_KEY)
+        session = self._door.session_of(key)
+        if session is None:
+            raise _Told(UNKNOWN_KEY)
+        return session
+
+
+class _Told(Exception):
+    """Ends a request with what the client is told."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+@asynccontextmanager
+async def _sampled(
+    session: Session, asked: Asked, is_retry: bool, visit: _Visit
+) -> AsyncIterator["asyncio.Future[Turn]"]:
+    """A turn under way. It is as if it had never been sampled unless it is among those delivered at the end."""
+    sampling = asyncio.ensure_future(
+        session.sample(asked.messages, asked.tools, is_retry=is_retry, **asked.options)
+    )  # fmt: skip
+    try:
+        yield sampling
+    finally:
+        if not sampling.done():
+            sampling.cancel()
+        elif not sampling.cancelled() and sampling.exception() is None:
+            turn = sampling.result()
+            if turn.id not in visit.delivered:
+                session.forget(turn)
+
+
+class _Answering:
+    """Writes the answer to one request."""
+
+    def __init__(self, request: web.Request, protocol: Protocol, asked: Asked, visit: _Visit, waiting_s: float) -> None:
+        self._request, self._protocol, self._asked, self._visit = request, protocol, asked, visit
+        self._waiting_s = waiting_s
+
+    async def written(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
+        """Raises what `sampling` raises, as long as nothing is written."""
+        return await (self._stream(sampling) if self._asked.is_streamed else self._whole(sampling))
+
+    async def _whole(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
+        await asyncio.wait([sampling])
+        turn = _result(sampling)
+        response = web.json_response(self._protocol.answer(self._asked, turn, self._visit.tag))
+        await response.prepare(self._request)
+        await response.write_eof()
+        self._delivered(turn)
+        return response
+
+    async def _stream(self, sampling: "asyncio.Future[Turn]") -> web.StreamResponse:
+        response = web.StreamResponse(headers={"content-type": "text/event-stream", "cache-control": "no-cache"})
+        while not (await asyncio.wait([sampling], timeout=self._waiting_s))[0]:
+            if not response.prepared:
+                await response.prepare(self._request)
+            await response.write(self._protocol.waiting)
+        if response.prepared and not sampling.cancelled() and (error := sampling.exception()) is not None:
+            return await self._ended_with(response, error)
+        turn = _result(sampling)
+        events = [event.encode() for event in self._protocol.events(self._asked, turn, self._visit.tag)]
+        if not response.prepared:
+            await response.prepare(self._request)
+        for event in events:
+            await response.write(event)
+        await response.write_eof()
+        self._delivered(turn)
+        return response
+
+    async def _ended_with(self, response: web.StreamResponse, error: BaseException) -> web.StreamResponse:
+        shape = self._protocol.error(failure_of(error))
+        await response.write(Event(shape, self._protocol.error_event).encode())
+        await response.write_eof()
+        return response
+
+    def _delivered(self, turn: Turn) -> None:
+        self._visit.delivered.add(turn.id)
+        if self._asked.kept is not None and self._protocol.answer_id is not None:
+            name = self._protocol.answer_id(turn, self._visit.tag)
+            self._visit.responses[name] = [*self._asked.kept, turn.message]
+
+
+def _result(sampling: "asyncio.Future[Turn]") -> Turn:
+    if sampling.cancelled():
+        raise AttemptOver("the attempt ended while the turn was sampled")
+    return sampling.result()
+
+
+@web.middleware
+async def _failures_told(
+    request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+) -> web.StreamResponse:
+    """Every failure in the shape of the protocol. One that no client hears of is not raised again."""
+    try:
+        return await handler(request)
+    except _Told as told:
+        return _told(request, told.failure)
+    except web.HTTPException as error:
+        return _told(request, _of_http(request, error))
+    except ConnectionError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client is told, and asks no more
+        return _told(request, failure_of(error))
+
+
+def _of_http(request: web.Request, error: web.HTTPException) -> Failure:
+    if error.status == 404:
+        paths = ", ".join((*PROTOCOLS, "/v1/models"))
+        return Failure(404, "not_found", f"There is nothing at {request.path}. There is: {paths}.")
+    if error.status == 413:
+        return Failure(
+            413, "request_too_large", f"The body is larger than this server takes. {error.text or ''}".strip()
+        )
+    return Failure(error.status, "invalid_request", f"{request.method} {request.path}: {error.reason}.")
+
+
+def _told(request: web.Request, failure: Failure) -> web.Response:
+    body = json.dumps(error_shape(request.path, request.headers)(failure))
+    return web.Response(text=body, status=failure.status, content_type="application/json", headers=failure.headers)
+
+
+def _key(request: web.Request) -> str:
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    return token.strip() if kind.lower() == "bearer" and token else request.headers.get("x-api-key", "")
+
+
+def _tag(request: web.Request) -> str:
+    return hashlib.blake2b(_key(request).encode(), digest_size=6).hexdigest()

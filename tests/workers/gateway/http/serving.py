@@ -1,0 +1,83 @@
+"""A gateway on loopback with one attempt, and the real clients of both protocols."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from anthropic import AsyncAnthropic
+from openai import AsyncOpenAI
+
+from penstock.workers.gateway.door import Door
+from penstock.workers.gateway.http.server import HttpServer
+from penstock.workers.gateway.session import Session
+from penstock.workers.protocols import Sampling
+from tests.workers.gateway.chat_models import Saying, make_session
+
+DEADLINE_S = 60
+USER = {"role": "user", "content": "2 + 2?"}
+
+
+@dataclass
+class Gateway:
+    door: Door
+    session: Session
+    engines: Saying
+    url: str
+    """Ends in /v1."""
+    key: str
+    openai: AsyncOpenAI
+    anthropic: AsyncAnthropic
+
+    async def chat(self, *messages: Any, **more: Any) -> Any:
+        return await self.openai.chat.completions.create(model="policy", messages=list(messages) or [USER], **more)
+
+    async def respond(self, items: Any = "2 + 2?", **more: Any) -> Any:
+        return await self.openai.responses.create(model="policy", input=items, **more)
+
+    async def message(self, *messages: Any, **more: Any) -> Any:
+        asked = {"max_tokens": 1000, **more}
+        return await self.anthropic.messages.create(model="policy", messages=list(messages) or [USER], **asked)
+
+
+@asynccontextmanager
+async def gateway(
+    texts: Iterable[str] | Callable[[str], str] = (),
+    template: str = "hermes",
+    *,
+    sampling: Sampling | None = None,
+    waiting_s: float = 10.0,
+    max_body_bytes: int = 2**20,
+    max_retries: int = 0,
+    **limits: int,
+) -> AsyncIterator[Gateway]:
+    engines, door = Saying(texts), Door()
+    session = make_session(engines, template, sampling, **limits)
+    server = HttpServer(door, waiting_s=waiting_s, max_body_bytes=max_body_bytes)
+    door.base_url = await server.start("127.0.0.1", 0)
+    url, key = door.admit(session)
+    openai = AsyncOpenAI(base_url=url, api_key=key, max_retries=max_retries)
+    anthropic = AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=max_retries)
+    try:
+        yield Gateway(door, session, engines, url, key, openai, anthropic)
+    finally:
+        await openai.close()
+        await anthropic.close()
+        await server.stop()
+
+
+def play(scenario: Any) -> None:
+    """Runs a coroutine; one that hangs fails."""
+
+    async def within() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await scenario
+
+    asyncio.run(within())
+
+
+async def until(claim: Callable[[], bool]) -> None:
+    """Waits for what comes without being announced."""
+    while not claim():
+        await asyncio.sleep(0.005)

@@ -1,0 +1,92 @@
+"""What a client is told when there is no answer, in the shape that its protocol has for errors. Pure.
+
+    400 BadRequest, DataError             what was sent cannot be answered; the message names the field
+    400 LimitReached                      code context_length_exceeded: a shorter conversation may go on;
+                                          code limit_reached: the attempt has used up its turns, tokens or time
+    401                                   no key, an unknown one, or that of an attempt which has ended
+    404, 405, 413                         no such path, no such method, too large a body
+    410 AttemptOver                       the attempt ended while the turn was sampled
+    500                                   a fault of the gateway's own
+    503 any other error of Penstock's     no engine answered
+
+Clients ask again by themselves after 503 alone: every other answer says that it would be the same the next time.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.errors import DataError, PenstockError
+from penstock.workers.gateway.errors import AttemptOver, LimitReached
+
+
+class BadRequest(PenstockError):
+    """A field of a request that cannot be taken as it is."""
+
+    def __init__(self, field: str, text: str) -> None:
+        super().__init__(f"{field}: {text}" if field else text)
+        self.field, self.text = field, text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BadRequest, (self.field, self.text)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why there is no answer."""
+
+    status: int
+    """Of HTTP."""
+    code: str
+    message: str
+    field: str | None = None
+    """Of the request, if one is at fault."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Whether the clients of OpenAI and Anthropic ask again by themselves."""
+        return {"x-should-retry": "true" if self.status == 503 else "false"}
+
+
+NO_KEY = Failure(
+    401, "invalid_api_key",
+    "The request has no key. Send the one that belongs to the attempt (ctx.api_key) as `Authorization: Bearer KEY` or "
+    "`x-api-key: KEY`.",
+)  # fmt: skip
+UNKNOWN_KEY = Failure(
+    401, "invalid_api_key",
+    "No attempt that is under way has this key. Each attempt has its own (ctx.api_key), which is good until the "
+    "attempt ends.",
+)  # fmt: skip
+_ANTHROPIC = {
+    400: "invalid_request_error", 401: "authentication_error", 404: "not_found_error", 405: "invalid_request_error",
+    410: "invalid_request_error", 413: "request_too_large", 500: "api_error", 503: "overloaded_error",
+}  # fmt: skip
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Of what a session or a translation has raised."""
+    text = str(error)
+    if isinstance(error, BadRequest):
+        return Failure(400, "invalid_value", text, error.field or None)
+    if isinstance(error, LimitReached) and error.limit == "context":
+        # Harnesses that make their history shorter look for the code, or for these words.
+        return Failure(400, "context_length_exceeded", f"prompt is too long: {text}", "messages")
+    if isinstance(error, LimitReached):
+        return Failure(400, "limit_reached", f"limit of {error.limit} reached: {text}")
+    if isinstance(error, AttemptOver):
+        return Failure(410, "attempt_over", text)
+    if isinstance(error, DataError):
+        return Failure(400, "invalid_value", text)
+    if isinstance(error, PenstockError):
+        return Failure(503, "no_engine", text)
+    return Failure(500, "internal_error", f"{type(error).__name__}: {text}")
+
+
+def as_openai(failure: Failure) -> dict[str, Any]:
+    kind = "server_error" if failure.status >= 500 else "invalid_request_error"
+    return {"error": {"message": failure.message, "type": kind, "param": failure.field, "code": failure.code}}
+
+
+def as_anthropic(failure: Failure) -> dict[str, Any]:
+    kind = _ANTHROPIC.get(failure.status, "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": failure.message, "code": failure.code}}

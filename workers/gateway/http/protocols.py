@@ -1,0 +1,55 @@
+"""The protocols that the endpoint speaks, by their paths."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.workers.gateway.formats.format import Message
+from penstock.workers.gateway.http import chat, messages, responses
+from penstock.workers.gateway.http.asked import Asked
+from penstock.workers.gateway.http.errors import Failure, as_anthropic, as_openai
+from penstock.workers.gateway.http.fields import Fields
+from penstock.workers.gateway.http.sse import COMMENT, Event
+from penstock.workers.trajectory.turn import Turn
+
+
+@dataclass(frozen=True)
+class Protocol:
+    asked: Callable[[Fields, Mapping[str, Sequence[Message]]], Asked]
+    """A request. Raises `BadRequest`."""
+    answer: Callable[[Asked, Turn, str], Mapping[str, Any]]
+    """A turn, told as a whole. The last argument: part of ids, the attempt's own."""
+    events: Callable[[Asked, Turn, str], Iterator[Event]]
+    """The same as a stream."""
+    error: Callable[[Failure], Mapping[str, Any]] = as_openai
+    error_event: str = ""
+    """Its name in a stream that has begun."""
+    waiting: bytes = COMMENT
+    """What a stream says while there is nothing to say."""
+    answer_id: Callable[[Turn, str], str] | None = None
+    """By which later requests may refer to an answer."""
+
+
+ANTHROPIC = Protocol(messages.asked, messages.answer, messages.events, as_anthropic, "error", messages.PING)
+PROTOCOLS = {
+    "/v1/chat/completions": Protocol(chat.asked, chat.answer, chat.events),
+    "/v1/responses": Protocol(
+        responses.asked, responses.answer, responses.events, error_event="error", answer_id=responses.answer_id
+    ),
+    "/v1/messages": ANTHROPIC,
+}
+
+
+def error_shape(path: str, headers: Mapping[str, str]) -> Callable[[Failure], Mapping[str, Any]]:
+    """Of answers to any path."""
+    is_anthropic = path.startswith("/v1/messages") or "anthropic-version" in headers
+    return as_anthropic if is_anthropic else as_openai
+
+
+def models(created: int) -> dict[str, Any]:
+    """The one model that there is, as both protocols list it; whatever a request calls it, it is meant."""
+    model = {
+        "id": "policy", "object": "model", "created": created, "owned_by": "penstock",
+        "type": "model", "display_name": "policy", "created_at": "1970-01-01T00:00:00Z", "lifecycle": "active",
+    }  # fmt: skip
+    return {"object": "list", "data": [model], "has_more": False, "first_id": "policy", "last_id": "policy"}
