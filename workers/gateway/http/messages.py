@@ -132,7 +132,7 @@ def _blocks(asked: Asked, turn: Turn) -> list[dict[str, Any]]:
     blocks: list[dict[str, Any]] = []
     if thinking and "thinking" in asked.wants:
         blocks.append({"type": "thinking", "thinking": thinking, "signature": SIGNATURE})
-    if said:
+    if said or not (blocks or turn.calls):
         blocks.append({"type": "text", "text": said})
     calls = (
         {"type": "tool_use", "id": call.id, "name": call.name, "input": dict(call.arguments)} for call in turn.calls

@@ -200,7 +200,7 @@ def _items(turn: Turn, tag: str) -> list[dict[str, Any]]:
     if thinking:
         text = [{"type": "reasoning_text", "text": thinking}]
         items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": text, "status": "completed"})
-    if said or not (thinking or turn.calls):
+    if said or not turn.calls:  # who drops what was thought sends back that something was said
         part = {"type": "output_text", "text": said, "annotations": [], "logprobs": []}
         message = {"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [part], "status": status}
         items.append(message)

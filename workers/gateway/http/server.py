@@ -22,6 +22,7 @@ status; after some seconds the stream begins with signs of life, and an error is
 import asyncio
 import hashlib
 import json
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -41,6 +42,7 @@ from penstock.workers.gateway.http.sse import Event
 from penstock.workers.gateway.session import Session
 from penstock.workers.trajectory.turn import Turn
 
+_LOG = logging.getLogger("penstock")
 MAX_BODY_BYTES = 32 * 2**20
 WAITING_S = 10.0
 """Between signs of life in a stream whose turn is being sampled."""
@@ -209,7 +211,10 @@ async def _failures_told(
     except ConnectionError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, the client is told, and asks no more
-        return _told(request, failure_of(error))
+        failure = failure_of(error)
+        if failure.status == 500:
+            _LOG.exception("the gateway could not answer %s", request.path)
+        return _told(request, failure)
 
 
 def _of_http(request: web.Request, error: web.HTTPException) -> Failure:

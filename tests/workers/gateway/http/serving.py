@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from anthropic import AsyncAnthropic
@@ -27,8 +28,21 @@ class Gateway:
     url: str
     """Ends in /v1."""
     key: str
-    openai: AsyncOpenAI
-    anthropic: AsyncAnthropic
+    max_retries: int = 0
+
+    @cached_property
+    def openai(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=self.url, api_key=self.key, max_retries=self.max_retries)
+
+    @cached_property
+    def anthropic(self) -> AsyncAnthropic:
+        url = self.url.removesuffix("/v1")
+        return AsyncAnthropic(base_url=url, api_key=self.key, max_retries=self.max_retries)
+
+    async def close(self) -> None:
+        for name in ("openai", "anthropic"):
+            if name in vars(self):
+                await getattr(self, name).close()
 
     async def chat(self, *messages: Any, **more: Any) -> Any:
         return await self.openai.chat.completions.create(model="policy", messages=list(messages) or [USER], **more)
@@ -57,13 +71,11 @@ async def gateway(
     server = HttpServer(door, waiting_s=waiting_s, max_body_bytes=max_body_bytes)
     door.base_url = await server.start("127.0.0.1", 0)
     url, key = door.admit(session)
-    openai = AsyncOpenAI(base_url=url, api_key=key, max_retries=max_retries)
-    anthropic = AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=max_retries)
+    made = Gateway(door, session, engines, url, key, max_retries)
     try:
-        yield Gateway(door, session, engines, url, key, openai, anthropic)
+        yield made
     finally:
-        await openai.close()
-        await anthropic.close()
+        await made.close()
         await server.stop()
 
 
