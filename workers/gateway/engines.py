@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.workers.protocols import Completion, Sampling
@@ -37,8 +38,8 @@ class EnginePool:
         self._members: dict[str, Any] = {}
         self._in_flight: dict[str, int] = {}
         self._failed: dict[str, float] = {}
-        self._of: dict[object, str] = {}
-        """The engine that each conversation was on."""
+        self._of: WeakKeyDictionary[object, str] = WeakKeyDictionary()
+        """The engine that each conversation was on, as long as there is one."""
         self._changed = asyncio.Event()
         self.num_again = 0
         """Turns that were sampled again, as their engine was lost."""
@@ -53,10 +54,6 @@ class EnginePool:
         self._members = dict(members)
         self._changed.set()
         self._changed = asyncio.Event()
-
-    def forget(self, conversation: object) -> None:
-        """It has ended."""
-        self._of.pop(conversation, None)
 
     async def sample(self, prompt_ids: Sequence[int], sampling: Sampling, conversation: object) -> Completion:
         deadline = self._clock() + self._timeout_s

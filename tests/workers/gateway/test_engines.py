@@ -1,6 +1,8 @@
 """Which engine samples a turn, and what becomes of a turn whose engine dies."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
@@ -8,6 +10,11 @@ from penstock.conf.errors import DataError, DeadlineExceeded
 from penstock.workers.gateway.engines import SLACK, EnginePool
 from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import Dying, make_session
+
+
+class Conversation:
+    """Whatever asks."""
+
 
 USER = [{"role": "user", "content": "a"}]
 
@@ -30,7 +37,7 @@ def test_a_turn_waits_for_the_engine_that_takes_the_place_of_the_last_one() -> N
         pool = EnginePool(call, 60.0)
         pool.update({"a": "a"})
         call.dead = {"a"}
-        sampling = asyncio.ensure_future(pool.sample([1], Sampling(), "one"))
+        sampling = asyncio.ensure_future(pool.sample([1], Sampling(), Conversation()))
         while not pool.num_again:
             await asyncio.sleep(0)
         pool.update({"a": "another"})
@@ -42,12 +49,12 @@ def test_a_turn_waits_for_the_engine_that_takes_the_place_of_the_last_one() -> N
 def test_a_turn_waits_until_there_is_an_engine_and_no_longer_than_it_may() -> None:
     async def scenario() -> None:
         pool = EnginePool(Dying(), 60.0)
-        sampling = asyncio.ensure_future(pool.sample([1], Sampling(), "one"))
+        sampling = asyncio.ensure_future(pool.sample([1], Sampling(), Conversation()))
         await asyncio.sleep(0)
         pool.update({"a": "a"})
         assert (await asyncio.wait_for(sampling, 30)).text == "a"
         with pytest.raises(DeadlineExceeded, match="no engine was there"):
-            await EnginePool(Dying(), 0.01).sample([1], Sampling(), "one")
+            await EnginePool(Dying(), 0.01).sample([1], Sampling(), Conversation())
 
     asyncio.run(scenario())
 
@@ -59,7 +66,7 @@ def test_an_engine_that_does_not_answer_is_named() -> None:
         pool = EnginePool(call, 0.01)
         pool.update({"Rollout-0": "a"})
         with pytest.raises(DeadlineExceeded, match=r"Rollout-0 .*rollout\.generate_timeout_s"):
-            await pool.sample([1], Sampling(), "one")
+            await pool.sample([1], Sampling(), Conversation())
         assert pool._load("Rollout-0") == 0
 
     asyncio.run(scenario())
@@ -70,19 +77,20 @@ def test_a_conversation_stays_where_its_prefix_is_unless_others_have_much_less_t
         call = Dying()
         pool = EnginePool(call, 60.0)
         pool.update({"a": "a", "b": "b"})
-        await pool.sample([1], Sampling(), "one")
+        one = Conversation()
+        await pool.sample([1], Sampling(), one)
         call.open.clear()
-        others = [asyncio.ensure_future(pool.sample([1], Sampling(), f"other {index}")) for index in range(2 * SLACK)]
+        others = [asyncio.ensure_future(pool.sample([1], Sampling(), Conversation())) for index in range(2 * SLACK)]
         await asyncio.sleep(0)
         assert [call.asked.count(name) for name in "ab"] == [SLACK + 1, SLACK]
-        own = asyncio.ensure_future(pool.sample([1], Sampling(), "one"))
+        own = asyncio.ensure_future(pool.sample([1], Sampling(), one))
         await asyncio.sleep(0)
         assert call.asked[-1] == "a"  # as much to do as the other: it has the prefix
         call.open.set()
         await asyncio.gather(own, *others)
 
         call.open.clear()
-        busy = [asyncio.ensure_future(pool.sample([1], Sampling(), "one")) for _ in range(SLACK + 2)]
+        busy = [asyncio.ensure_future(pool.sample([1], Sampling(), one)) for _ in range(SLACK + 2)]
         await asyncio.sleep(0)
         assert call.asked[-SLACK - 2 :] == ["a"] * (SLACK + 1) + ["b"]
         call.open.set()
@@ -102,18 +110,23 @@ def test_what_an_engine_refuses_is_not_asked_again() -> None:
         pool = EnginePool(refuses, 60.0)  # type: ignore[arg-type]
         pool.update({"a": "a", "b": "b"})
         with pytest.raises(DataError):
-            await pool.sample([1], Sampling(), "one")
+            await pool.sample([1], Sampling(), Conversation())
         assert (len(asked), pool.num_again) == (1, 0)
 
     asyncio.run(scenario())
 
 
-def test_a_conversation_that_has_ended_is_forgotten() -> None:
+def test_a_conversation_that_is_gone_is_forgotten() -> None:
     async def scenario() -> None:
         pool = EnginePool(Dying(), 60.0)
         pool.update({"a": "a"})
-        await pool.sample([1], Sampling(), "one")
-        pool.forget("one")
-        assert pool._of == {}
+        session = make_session(pool)
+        await session.sample(USER)
+        gone = weakref.ref(session)
+        assert len(pool._of) == 1
+        del session
+        gc.collect()
+        assert gone() is None
+        assert len(pool._of) == 0
 
     asyncio.run(scenario())
