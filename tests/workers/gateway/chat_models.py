@@ -8,13 +8,26 @@ from typing import Any
 
 from penstock.conf.errors import WorkerDied
 from penstock.conf.model import FreshModelConfig
+from penstock.workers.gateway.formats.format import Format
+from penstock.workers.gateway.formats.rendered import RenderedFormat
 from penstock.workers.gateway.formats.template import TemplateFormat
 from penstock.workers.gateway.session import Session, TurnLimits
 from penstock.workers.models.fresh import character_tokenizer
 from penstock.workers.protocols import Completion, Sampling
 
+QWEN3 = "qwen3"
 BEGIN, END = "<|im_start|>", "<|im_end|>"
-SPECIAL = [BEGIN, END, "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>"]
+SPECIAL = [
+    BEGIN,
+    END,
+    "<|endoftext|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
 
 _TOOLS = (
     "{% if tools %}<|im_start|>tools\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
@@ -72,8 +85,9 @@ def tokenizer(template: str = "hermes") -> Any:
     return made
 
 
-def chat_format(template: str = "hermes", tools: str = "hermes") -> TemplateFormat:
-    return TemplateFormat(tokenizer(template), tools)
+def chat_format(template: str = "hermes", tools: str = "hermes") -> Format:
+    """Of one of the templates, or `qwen3`: what the package `renderers` has in the place of one."""
+    return RenderedFormat(tokenizer(), QWEN3) if template == QWEN3 else TemplateFormat(tokenizer(template), tools)
 
 
 def text_of(token_ids: Sequence[int]) -> str:

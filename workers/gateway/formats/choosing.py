@@ -4,9 +4,14 @@ from typing import Any
 
 from penstock.conf.environment import GatewayConfig
 from penstock.workers.gateway.formats.format import Format
+from penstock.workers.gateway.formats.rendered import RenderedFormat
 from penstock.workers.gateway.formats.template import TemplateFormat
+
+TEMPLATE = "template"
 
 
 def make_format(tokenizer: Any, config: GatewayConfig) -> Format:
     """Raises `ConfigError` for a family that is not known, `ModelError` for a model that cannot chat."""
-    return TemplateFormat(tokenizer, config.tools)
+    if config.format == TEMPLATE:
+        return TemplateFormat(tokenizer, config.tools)
+    return RenderedFormat(tokenizer, config.format)

@@ -33,5 +33,5 @@ class Format(Protocol):
         speak. `before`: what the turn has answered. None: the conversation does not go on so, because the template
         writes what was before in another way now."""
 
-    def read(self, token_ids: Sequence[int], tools: Tools) -> Read:
-        """What was sampled, read."""
+    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = ()) -> Read:
+        """What was sampled, read. `prompt_ids`: after which, as it may have begun the thinking."""

@@ -19,10 +19,12 @@ from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
 from penstock.workers.gateway.formats.format import Message, Read, Tools
-from penstock.workers.gateway.formats.thinking import split_thinking
+from penstock.workers.gateway.formats.thinking import BEGIN, split_thinking
 from penstock.workers.gateway.formats.tool_calls import READERS
 from penstock.workers.trajectory.turn import ToolCall, Turn
 
+NUM_BEFORE = 16
+"""Tokens of a prompt's end that show whether it has begun the thinking, however they are cut."""
 MARK = "\u2042"
 """Stands for an answer in a text of the template."""
 
@@ -56,9 +58,10 @@ class TemplateFormat:
             more = more[1:]
         return [*turn.prompt_ids, *turn.output_ids, *more]
 
-    def read(self, token_ids: Sequence[int], tools: Tools) -> Read:
+    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = ()) -> Read:
         text = str(self._tokenizer.decode(self._without_ending(token_ids), skip_special_tokens=False))
-        thinking, said = split_thinking(text)
+        before = str(self._tokenizer.decode(prompt_ids[-NUM_BEFORE:], skip_special_tokens=False))
+        thinking, said = split_thinking(text, begun=before.rstrip().endswith(BEGIN))
         message: dict[str, Any] = {"role": "assistant"}
         if thinking is not None:
             message["reasoning_content"] = thinking

@@ -28,19 +28,19 @@ MAX_NESTING = 64
 """Of arguments. What holds more than Python's stack does would fail whoever writes them down again."""
 
 
-class _Unreadable(Exception):
-    """With what the model is told."""
+class Unreadable(Exception):
+    """A call that cannot be read, with what the model is told."""
 
 
 def hermes(text: str, tools: Tools) -> Found:
-    return _found(_HERMES.sub("", text).strip(), [_loaded(body) for body in _HERMES.findall(text)], tools, text)
+    return found(_HERMES.sub("", text).strip(), [_loaded(body) for body in _HERMES.findall(text)], tools, text)
 
 
 def llama3_json(text: str, tools: Tools) -> Found:
     bare = text.removeprefix("<|python_tag|>").strip()
     if not bare.startswith("{"):
         return text, [], ""
-    return _found("", [_loaded(part) for part in bare.split(";\n")], tools, text)
+    return found("", [_loaded(part) for part in bare.split(";\n")], tools, text)
 
 
 def mistral(text: str, tools: Tools) -> Found:
@@ -48,10 +48,10 @@ def mistral(text: str, tools: Tools) -> Found:
     if not mark:
         return text, [], ""
     try:
-        values = _of_json(body)
+        values = strict_json(body)
     except ValueError as error:
         return text, [], _not_json(error)
-    return _found(said.strip(), values if isinstance(values, list) else [values], tools, text)
+    return found(said.strip(), values if isinstance(values, list) else [values], tools, text)
 
 
 def pythonic(text: str, tools: Tools) -> Found:
@@ -61,8 +61,8 @@ def pythonic(text: str, tools: Tools) -> Found:
     try:
         tree = ast.parse(bare, mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else []
-        return _found("", [_of_python(node, tools) for node in nodes], tools, text)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, _Unreadable) as error:
+        return found("", [_of_python(node, tools) for node in nodes], tools, text)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, Unreadable) as error:
         return text, [], f"The call is no Python: {error}."
 
 
@@ -75,41 +75,42 @@ READERS: dict[str, Reader] = {
 }  # fmt: skip
 
 
-def _found(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Found:
+def found(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Found:
     """Of values that should be calls. One that is none spoils the others: which of them to make is the model's to
     say."""
     try:
         return said, [_call(value, tools) for value in values], ""
-    except _Unreadable as problem:
+    except Unreadable as problem:
         return text or said, [], str(problem)
 
 
 def _call(value: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
-    if isinstance(value, _Unreadable):
+    if isinstance(value, Unreadable):
         raise value
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        raise _Unreadable('A call is an object with "name" and "arguments".')
+        raise Unreadable('A call is an object with "name" and "arguments".')
     arguments = value.get("arguments", value.get("parameters", {}))
     if isinstance(arguments, str):
         arguments = _loaded(arguments)
-    if isinstance(arguments, _Unreadable):
+    if isinstance(arguments, Unreadable):
         raise arguments
     if not isinstance(arguments, Mapping):
-        raise _Unreadable(f"The arguments of {value['name']} are no object.")
+        raise Unreadable(f"The arguments of {value['name']} are no object.")
     if value["name"] not in (names := _names(tools)):
-        raise _Unreadable(f"There is no tool {value['name']!r:.60}. There are: {', '.join(names)}.")
+        raise Unreadable(f"There is no tool {value['name']!r:.60}. There are: {', '.join(names)}.")
     return value["name"], dict(arguments)
 
 
 def _loaded(text: str) -> Any:
     try:
-        return _of_json(text)
+        return strict_json(text)
     except ValueError as error:
-        return _Unreadable(_not_json(error))
+        return Unreadable(_not_json(error))
 
 
-def _of_json(text: str) -> Any:
-    """Python's own reader takes NaN, and as many brackets as its stack holds: others then fail over them."""
+def strict_json(text: str) -> Any:
+    """Raises `ValueError` where Python's own reader is lenient: it takes NaN, and as many brackets as its stack holds,
+    over which others then fail."""
     try:
         value = json.loads(text, strict=False, parse_constant=_number, parse_float=_number)
     except RecursionError:
@@ -136,13 +137,13 @@ def _not_json(error: ValueError) -> str:
 
 def _of_python(node: ast.expr, tools: Tools) -> dict[str, Any]:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
-        raise _Unreadable("a list of calls is due, such as [tool(argument=1)]")
+        raise Unreadable("a list of calls is due, such as [tool(argument=1)]")
     parameters = _parameters(node.func.id, tools)
     if len(node.args) > len(parameters) and node.func.id in _names(tools):
-        raise _Unreadable(f"{node.func.id} takes {len(parameters)} argument(s), and got {len(node.args)}")
+        raise Unreadable(f"{node.func.id} takes {len(parameters)} argument(s), and got {len(node.args)}")
     arguments = {name: ast.literal_eval(value) for name, value in zip(parameters, node.args, strict=False)}
     named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-    return {"name": node.func.id, "arguments": _of_json(json.dumps(arguments | named))}
+    return {"name": node.func.id, "arguments": strict_json(json.dumps(arguments | named))}
 
 
 def _names(tools: Tools) -> list[str]:

@@ -59,6 +59,14 @@ def test_thinking_calls_and_text_are_read_apart() -> None:
     assert (cut.message["reasoning_content"], cut.message["content"]) == ("hm", "")
 
 
+def test_thinking_that_the_prompt_has_begun_is_thinking_though_it_was_cut_off() -> None:
+    form = chat_format("opens")
+    read = form.read(ids_of("hm, let me"), (), form.prompt_ids([USER], ()))
+    assert (read.message["reasoning_content"], read.message["content"]) == ("hm, let me", "")
+    other = chat_format("hermes")
+    assert other.read(ids_of("hm"), (), other.prompt_ids([USER], ())).message["content"] == "hm"
+
+
 def test_without_tools_nothing_is_a_call() -> None:
     read = chat_format().read(ids_of(call_text("add", "{}")), ())
     assert (read.calls, read.message["content"]) == ((), call_text("add", "{}"))

@@ -1,0 +1,114 @@
+"""Conversations by the package `renderers`, which has a model family's chat template as code.
+
+It reads what a family writes token by token, thinking and calls in whatever syntax the family has, and it knows which
+conversations go on with the tokens that were sampled (its "bridges"). Made by `choosing.py` for
+`environment.gateway.format=FAMILY`.
+"""
+
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from penstock.conf.errors import ConfigError, DataError, suggest
+from penstock.workers.gateway.formats.format import Message, Read, Tools
+from penstock.workers.gateway.formats.template import as_message
+from penstock.workers.gateway.formats.thinking import split_thinking
+from penstock.workers.gateway.formats.tool_calls import Unreadable, found, strict_json
+from penstock.workers.trajectory.turn import ToolCall, Turn
+
+NO_FAMILIES = ("auto", "custom", "default")
+"""Ways of `renderers` to choose a family, and the one that never goes on with sampled tokens."""
+
+
+class RenderedFormat:
+    """Of one tokenizer and a family."""
+
+    def __init__(self, tokenizer: Any, family: str) -> None:
+        """Raises `ConfigError` for a family that is not known or is not the tokenizer's."""
+        self._tokenizer = tokenizer
+        self._renderer = _renderer(tokenizer, family)
+        self._numbers = itertools.count()
+
+    def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
+        return list(self._written(self._renderer.render_ids, list(messages), tools, add_generation_prompt=True))
+
+    def next_prompt_ids(
+        self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> list[int] | None:
+        so_far = [*turn.prompt_ids, *turn.output_ids]
+        bridge = self._renderer.bridge_to_next_turn
+        rendered = self._written(bridge, list(turn.prompt_ids), tools, list(turn.output_ids), list(new))
+        if rendered is None:
+            return None
+        ids = list(rendered.token_ids)
+        return ids if ids[: len(so_far)] == so_far else None  # it cuts what was sampled after the end of an answer
+
+    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = ()) -> Read:
+        try:
+            parsed = self._renderer.parse_response(list(token_ids), tools=_or_none(tools), prompt_ids=list(prompt_ids))
+        except RecursionError:
+            return Read({"role": "assistant", "content": self._text(token_ids)}, (), "The call is nested too deeply.")
+        message: dict[str, Any] = {"role": "assistant"}
+        if parsed.reasoning_content is not None:
+            message["reasoning_content"] = parsed.reasoning_content
+        said = split_thinking(self._text(token_ids))[1] if parsed.tool_calls else parsed.content
+        if not (tools and parsed.tool_calls):
+            return Read(message | {"content": said})
+        content, values, problem = found(parsed.content, [_call(call) for call in parsed.tool_calls], tools, said)
+        calls = [ToolCall(f"call_{next(self._numbers)}", name, arguments) for name, arguments in values]
+        message["content"] = content
+        if calls:
+            message["tool_calls"] = [as_message(call) for call in calls]
+        return Read(message, calls, problem)
+
+    def _written(self, write: Callable[..., Any], first: Any, tools: Tools, *more: Any, **named: Any) -> Any:
+        try:
+            return write(first, *more, tools=_or_none(tools), **named)
+        except (ValueError, TypeError, KeyError) as error:
+            raise DataError(f"the model's chat format does not take this conversation: {error}.") from error
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        """Without what ended the answer."""
+        ends = set(self._renderer.get_stop_token_ids())
+        ids = token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+
+
+def _renderer(tokenizer: Any, family: str) -> Any:
+    try:
+        from renderers import base, configs
+    except ImportError as error:
+        raise ConfigError(
+            f"environment.gateway.format={family}: it needs the package renderers: {error}. Install it with "
+            "`pip install renderers`, or say template."
+        ) from error
+    base._populate_registry()
+    known = {name for name in base.RENDERER_REGISTRY if name not in NO_FAMILIES}
+    if family not in known:
+        raise ConfigError(
+            f"environment.gateway.format={family}: the package renderers knows no family of this name"
+            f"{suggest(family, known)} The families are: {', '.join(sorted(known))}; or say template."
+        )
+    try:
+        return base.create_renderer(tokenizer, configs.config_from_name(family))
+    except (AssertionError, ValueError, TypeError, KeyError) as error:
+        raise ConfigError(
+            f"environment.gateway.format={family}: the model's tokenizer is none of this family: {error}. Say "
+            "template, which takes the tokenizer's own chat template."
+        ) from error
+
+
+def _call(parsed: Any) -> Any:
+    """As `found` takes it."""
+    if parsed.status != "ok" and parsed.status != "unknown_tool":
+        return Unreadable(f"The call cannot be read ({str(parsed.status).replace('_', ' ')}).")
+    try:
+        arguments = parsed.arguments if isinstance(parsed.arguments, str) else json.dumps(parsed.arguments)
+        return {"name": parsed.name, "arguments": strict_json(arguments)}
+    except (ValueError, TypeError, RecursionError) as error:
+        return Unreadable(f"The arguments of {parsed.name} are no JSON: {error}.")
+
+
+def _or_none(tools: Tools) -> list[dict[str, Any]] | None:
+    return [dict(tool) for tool in tools] or None
