@@ -98,6 +98,12 @@ class NotStarted(PenstockError):
     """A call that came before the one that makes what it needs. The message names both."""
 
 
+class SandboxUnavailable(PenstockError):
+    """Code of a model cannot be fenced in on this machine, so none of it runs. The message says what is missing."""
+
+    exit_code = 2
+
+
 class DeadlineExceeded(PenstockError):
     """A phase did not end in time. The message names the phase and who did not answer."""
 

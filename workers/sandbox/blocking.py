@@ -1,0 +1,33 @@
+"""The sandbox for callers without an event loop: rewards, which run in processes of their own."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.outcome import Outcome, Result
+from penstock.workers.sandbox.sandbox import Sandbox
+
+
+class BlockingSandbox:
+    """One fence, used from one thread, with `Sandbox`'s calls. It ends with this process, however that ends."""
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._loop = asyncio.new_event_loop()  # not the thread's: the reward may be called by code that has one
+        self._sandbox = Sandbox(limits, num_workers=1)
+
+    def start(self) -> None:
+        """Raises `SandboxUnavailable` if code cannot be fenced in here."""
+        self._loop.run_until_complete(self._sandbox.start())
+
+    def close(self) -> None:
+        self._sandbox.close()
+        self._loop.close()
+
+    def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> Outcome:
+        return self._loop.run_until_complete(self._sandbox.run_python(source, stdin, wall_s))
+
+    def call(
+        self, source: str, function: str, calls: Sequence[Sequence[Any]], wall_s: float | None = None
+    ) -> list[Result]:
+        return self._loop.run_until_complete(self._sandbox.call(source, function, calls, wall_s))

@@ -1,0 +1,97 @@
+"""Proves that a fence holds before anything else runs behind it: a program inside tries what must not work.
+
+`check` is called by `sandbox.py` with the first worker. `holes` decides, and is pure.
+"""
+
+import os
+import socket
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import SandboxUnavailable
+from penstock.workers.sandbox import probe
+from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.outcome import Value, results_of
+from penstock.workers.sandbox.worker import Worker
+
+NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup", "mnt")
+HIDDEN = ("/proc/1", "/proc/self", "/sys/kernel", "/dev/kmsg", "/dev/mem", "/home", "/var", "/run", "/etc/passwd")
+
+
+async def check(worker: Worker) -> None:
+    """Raises `SandboxUnavailable` with every hole that is found."""
+    with tempfile.TemporaryDirectory(prefix="penstock-") as directory, socket.socket(socket.AF_UNIX) as listener:
+        name = f"penstock-{os.getpid()}-{os.urandom(8).hex()}"
+        listener.bind(f"\0{name}")
+        listener.listen(1)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            hidden = [*HIDDEN, directory, os.getcwd(), str(Path.home() / ".ssh"), str(Path.home() / ".cache")]
+            request = {
+                "source": Path(probe.__file__).read_text(),
+                "function": "probe",
+                "calls": [[hidden, name, server.getsockname()[1]]],
+            }
+            ending = await worker.execute(request, b"")
+    result = results_of(ending, 1, worker.limits)[0]
+    if not isinstance(result, Value):
+        raise SandboxUnavailable(
+            f"sandbox: the program that tries the fence from inside failed ({result.reason}: {result.text[-400:]}), so "
+            "no code of a model runs."
+        )
+    found = holes(result.data, worker.limits) + shared_namespaces(worker.keeper)
+    if worker.keeper_uid == 0:
+        found.append("the user inside is root outside")
+    if found:
+        raise SandboxUnavailable(
+            f"sandbox: the fence has holes, so no code of a model runs: {'; '.join(found)}. Please report this with the "
+            "kernel's version and how the container was started."
+        )
+
+
+def holes(facts: Mapping[str, Any], limits: Limits) -> list[str]:
+    """What is wrong with what `probe.probe` found, in words."""
+    wanted = {
+        "AS": limits.memory_bytes,
+        "CPU": -int(-limits.cpu_s // 1),
+        "NPROC": limits.num_processes + 1,
+        "FSIZE": limits.file_bytes,
+        "CORE": 0,
+    }
+    found = [f"it {word} {', '.join(facts[key])}" for key, word in WORDS.items() if facts[key]]
+    found += [
+        f"RLIMIT_{key} is {facts['limits'][key]}" for key, limit in wanted.items() if facts["limits"][key] != limit
+    ]
+    found += [
+        f"{key} is {facts[key]}, not {value}"
+        for key, value in {
+            "pid": 1,
+            "environment": 0,
+            "capabilities": 0,
+            "no_new_privileges": 1,
+            "seccomp": 2,
+        }.items()
+        if facts[key] != value
+    ]
+    return found + (["the user inside is root"] if facts["uid"] == 0 else [])
+
+
+WORDS = {
+    "seen": "sees",
+    "written": "can write to",
+    "left_over": "begins with files in /tmp:",
+    "connected": "can connect to",
+    "granted": "may call",
+}
+
+
+def shared_namespaces(keeper: int) -> list[str]:
+    """Namespaces of this process that a process inside is in too, as far as /proc tells."""
+    found = []
+    with suppress(PermissionError):
+        for name in NAMESPACES:
+            if os.readlink(f"/proc/{keeper}/ns/{name}") == os.readlink(f"/proc/self/ns/{name}"):
+                found.append(f"its {name} namespace is this one")
+    return found

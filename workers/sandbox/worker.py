@@ -1,0 +1,213 @@
+"""One fence with its keeper, seen from outside: start it, give it executions one after the other, end it.
+
+The other end is `inside.py`. What goes in and comes out are memory files: the keeper passes their descriptors on to its
+fork and never reads them, what goes in is sealed, and nobody waits for a pipe that somebody else holds open. Used by
+`sandbox.py`.
+"""
+
+import asyncio
+import base64
+import fcntl
+import json
+import os
+import platform
+import signal
+import socket
+import struct
+import subprocess
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import SandboxUnavailable
+from penstock.workers.sandbox import seccomp
+from penstock.workers.sandbox.cgroup import Cgroup
+from penstock.workers.sandbox.fence import Machine, command
+from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.outcome import Ending
+from penstock.workers.sandbox.usage import memory_below
+
+START_S = 30.0
+"""For a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
+GRACE_S = 2.0
+"""The keeper itself ends what is late. If it does not say so for so long, its fence is taken down."""
+END_S = 5.0
+"""For the processes of a fence that is taken down to be gone."""
+WATCH_S = 0.05
+"""How often memory is looked at where no cgroup bounds it."""
+CREDENTIALS = struct.Struct("3i")
+KEEPER = Path(__file__).with_name("inside.py")
+SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+
+
+class Worker:
+    """A fence that stands ready.
+
+        worker = await Worker.start(machine, limits)
+        ending = await worker.execute({"source": "print(1)"}, b"")
+        worker.close()
+
+    One execution at a time. If `execute` is cancelled, or its ending is `lost`, the worker is of no use any more. The
+    fence ends with the thread that started it, whatever becomes of that.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]", control: socket.socket, limits: Limits) -> None:
+        self.process = process
+        self.control = control
+        self.limits = limits
+        self.keeper = 0
+        """Process id of the program inside, as it is called here."""
+        self.keeper_uid = -1
+        self.cgroup: Cgroup | None = None
+        self.is_open = True
+
+    @classmethod
+    async def start(cls, machine: Machine, limits: Limits) -> "Worker":
+        """Raises `SandboxUnavailable` if the fence does not stand."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        with ExitStack() as files:
+            files.enter_context(theirs)
+            complaints = _file(files)
+            filter_file = _file(files, seccomp.program(platform.machine(), keeper=True), sealed=True)
+            process = subprocess.Popen(
+                command(machine, _inner(theirs.fileno(), limits), filter_file),
+                pass_fds=[theirs.fileno(), filter_file],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=complaints,
+                env={},
+                cwd="/",
+            )
+            theirs.close()
+            worker = cls(process, ours, limits)
+            try:
+                await worker._meet()
+            except (OSError, TimeoutError) as error:
+                worker.close()
+                said = os.pread(complaints, 1000, 0).decode(errors="replace").strip()
+                raise SandboxUnavailable(_help(said or f"{type(error).__name__} {error}")) from None
+            except BaseException:
+                worker.close()
+                raise
+        return worker
+
+    async def execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None = None) -> Ending:
+        """Run what `inside.run_child` understands, for `wall_s` at most (default: of the limits)."""
+        wall_s = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
+        killed = self.cgroup.num_killed() if self.cgroup else 0
+        started = time.perf_counter()
+        with ExitStack() as files:
+            outputs = [_file(files) for _ in range(3)]
+            told = _file(files, json.dumps(request).encode(), sealed=True)
+            typed = _file(files, stdin, sealed=True)
+            over = False
+            try:
+                socket.send_fds(
+                    self.control, [repr(wall_s).encode()], [typed, outputs[0], outputs[1], told, outputs[2]]
+                )
+                facts, over = await self._ended(wall_s + GRACE_S)
+            except (OSError, TimeoutError) as error:
+                in_time = not isinstance(error, TimeoutError)
+                facts = {"status": signal.SIGKILL, "in_time": in_time, "cpu_s": 0.0}
+                facts |= {"seconds": time.perf_counter() - started, "lost": True}
+            out_of_memory = over or (self.cgroup is not None and self.cgroup.num_killed() > killed)
+            texts = [os.pread(file, self.limits.output_bytes + 1, 0) for file in outputs]
+        if facts.get("lost"):
+            self.close()
+        return Ending(**facts, out_of_memory=out_of_memory, stdout=texts[0], stderr=texts[1], answer=texts[2])
+
+    def close(self) -> None:
+        """Take the fence down, with all that is in it. May be called twice; waits for its processes up to `END_S`."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        self.control.close()  # at this the keeper ends, and what it runs with it
+        if self.keeper and self.process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.keeper, signal.SIGKILL)
+        try:
+            self.process.wait(END_S if self.keeper else 0.2)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(END_S)
+        if self.cgroup is not None:
+            self.cgroup.remove()
+
+    async def _meet(self) -> None:
+        """Hear that the keeper is ready, learn its process id, and put it in a cgroup before it runs anything."""
+        async with asyncio.timeout(START_S):
+            await _readable(self.control)
+        message, ancillary, _, _ = self.control.recvmsg(64, socket.CMSG_SPACE(CREDENTIALS.size))
+        if message != b"ready":
+            raise ConnectionError("the program inside ended")
+        self.keeper, self.keeper_uid, _ = CREDENTIALS.unpack(ancillary[0][2])
+        cgroup = Cgroup.make(self.limits)
+        if cgroup is not None:
+            self.cgroup = cgroup
+            cgroup.add(self.keeper)
+
+    async def _ended(self, deadline_s: float) -> tuple[dict[str, Any], bool]:
+        """What the keeper says, and whether the memory watch ended it. Raises `TimeoutError` or `ConnectionError`."""
+        if self.cgroup is not None:
+            async with asyncio.timeout(deadline_s):
+                await _readable(self.control)
+            return self._heard(), False
+        deadline = time.monotonic() + deadline_s
+        while time.monotonic() < deadline:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(WATCH_S):
+                    await _readable(self.control)
+                return self._heard(), False
+            if memory_below(self.keeper) > self.limits.memory_bytes:
+                return {"status": signal.SIGKILL, "in_time": True, "cpu_s": 0.0, "seconds": 0.0, "lost": True}, True
+        raise TimeoutError
+
+    def _heard(self) -> dict[str, Any]:
+        message = self.control.recv(4096)
+        if not message:
+            raise ConnectionError("the program inside ended")
+        facts: dict[str, Any] = json.loads(message)
+        return facts
+
+
+def _inner(control: int, limits: Limits) -> list[str]:
+    """Arguments of the interpreter inside: isolated from its environment, without packages."""
+    filter_program = base64.b64encode(seccomp.program(platform.machine(), keeper=False)).decode()
+    told = json.dumps({"control": control, "limits": asdict(limits), "program": filter_program})
+    return ["-I", "-S", "-B", "-X", "utf8", "-c", KEEPER.read_text(), told]
+
+
+def _file(files: ExitStack, content: bytes = b"", sealed: bool = False) -> int:
+    """A file in memory, closed with `files`."""
+    descriptor = os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    files.callback(os.close, descriptor)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    if sealed:
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+    return descriptor
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(connection, lambda: None if ready.done() else ready.set_result(None))
+    try:
+        await ready
+    finally:
+        loop.remove_reader(connection)
+
+
+def _help(said: str) -> str:
+    return (
+        f"sandbox: the fence for code of a model cannot be built here, so none of it runs: {said[:500]}. It takes user "
+        "namespaces. Is kernel.unprivileged_userns_clone or user.max_user_namespaces 0, or does AppArmor "
+        "(kernel.apparmor_restrict_unprivileged_userns) or the container's own seccomp profile forbid them? Allow them "
+        "for this machine or container (docs/sandbox.md says how)."
+    )
