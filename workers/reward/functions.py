@@ -1,4 +1,5 @@
-"""The rewards that Penstock brings: `reward.function=math_verify`, `reasoning_gym`, `label` or `digits`.
+"""The rewards that Penstock brings and that execute nothing: `reward.function=math_verify`, `reasoning_gym`, `label` or
+`digits`. Those that do are in `code.py` and `sql.py`.
 
 Each runs in the pool's child processes. Heavy imports are made by `warm`, before the first sample's deadline starts.
 """

@@ -19,7 +19,11 @@ from penstock.workers.user_code import find_function, import_file
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-BUILTIN_MODULE = "penstock.workers.reward.functions"
+BUILTIN_MODULES = (
+    "penstock.workers.reward.functions",
+    "penstock.workers.reward.code",
+    "penstock.workers.reward.sql",
+)
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,8 @@ def find_reward(spec: str) -> Callable[..., Any]:
 
     Raises `ConfigError` with the nearest known name, or with what the import of the file raised.
     """
-    importlib.import_module(BUILTIN_MODULE)
+    for module in BUILTIN_MODULES:
+        importlib.import_module(module)
     if spec in REWARDS:
         return REWARDS[spec].function
     if ":" not in spec:

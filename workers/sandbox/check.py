@@ -46,7 +46,7 @@ async def check(worker: Worker) -> None:
         found.append("the user inside is root outside")
     if found:
         raise SandboxUnavailable(
-            f"sandbox: the fence has holes, so no code of a model runs: {'; '.join(found)}. Please report this with the "
+            f"sandbox: the fence has holes, so no code of a model runs: {'; '.join(found)}. Report this with the "
             "kernel's version and how the container was started."
         )
 

@@ -1,0 +1,46 @@
+"""The sandbox of a reward process: one for each set of limits, kept ready between samples.
+
+Used by `code.py` and `sql.py`. It ends with its process, also when the pool kills that.
+"""
+
+import functools
+import re
+from typing import Any
+
+from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.sandbox import SandboxConfig
+from penstock.workers.sandbox.blocking import BlockingSandbox
+from penstock.workers.sandbox.limits import Limits
+
+BUDGET_S = 8.0
+"""For all that a response has executed. Less than `reward.timeout_s` (10 s), at which the pool would drop the sample
+instead of scoring it 0."""
+
+
+def sandbox(limits: dict[str, Any] | None = None) -> BlockingSandbox:
+    """`limits`: keys of `SandboxConfig`. Raises `ConfigError`."""
+    return _sandbox(tuple(sorted((limits or {}).items())))
+
+
+@functools.cache
+def _sandbox(limits: tuple[tuple[str, Any], ...]) -> BlockingSandbox:
+    known = SandboxConfig.__dataclass_fields__
+    for key, _ in limits:
+        if key not in known:
+            raise ConfigError(f"reward.options.limits.{key}: the sandbox has no such limit{suggest(key, known)}")
+    return BlockingSandbox(Limits.of(SandboxConfig(**dict(limits))))
+
+
+def warm() -> None:
+    """Have the fence stand before the first sample's deadline begins. Raises `SandboxUnavailable`."""
+    sandbox().start()
+
+
+FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)
+
+
+def last_block(response: str, languages: tuple[str, ...]) -> str:
+    """The last block of a response that is fenced by ``` and labelled with one of the languages; else the whole text.
+    A block that is not closed goes on to the end."""
+    blocks = [text for label, text in FENCE.findall(response) if label.lower() in languages]
+    return blocks[-1] if blocks else response
