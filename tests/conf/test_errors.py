@@ -4,9 +4,19 @@ import pickle
 import pytest
 
 from penstock.conf import errors
-from penstock.conf.errors import ConfigError, DataError, ModelError, PenstockError, ResourceError, RunInUse, suggest
+from penstock.conf.errors import (
+    ConfigError,
+    DataError,
+    ModelError,
+    PenstockError,
+    ResourceError,
+    RunInUse,
+    SandboxUnavailable,
+    suggest,
+)
 
 ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass) if issubclass(cls, PenstockError)]
+OF_THE_USER = ConfigError | DataError | ModelError | ResourceError | RunInUse | SandboxUnavailable
 
 
 def test_the_hierarchy_is_found():
@@ -35,8 +45,7 @@ def test_every_error_says_what_it_is_for(error_class):
 
 def test_faults_that_a_user_can_mend_end_with_2_and_all_others_with_1():
     for error_class in ERRORS:
-        of_the_user = issubclass(error_class, ConfigError | DataError | ModelError | ResourceError | RunInUse)
-        assert error_class.exit_code == (2 if of_the_user else 1)
+        assert error_class.exit_code == (2 if issubclass(error_class, OF_THE_USER) else 1)
 
 
 def test_suggest_names_the_nearest_and_all_where_they_are_few():

@@ -59,7 +59,7 @@ def tests_of(task: dict[str, Any]) -> list[Test]:
         if all(isinstance(test, dict) and all(key in test for key in keys) for test in tests):
             return tests
     raise ValueError(
-        f'each of the row\'s `tests` has "input" and "output", or each "stdin" and "stdout"; the first: {tests[0]!r:.80}'
+        f'each of the row\'s `tests` has "input" and "output", or each "stdin" and "stdout"; first: {tests[0]!r:.80}'
     )
 
 

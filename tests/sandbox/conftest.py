@@ -1,0 +1,48 @@
+"""One fence for a file of attacks, and a judge as rewards are: it knows what is right, and the code does not."""
+
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from penstock.conf.sandbox import SandboxConfig
+from penstock.workers.reward.code import python_tests
+from penstock.workers.sandbox.blocking import BlockingSandbox
+from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.worker import Worker
+
+LIMITS: dict[str, Any] = {"cpu_s": 1, "memory_mib": 256, "num_processes": 16, "tmp_mib": 8, "tmp_files": 64}
+ATTACK_S = 1.5
+"""By the clock: what an attack gets done, it gets done at once. Who comes after it has as long as usual."""
+HONEST = "def solve(x):\n    return [x, x * 2]\n"
+
+
+@pytest.fixture(scope="module")
+def fence() -> Iterator[BlockingSandbox]:
+    limits = Limits.of(SandboxConfig(**LIMITS))
+    fence = BlockingSandbox(limits)
+    fence.start()
+    yield fence
+    fence.close()
+
+
+@pytest.fixture
+def score() -> Callable[[str], float]:
+    """The reward of a piece of code that is asked for what it cannot know: a number drawn for this test."""
+
+    def score(source: str) -> float:
+        secret = secrets.token_hex(16)
+        task = {"function": "solve", "tests": [{"input": [index], "output": secret} for index in range(3)]}
+        given = python_tests(f"```python\n{source}\n```", task, limits=LIMITS, budget_s=ATTACK_S)
+        honest = {"function": "solve", "tests": [{"input": [5], "output": [5, 10]}]}
+        assert python_tests(HONEST, honest, limits=LIMITS) == 1.0, "the attack has harmed who came after it"
+        return given
+
+    return score
+
+
+def worker_of(fence: BlockingSandbox) -> Worker:
+    """The fence that stands ready."""
+    (worker,) = fence._sandbox._all
+    return worker
