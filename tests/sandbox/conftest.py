@@ -1,7 +1,9 @@
 """One fence for a file of attacks, and a judge as rewards are: it knows what is right, and the code does not."""
 
+import asyncio
+import functools
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
@@ -46,3 +48,13 @@ def worker_of(fence: BlockingSandbox) -> Worker:
     """The fence that stands ready."""
     (worker,) = fence._sandbox._all
     return worker
+
+
+def in_a_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """An async test, in an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*arguments: Any, **more: Any) -> None:
+        asyncio.run(test(*arguments, **more))
+
+    return run

@@ -73,15 +73,13 @@ class Worker:
             files.enter_context(theirs)
             complaints = _file(files)
             filter_file = _file(files, seccomp.program(platform.machine(), keeper=True), sealed=True)
-            process = subprocess.Popen(
-                command(machine, _inner(theirs.fileno(), limits), filter_file),
-                pass_fds=[theirs.fileno(), filter_file],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=complaints,
-                env={},
-                cwd="/",
-            )
+            words = command(machine, _inner(theirs.fileno(), limits), filter_file)
+            inherited = [theirs.fileno(), filter_file]
+            try:
+                process = _spawned(words, inherited, complaints)
+            except OSError as error:
+                ours.close()
+                raise SandboxUnavailable(_help(f"{words[0]}: {error.strerror}")) from None
             theirs.close()
             worker = cls(process, ours, limits)
             try:
@@ -172,6 +170,19 @@ class Worker:
             raise ConnectionError("the program inside ended")
         facts: dict[str, Any] = json.loads(message)
         return facts
+
+
+def _spawned(words: list[str], inherited: list[int], complaints: int) -> "subprocess.Popen[bytes]":
+    """In this process's own group: who kills the group ends the fence."""
+    return subprocess.Popen(
+        words,
+        pass_fds=inherited,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=complaints,
+        env={},
+        cwd="/",
+    )
 
 
 def _inner(control: int, limits: Limits) -> list[str]:

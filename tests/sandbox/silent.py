@@ -1,0 +1,5 @@
+"""A keeper that never says that it is ready."""
+
+import time
+
+time.sleep(60)

@@ -1,0 +1,137 @@
+"""Whoever uses a fence may die in any way: nothing of what ran in it is left."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from penstock.workers.reward.pool import RewardPool
+from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.sandbox.outcome import Value
+from penstock.workers.sandbox.sandbox import Sandbox
+from penstock.workers.sandbox.usage import descendants
+from penstock.workers.sandbox.worker import Worker
+from tests.sandbox.conftest import in_a_loop
+
+GONE_S = 10.0
+DRIVER = """
+import asyncio, sys
+from penstock.workers.sandbox.sandbox import Sandbox
+async def main():
+    async with Sandbox() as sandbox:
+        (worker,) = sandbox._all
+        print(worker.keeper, worker.process.pid, flush=True)
+        await sandbox.run_python("import os, time\\nos.fork() or os.setsid()\\ntime.sleep(60)")
+asyncio.run(main())
+"""
+
+
+def wait_until_gone(pids: list[int]) -> None:
+    """Zombies count as gone: who reaps them is this machine's first process."""
+    deadline = time.monotonic() + GONE_S
+    while left := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for_children(pid: int) -> list[int]:
+    deadline = time.monotonic() + GONE_S
+    while len(found := descendants(pid)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_when_the_user_of_a_fence_is_killed_nothing_is_left(number):
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert driver.stdout is not None
+    with driver.stdout:
+        keeper, outer = map(int, driver.stdout.readline().split())
+        pids = [keeper, outer, *wait_for_children(keeper)]
+        driver.send_signal(number)
+        driver.wait(GONE_S)
+    wait_until_gone(pids)
+
+
+@in_a_loop
+async def test_when_the_pool_kills_a_reward_process_nothing_is_left():
+    sleeping = "```python\nimport time\ntime.sleep(60)\n```"
+    task = json.dumps({"function": "f", "tests": [{"input": [], "output": 1}]})
+    async with RewardPool(RewardSpec.of("python_tests"), timeout_s=1.0) as pool:
+        (process,) = pool._alive
+        score = asyncio.create_task(pool.score([sleeping], [task]))
+        await asyncio.sleep(0.5)
+        pids = descendants(process.child.pid)
+        assert len(pids) >= 2
+        (result,) = await score
+        assert "timeout" in str(result)
+        wait_until_gone(pids)
+        assert await pool.score(["def f(): return 1"], [task]) == [1.0]
+
+
+@in_a_loop
+async def test_a_call_that_is_cancelled_ends_what_it_runs():
+    async with Sandbox() as sandbox:
+        (worker,) = sandbox._all
+        running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+        await asyncio.sleep(0.2)
+        pids = [worker.keeper, *descendants(worker.keeper)]
+        assert len(pids) == 2
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        wait_until_gone(pids)
+        assert await sandbox.call("def f(): return 1", "f", [[]]) == [Value(1)]
+
+
+@in_a_loop
+async def test_a_fence_that_goes_down_costs_one_execution():
+    async with Sandbox() as sandbox:
+        (worker,) = sandbox._all
+        running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+        await asyncio.sleep(0.2)
+        os.kill(worker.keeper, signal.SIGKILL)
+        assert (await running).reason == "lost"
+        assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+        (worker,) = sandbox._all
+        os.kill(worker.keeper, signal.SIGKILL)  # while nothing runs
+        wait_until_gone([worker.keeper])
+        assert (await sandbox.run_python("print(1)")).reason in ("exited", "lost")
+        assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+
+
+@in_a_loop
+async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
+    monkeypatch.setattr("penstock.workers.sandbox.worker.GRACE_S", 0.2)
+    async with Sandbox() as sandbox:
+        (worker,) = sandbox._all
+        os.kill(worker.keeper, signal.SIGSTOP)
+        assert (await sandbox.run_python("print(1)", wall_s=0.2)).reason == "timeout_wall"
+        wait_until_gone([worker.keeper])
+        assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+
+
+@in_a_loop
+async def test_a_closed_sandbox_leaves_no_process_and_no_cgroup():
+    async with Sandbox(num_workers=2) as sandbox:
+        await asyncio.gather(*(sandbox.run_python("import time\ntime.sleep(0.2)") for _ in range(2)))
+        workers: list[Worker] = list(sandbox._all)
+        assert len(workers) == 2
+        groups = [directory for worker in workers if worker.cgroup for directory in worker.cgroup.directories]
+    wait_until_gone([worker.keeper for worker in workers])
+    assert not [directory for directory in groups if directory.exists()]
+    assert all(worker.process.returncode is not None for worker in workers)

