@@ -1,6 +1,6 @@
 # The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak chaos oracle check format bench-env bench clean
+.PHONY: help setup demo test escape soak chaos oracle check format bench-env bench clean
 
 BIN := .venv/bin
 
@@ -19,6 +19,9 @@ WORKERS := 3
 SLOWEST := --durations=10 --durations-min=1
 test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
+
+escape: setup ## attacks on the sandbox that code of models runs in; they fail where it cannot hold, and are never skipped
+	$(BIN)/python -m pytest tests/sandbox tests/workers/sandbox $(ARGS)
 
 soak: setup ## before a release: a million random events and more in the store, twenty kills of a run; about 40 minutes
 	PENSTOCK_SOAK=1 $(BIN)/python -m pytest tests/store tests/orchestrator/runs/test_resume.py tests/orchestrator/test_takeovers.py \
@@ -55,6 +58,7 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
 	$(BIN)/python -m benchmarks.store --json benchmarks/results/store.json $(ARGS)
 	$(BIN)/python -m benchmarks.weights --json benchmarks/results/weights.json $(ARGS)
+	$(BIN)/python -m benchmarks.sandbox --json benchmarks/results/sandbox.json $(ARGS)
 	$(BIN)/python -m benchmarks.stragglers --json benchmarks/results/stragglers.json $(ARGS)
 	$(BIN)/python -m benchmarks.machines --json benchmarks/results/machines.json $(ARGS)
 	$(BIN)/python -m benchmarks.simulated_chain --json benchmarks/results/simulated_chain.json $(ARGS)

@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+from penstock.conf.errors import NotStarted
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox.outcome import Value
@@ -99,19 +100,38 @@ async def test_a_call_that_is_cancelled_ends_what_it_runs():
 
 
 @in_a_loop
-async def test_a_fence_that_goes_down_costs_one_execution():
+async def test_an_execution_whose_fence_is_killed_is_made_once_more():
     async with Sandbox() as sandbox:
         (worker,) = sandbox._all
-        running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+        running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(0.6)\nprint(1)"))
         await asyncio.sleep(0.2)
         os.kill(worker.keeper, signal.SIGKILL)
-        assert (await running).reason == "lost"
-        assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+        assert (await running).stdout == "1\n"
         (worker,) = sandbox._all
         os.kill(worker.keeper, signal.SIGKILL)  # while nothing runs
         wait_until_gone([worker.keeper])
-        assert (await sandbox.run_python("print(1)")).reason in ("exited", "lost")
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+        running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+        for _ in range(2):
+            await asyncio.sleep(0.5)
+            (worker,) = sandbox._all
+            os.kill(worker.keeper, signal.SIGKILL)
+        assert (await running).reason == "lost"
+
+
+@in_a_loop
+async def test_closing_ends_what_runs():
+    sandbox = Sandbox()
+    await sandbox.start()
+    (worker,) = sandbox._all
+    running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+    await asyncio.sleep(0.2)
+    pids = [worker.keeper, *descendants(worker.keeper)]
+    sandbox.close()
+    wait_until_gone(pids)
+    assert (await running).reason == "lost"
+    with pytest.raises(NotStarted):
+        await sandbox.run_python("print(1)")
 
 
 @in_a_loop

@@ -58,7 +58,7 @@ def holes(facts: Mapping[str, Any], limits: Limits) -> list[str]:
         "CPU": -int(-limits.cpu_s // 1),
         "NPROC": limits.num_processes + 1,
         "FSIZE": limits.file_bytes,
-        "CORE": 0,
+        "CORE": 1,
     }
     found = [f"it {word} {', '.join(facts[key])}" for key, word in WORDS.items() if facts[key]]
     found += [

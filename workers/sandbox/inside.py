@@ -14,7 +14,6 @@ The code's own process says what the code returned. That is data: nothing here d
 """
 
 import atexit
-import base64
 import ctypes
 import fcntl
 import gc
@@ -144,7 +143,7 @@ def fence_in(limits: dict[str, Any], program: bytes) -> None:
         "NPROC": limits["num_processes"] + 1,  # the keeper counts too
         "FSIZE": limits["file_bytes"],
         "NOFILE": 256,
-        "CORE": 0,
+        "CORE": 1,  # 0 still calls the host's program for crashes (core(5)), 1 never does
         "MEMLOCK": 0,
         "MSGQUEUE": 0,
         "SIGPENDING": 256,
@@ -287,8 +286,9 @@ def main() -> None:
     os.environ.clear()
     control = socket.socket(fileno=told["control"])
     control.set_inheritable(False)
-    keeper = Keeper(control, told["limits"], base64.b64decode(told["program"]))
-    rehearse()
+    keeper = Keeper(control, told["limits"], bytes.fromhex(told["program"]))
+    if told["rehearse"]:
+        rehearse()
     gc.collect()
     gc.freeze()  # forks do not copy what nobody looks at
     keeper.serve()

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
+from penstock.conf.errors import NotStarted
 from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.sandbox.check import check
 from penstock.workers.sandbox.fence import Machine
@@ -27,9 +28,10 @@ class Sandbox:
             await sandbox.run_python("print(6 * 7)")                              # Outcome(stdout="42\\n", …)
             await sandbox.call("def f(a, b): return a + b", "f", [[1, 2], [1, ""]])   # [Value(3), Failed("raised", …)]
 
-    Lifecycle: `start` is optional, and else done by the first use; `close` takes all fences down. Before anything runs,
-    a program tries the fence from inside; if it has a hole, or cannot be built, every use raises `SandboxUnavailable`.
-    Executions that find no worker free wait for one. A call that is cancelled ends what it runs.
+    Lifecycle: `start` is optional, and else done by the first use; `close` takes all fences down, and what runs then is
+    lost. Before anything runs, a program tries the fence from inside; if it has a hole, or cannot be built, every use
+    raises `SandboxUnavailable`. Executions that find no worker free wait for one. A call that is cancelled ends what it
+    runs.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class Sandbox:
         self.reuse = reuse
         self._machine = machine
         self._is_checked = False
+        self._is_closed = False
         self._starting = asyncio.Lock()
         self._workers: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
         """Those that are idle; None: one that is to be started."""
@@ -71,6 +74,7 @@ class Sandbox:
 
     def close(self) -> None:
         """Take all fences down, with what runs in them."""
+        self._is_closed = True
         for worker in self._all:
             worker.close()
         self._all.clear()
@@ -92,12 +96,21 @@ class Sandbox:
         return results_of(await self._execute(request, b"", wall_s), len(calls), self.limits)
 
     async def _execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None) -> Ending:
+        """Made once more if the fence went down, by what no limit explains: somebody else may have killed it."""
+        left_s = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
         async with self._worker() as worker:
-            return await worker.execute(request, stdin, wall_s)
+            ending = await worker.execute(request, stdin, left_s)
+        left_s -= ending.seconds
+        if not ending.lost or ending.out_of_memory or not ending.in_time or left_s <= 0 or self._is_closed:
+            return ending
+        async with self._worker() as worker:
+            return await worker.execute(request, stdin, left_s)
 
     @asynccontextmanager
     async def _worker(self) -> AsyncIterator[Worker]:
         """An idle worker, for one execution."""
+        if self._is_closed:
+            raise NotStarted("Sandbox: it is closed. Make another.")
         worker = await self._workers.get()
         kept: Worker | None = None
         try:
@@ -113,7 +126,7 @@ class Sandbox:
 
     async def _started(self) -> Worker:
         machine = self._machine = self._machine or Machine.here()
-        worker = await Worker.start(machine, self.limits)
+        worker = await Worker.start(machine, self.limits, rehearse=self.reuse)
         self._all.add(worker)
         try:
             async with self._starting:

