@@ -66,7 +66,7 @@ class Worker:
 
     @classmethod
     async def start(cls, machine: Machine, limits: Limits, rehearse: bool = True) -> "Worker":
-        """Raises `SandboxUnavailable` if the fence does not stand. `rehearse`: worth it for more than a few executions."""
+        """Raises `SandboxUnavailable` if the fence does not stand. `rehearse`: pays from the third execution or so."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
