@@ -56,6 +56,16 @@ def wait_for_children(pid: int) -> list[int]:
     return found
 
 
+async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> Worker:
+    """The worker that runs something, with another keeper than that one."""
+    async with asyncio.timeout(GONE_S):
+        while True:
+            for worker in sandbox._all:
+                if worker.keeper not in (0, other_than) and descendants(worker.keeper):
+                    return worker
+            await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_when_the_user_of_a_fence_is_killed_nothing_is_left(number):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
@@ -75,9 +85,7 @@ async def test_when_the_pool_kills_a_reward_process_nothing_is_left():
     async with RewardPool(RewardSpec.of("python_tests"), timeout_s=1.0) as pool:
         (process,) = pool._alive
         score = asyncio.create_task(pool.score([sleeping], [task]))
-        await asyncio.sleep(0.5)
-        pids = descendants(process.child.pid)
-        assert len(pids) >= 2
+        pids = wait_for_children(process.child.pid)
         (result,) = await score
         assert "timeout" in str(result)
         wait_until_gone(pids)
@@ -87,9 +95,8 @@ async def test_when_the_pool_kills_a_reward_process_nothing_is_left():
 @in_a_loop
 async def test_a_call_that_is_cancelled_ends_what_it_runs():
     async with Sandbox() as sandbox:
-        (worker,) = sandbox._all
         running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
-        await asyncio.sleep(0.2)
+        worker = await busy_worker(sandbox)
         pids = [worker.keeper, *descendants(worker.keeper)]
         assert len(pids) == 2
         running.cancel()
@@ -102,9 +109,8 @@ async def test_a_call_that_is_cancelled_ends_what_it_runs():
 @in_a_loop
 async def test_an_execution_whose_fence_is_killed_is_made_once_more():
     async with Sandbox() as sandbox:
-        (worker,) = sandbox._all
         running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(0.6)\nprint(1)"))
-        await asyncio.sleep(0.2)
+        worker = await busy_worker(sandbox)
         os.kill(worker.keeper, signal.SIGKILL)
         assert (await running).stdout == "1\n"
         (worker,) = sandbox._all
@@ -112,10 +118,10 @@ async def test_an_execution_whose_fence_is_killed_is_made_once_more():
         wait_until_gone([worker.keeper])
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
         running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+        keeper = 0
         for _ in range(2):
-            await asyncio.sleep(0.5)
-            (worker,) = sandbox._all
-            os.kill(worker.keeper, signal.SIGKILL)
+            keeper = (await busy_worker(sandbox, other_than=keeper)).keeper
+            os.kill(keeper, signal.SIGKILL)
         assert (await running).reason == "lost"
 
 
@@ -123,9 +129,8 @@ async def test_an_execution_whose_fence_is_killed_is_made_once_more():
 async def test_closing_ends_what_runs():
     sandbox = Sandbox()
     await sandbox.start()
-    (worker,) = sandbox._all
     running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
-    await asyncio.sleep(0.2)
+    worker = await busy_worker(sandbox)
     pids = [worker.keeper, *descendants(worker.keeper)]
     sandbox.close()
     wait_until_gone(pids)

@@ -1,9 +1,12 @@
-"""Where code cannot be fenced in, it does not run, and the error says what to do. No test here is ever skipped."""
+"""Where code cannot be fenced in, it does not run, and the error says what to do. Only one test here may be skipped."""
 
 # ruff: noqa: E501 - a hole on one line is read as one
 
 import importlib
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -78,6 +81,37 @@ async def test_a_keeper_that_says_nothing_is_not_waited_for_forever(marker, monk
     assert "TimeoutError" in await refused(marker)
 
 
+ORDINARY_USER = """
+import os, sys
+sys.path.insert(0, {root!r})
+from penstock.workers.sandbox.blocking import BlockingSandbox
+sandbox = BlockingSandbox()
+sandbox.start()
+print(os.getuid(), sandbox.run_python("import os; print(os.getuid())").stdout)
+print(sandbox.run_python({hungry!r}).reason, sandbox.run_python("print(7)").stdout)
+"""
+
+
+def test_an_ordinary_user_has_the_same_fence(tmp_path):
+    """Without root: one bubblewrap, no cgroup. The interpreter is one that every user may run."""
+    root = str(Path(__file__).parents[2])
+    program = ORDINARY_USER.format(root=root, hungry=HUNGRY.format(kept="bytearray(200 << 20)"))
+    become = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"] if os.geteuid() == 0 else []
+    bwrap = str(fence.find_bwrap().parent)
+    for python in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
+        words = [*become, "env", "-i", f"PATH={bwrap}:/usr/bin:/bin", "PYTHONDONTWRITEBYTECODE=1", python]
+        asked = subprocess.run([*words, "-c", f"import sys; sys.version_info >= (3, 11) or 1 / 0; open({__file__!r})"])
+        if asked.returncode == 0:
+            break
+    else:
+        pytest.skip(
+            "NO INTERPRETER that another user may run, with this folder: the fence of ordinary users is untested"
+        )
+    done = subprocess.run([*words, "-c", program], capture_output=True, text=True, timeout=120, cwd="/")
+    uid = "12345" if become else str(os.getuid())
+    assert done.stdout.split() == [uid, "65533", "memory", "7"], done.stderr[-2000:]
+
+
 LEAKS = {
     "network": (lambda patch: patch.setattr(fence, "NAMESPACES", tuple({*fence.NAMESPACES} - {"net"})), "net namespace"),
     "ipc": (lambda patch: patch.setattr(fence, "NAMESPACES", tuple({*fence.NAMESPACES} - {"ipc"})), "ipc namespace"),
@@ -100,7 +134,7 @@ async def test_a_fence_with_a_hole_is_found_out_before_anything_runs(marker, mon
 @in_a_loop
 async def test_root_inside_must_not_be_root_outside(marker, monkeypatch):
     """Without the first of two fences, a user namespace that root makes maps onto root."""
-    if fence.os.geteuid() != 0:
+    if os.geteuid() != 0:
         return  # nobody to give up
     assert "is root outside" in await refused(marker, replace(Machine.here(), setpriv=None))
 
@@ -111,20 +145,23 @@ async def test_a_machine_whose_calls_are_not_listed_is_refused(marker, monkeypat
     assert "riscv64" in await refused(marker)
 
 
-@in_a_loop
-async def test_without_a_cgroup_the_watch_bounds_memory(monkeypatch):
-    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
-    hungry = """
-import os, time
+HUNGRY = """
+import mmap, os, time
 for _ in range(3):
     if os.fork() == 0: break
-kept = bytearray(300 << 20)
-for place in range(0, len(kept), 4096): kept[place] = 1
+kept = {kept}
+for place in range(0, 200 << 20, 4096): kept[place] = 1
 time.sleep(30)
 """
+
+
+@pytest.mark.parametrize("kept", ["bytearray(200 << 20)", "mmap.mmap(-1, 200 << 20)"])
+@in_a_loop
+async def test_without_a_cgroup_the_watch_bounds_memory(monkeypatch, kept):
+    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
     async with Sandbox() as sandbox:
         assert [one.cgroup for one in sandbox._all] == [None]
-        assert (await sandbox.run_python(hungry)).reason == "memory"
+        assert (await sandbox.run_python(HUNGRY.format(kept=kept))).reason == "memory"
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from penstock.workers.sandbox.outcome import Value
-from penstock.workers.sandbox.usage import anonymous, descendants
+from penstock.workers.sandbox.usage import descendants, memory_of
 from tests.sandbox.conftest import worker_of
 
 MIB = 1 << 20
@@ -132,7 +132,7 @@ def test_daemons_end_with_the_code_that_made_them_and_hold_nothing_up(fence, sco
 
 def test_a_hundred_executions_leave_the_keeper_as_it_was(fence):
     fence.call(DAEMON, "solve", [[1]])
-    before = anonymous(worker_of(fence).keeper)
+    before = memory_of(worker_of(fence).keeper)
     for _ in range(100):
         fence.call("kept = 'x' * 100000\ndef solve(x): return x", "solve", [["y" * 10000]])
-    assert anonymous(worker_of(fence).keeper) - before < 256 << 10
+    assert memory_of(worker_of(fence).keeper) - before < 256 << 10

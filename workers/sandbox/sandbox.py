@@ -131,7 +131,7 @@ class Sandbox:
         try:
             async with self._starting:
                 if not self._is_checked:
-                    await check(worker)
+                    await check(worker, machine)
                     self._is_checked = True
         except BaseException:
             worker.close()

@@ -1,17 +1,15 @@
 """The memory of everything below a process, read from /proc: what stands in for a cgroup where there can be none."""
 
-import resource
 from contextlib import suppress
 from pathlib import Path
 
-PAGE_BYTES = resource.getpagesize()
+COUNTED = ("Pss_Anon:", "Pss_Shmem:")
+"""A page that several processes have counts for each in part. Pages of files are the system's."""
 
 
 def memory_below(pid: int) -> int:
-    """Bytes that the process's descendants have made their own: anonymous memory, less what each shares with the
-    process itself, as whose copy it began. Without /tmp and files."""
-    own = anonymous(pid)
-    return sum(max(0, anonymous(child) - own) for child in descendants(pid))
+    """Bytes of the process's descendants. Without what lies in /tmp and pipes."""
+    return sum(map(memory_of, descendants(pid)))
 
 
 def descendants(pid: int) -> list[int]:
@@ -25,12 +23,14 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def anonymous(pid: int) -> int:
+def memory_of(pid: int) -> int:
     """Bytes; 0 for a process that is gone."""
-    with suppress(OSError, ValueError):
-        _, resident, shared, *_ = map(int, Path(f"/proc/{pid}/statm").read_text().split())
-        return (resident - shared) * PAGE_BYTES
-    return 0
+    kib = 0
+    with suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            name, *words = line.split()
+            kib += int(words[0]) if name in COUNTED else 0
+    return kib << 10
 
 
 def _children(pid: int) -> list[int]:

