@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 
 class Cgroup:
-    """Directories of one group, one for each hierarchy. Lifecycle: `make`, `add` a process, `remove`."""
+    """Directories of one group, one for each hierarchy. Lifecycle: `around` a process, `remove`."""
 
     def __init__(self, directories: list[Path], events: Path) -> None:
         self.directories = directories
@@ -50,6 +50,18 @@ class Cgroup:
             else []
         )
         return cls(made, events[0]) if events else None
+
+    @classmethod
+    def around(cls, pid: int, limits: Limits) -> "Cgroup | None":
+        """A group with this process in it. None where that cannot be."""
+        group = cls.make(limits)
+        if group is not None:
+            try:
+                group.add(pid)
+            except OSError:
+                group.remove()
+                return None
+        return group
 
     def add(self, pid: int) -> None:
         """The process, and all that it starts from now on. Raises `OSError`."""

@@ -1,14 +1,14 @@
 """What an agent may call: plain async functions with types and a docstring, for whoever registers tools."""
 
 import asyncio
-import weakref
+import os
 
 from penstock.workers.sandbox.outcome import Outcome
 from penstock.workers.sandbox.sandbox import Sandbox
 
 MAX_CHARACTERS = 8_000
 """Of what a tool returns: a model pays for each of them."""
-_sandboxes: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Sandbox]" = weakref.WeakKeyDictionary()
+_sandboxes: dict[asyncio.AbstractEventLoop, Sandbox] = {}
 
 
 async def python(code: str) -> str:
@@ -19,10 +19,17 @@ async def python(code: str) -> str:
     Args:
         code: The whole program. Only what it prints is returned.
     """
+    return said(await _sandbox().run_python(code))
+
+
+def _sandbox() -> Sandbox:
+    """Of this event loop, with a worker a core. Those of loops that are closed are taken down."""
+    for loop in [loop for loop in _sandboxes if loop.is_closed()]:
+        _sandboxes.pop(loop).close()
     loop = asyncio.get_running_loop()
     if loop not in _sandboxes:
-        _sandboxes[loop] = Sandbox()
-    return said(await _sandboxes[loop].run_python(code))
+        _sandboxes[loop] = Sandbox(num_workers=os.cpu_count() or 1)
+    return _sandboxes[loop]
 
 
 def said(outcome: Outcome) -> str:

@@ -59,6 +59,8 @@ class Worker:
         self.keeper = 0
         """Process id of the program inside, as it is called here."""
         self.keeper_uid = -1
+        self._handle = -1
+        """The keeper as a file, which no other process can become."""
         self.cgroup: Cgroup | None = None
         self._told: asyncio.Future[None] | None = None
         """Resolved when the keeper says something; what `execute` waits for."""
@@ -128,14 +130,16 @@ class Worker:
             self._told.get_loop().remove_reader(self.control)
             self._told.set_exception(ConnectionError("the fence is taken down"))
         self.control.close()  # at this the keeper ends, and what it runs with it
-        if self.keeper and self.process.poll() is None:
+        if self._handle >= 0:
             with suppress(ProcessLookupError):
-                os.kill(self.keeper, signal.SIGKILL)
-        try:
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            os.close(self._handle)
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(END_S if self.keeper else 0.2)
-        except subprocess.TimeoutExpired:
+        if self.process.returncode is None:
             self.process.kill()
-            self.process.wait(END_S)
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_S)
         if self.cgroup is not None:
             self.cgroup.remove()
 
@@ -147,10 +151,8 @@ class Worker:
         if message != b"ready":
             raise ConnectionError("the program inside ended")
         self.keeper, self.keeper_uid, _ = CREDENTIALS.unpack(ancillary[0][2])
-        cgroup = Cgroup.make(self.limits)
-        if cgroup is not None:
-            self.cgroup = cgroup
-            cgroup.add(self.keeper)
+        self._handle = os.pidfd_open(self.keeper)
+        self.cgroup = Cgroup.around(self.keeper, self.limits)
 
     async def _ended(self, deadline_s: float) -> tuple[dict[str, Any], bool]:
         """What the keeper says, and whether the memory watch ended it. Raises `TimeoutError` or `ConnectionError`."""

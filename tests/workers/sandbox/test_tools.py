@@ -2,6 +2,7 @@
 
 import asyncio
 
+from penstock.workers.sandbox import tools
 from penstock.workers.sandbox.outcome import Outcome
 from penstock.workers.sandbox.tools import MAX_CHARACTERS, python, said
 
@@ -19,6 +20,15 @@ def test_a_program_is_run_and_says_what_it_prints():
     assert second.startswith("[]\nTraceback")
     assert second.endswith("ZeroDivisionError: division by zero\n[exit code 1]")
     assert python.__doc__
+
+
+def test_the_fences_of_a_loop_that_is_closed_are_taken_down_by_the_next():
+    asyncio.run(python("1"))
+    (first,) = tools._sandboxes.values()
+    (worker,) = first._all
+    asyncio.run(python("1"))
+    assert worker.process.returncode is not None
+    assert first not in tools._sandboxes.values()
 
 
 def test_what_is_said_is_bounded_and_tells_how_it_ended():
