@@ -131,6 +131,10 @@ class Session:
         self._answered[history_key(self.last_messages, tools)] = _Answered(turn, before)
         return turn
 
+    def count(self, messages: Sequence[Message], tools: Tools = ()) -> int:
+        """Tokens of a conversation, up to where the assistant is to speak, as if none of it had been sampled."""
+        return len(self._form.prompt_ids(messages, tools))
+
     def forget(self, turn: Turn) -> None:
         """Its answer never reached who asked for it: as if it had not been sampled."""
         if self._turns.pop(turn.id, None) is not None:

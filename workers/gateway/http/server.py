@@ -1,7 +1,7 @@
 """The server by which agents reach the policy, on the event loop of an environment actor.
 
     POST /v1/chat/completions, /v1/responses    OpenAI's clients, whose base URL ends in /v1
-    POST /v1/messages                           Anthropic's, whose base URL does not
+    POST /v1/messages, …/count_tokens           Anthropic's, whose base URL does not
     GET  /v1/models
 
 One key is one attempt. What comes of the ways in which clients and connections fail:
@@ -37,7 +37,7 @@ from penstock.workers.gateway.formats.format import Message
 from penstock.workers.gateway.http.asked import Asked
 from penstock.workers.gateway.http.errors import NO_KEY, UNKNOWN_KEY, Failure, failure_of
 from penstock.workers.gateway.http.fields import parsed
-from penstock.workers.gateway.http.protocols import PROTOCOLS, Protocol, error_shape, models
+from penstock.workers.gateway.http.protocols import ANTHROPIC, PROTOCOLS, Protocol, error_shape, models
 from penstock.workers.gateway.http.sse import Event
 from penstock.workers.gateway.session import Session
 from penstock.workers.trajectory.turn import Turn
@@ -50,6 +50,7 @@ SHUTDOWN_S = 1.0
 """For answers that are being written when the server stops."""
 BACKLOG = 1024
 """Connections that wait to be taken: attempts may all begin at once."""
+COUNT = "/v1/messages/count_tokens"
 RETRIES = "x-stainless-retry-count"
 
 
@@ -74,6 +75,7 @@ class HttpServer:
         self._app = web.Application(client_max_size=max_body_bytes, middlewares=[_failures_told])
         for path in PROTOCOLS:
             self._app.router.add_post(path, self._answer)
+        self._app.router.add_post(COUNT, self._count)
         self._app.router.add_get("/v1/models", self._models)
         self._runner: web.AppRunner | None = None
 
@@ -92,6 +94,11 @@ class HttpServer:
     async def _models(self, request: web.Request) -> web.StreamResponse:
         self._session(request)
         return web.json_response(models(int(time.time())))
+
+    async def _count(self, request: web.Request) -> web.StreamResponse:
+        session = self._session(request)
+        asked = ANTHROPIC.asked(parsed(await request.read()), {})
+        return web.json_response({"input_tokens": session.count(asked.messages, asked.tools)})
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         protocol = PROTOCOLS[request.path]
@@ -219,7 +226,7 @@ async def _failures_told(
 
 def _of_http(request: web.Request, error: web.HTTPException) -> Failure:
     if error.status == 404:
-        paths = ", ".join((*PROTOCOLS, "/v1/models"))
+        paths = ", ".join((*PROTOCOLS, COUNT, "/v1/models"))
         return Failure(404, "not_found", f"There is nothing at {request.path}. There is: {paths}.")
     if error.status == 413:
         return Failure(

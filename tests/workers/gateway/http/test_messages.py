@@ -111,6 +111,17 @@ def test_sampling_is_what_was_asked_for() -> None:
     play(scenario())
 
 
+def test_tokens_are_counted_without_a_turn() -> None:
+    async def scenario() -> None:
+        async with gateway(["one"]) as open_gateway:
+            counted = await open_gateway.anthropic.messages.count_tokens(model="policy", messages=[USER], tools=[TOOL])
+            answer = await open_gateway.message(tools=[TOOL])
+            assert counted.input_tokens == answer.usage.input_tokens
+            assert len(open_gateway.session.turns) == 1
+
+    play(scenario())
+
+
 def test_a_harnesss_accounts_do_not_break_a_history() -> None:
     async def scenario() -> None:
         async with gateway(["one", "two"]) as open_gateway:
