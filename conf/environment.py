@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.conf.checks import above, at_least, one_of
+from penstock.conf.sandbox import SandboxConfig
 
 TOOL_FORMATS = ("hermes", "llama3_json", "mistral", "pythonic", "none")
 
@@ -57,6 +58,8 @@ class EnvironmentConfig:
     max_error_share: float = 0.2
     """End the run when more than this share of the last 100 attempts failed."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
+    """Of `ctx.sandbox()`: what code that the model wrote may use."""
 
     def __post_init__(self) -> None:
         for key in ("num_workers", "max_attempts", "max_turns", "max_tokens", "tool_threads", "max_tool_characters"):

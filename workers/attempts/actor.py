@@ -136,8 +136,8 @@ class Environments:
 
     async def close(self) -> None:
         await self._server.stop()
-        if self._runner is not None and hasattr(self._runner.environment, "aclose"):
-            await self._runner.environment.aclose()
+        if self._runner is not None:
+            await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _serve(self, store: Any) -> None:

@@ -25,6 +25,8 @@ from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.errors import AttemptOver, LimitReached, Rejected
 from penstock.workers.gateway.session import Session
 from penstock.workers.protocols import Sampling
+from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory.trajectory import FAILED, REJECTED, TRUNCATED, Outcome, Trajectory
 
 GRACE_S = 5.0
@@ -33,7 +35,7 @@ MakeSession = Callable[[Sampling], Session]
 
 
 class Runner:
-    """Of one environment. Attempts run side by side."""
+    """Of one environment. Lifecycle: any number of attempts, side by side; then `close`."""
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Runner:
         self._config, self._make_session, self._door = config, make_session, door
         self._threads = threads
         self._counts = counts if counts is not None else Counter()
+        self._sandboxes: dict[Limits, Sandbox] = {}
         self.num_in_flight = self.num_done = 0
         """Attempts."""
 
@@ -57,7 +60,7 @@ class Runner:
         """`sampling`: with the attempt's seed. Raises what ends a run: engines that are gone for good."""
         session = self._make_session(sampling)
         base_url, key = self._door.admit(session)
-        ctx = Context(session, base_url, key, self._toolbox)
+        ctx = Context(session, base_url, key, self._toolbox, self._sandbox)
         self.num_in_flight += 1
         try:
             outcome = await self._played(task, ctx, session)
@@ -130,6 +133,19 @@ class Runner:
             self._counts["attempts_stuck"] += 1
         elif not playing.cancelled():
             playing.exception()  # heard
+
+    async def close(self) -> None:
+        """Of the environment, and of the sandboxes that it has used."""
+        for sandbox in self._sandboxes.values():
+            sandbox.close()
+        if hasattr(self.environment, "aclose"):
+            await self.environment.aclose()
+
+    def _sandbox(self, limits: Limits | None) -> Sandbox:
+        limits = limits or Limits.of(self._config.sandbox)
+        if limits not in self._sandboxes:
+            self._sandboxes[limits] = Sandbox(limits, num_workers=self._config.sandbox.num_workers)
+        return self._sandboxes[limits]
 
     def _toolbox(self, tools: Any) -> Toolbox:
         return Toolbox(tools, self._config, self._threads, self._counts)

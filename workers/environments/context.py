@@ -7,6 +7,8 @@ from penstock.workers.environments.tools.calling import Toolbox
 from penstock.workers.gateway.errors import Rejected
 from penstock.workers.gateway.formats.format import Message
 from penstock.workers.gateway.session import Session
+from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory.turn import Turn
 
 
@@ -17,9 +19,16 @@ class Context:
     ctx.reward(float(turn.text.strip() == "4"))
     """
 
-    def __init__(self, session: Session, base_url: str, api_key: str, make_toolbox: Callable[[Any], Toolbox]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        base_url: str,
+        api_key: str,
+        make_toolbox: Callable[[Any], Toolbox],
+        make_sandbox: Callable[[Limits | None], Sandbox],
+    ) -> None:
         self._session = session
-        self._make_toolbox = make_toolbox
+        self._make_toolbox, self._make_sandbox = make_toolbox, make_sandbox
         self._toolboxes: dict[int, Toolbox] = {}
         self.base_url = base_url
         """Where any client of OpenAI's or Anthropic's protocol reaches the policy: what it samples there is trained as
@@ -50,6 +59,11 @@ class Context:
         """Make the calls of a turn, side by side; the messages that answer them. A call that raises, hangs or cannot be
         read is answered too, with what was wrong."""
         return await self.toolbox(tools).answers(turn)
+
+    def sandbox(self, limits: Limits | None = None) -> Sandbox:
+        """For code that the model wrote: `await ctx.sandbox().run_python(code)`. `limits`: other than those of
+        environment.sandbox. All attempts of an actor share its workers, and nothing else."""
+        return self._make_sandbox(limits)
 
     def reward(self, value: float, turn: Turn | None = None) -> None:
         """Add to the attempt's reward; with `turn`, to that turn's. Raises `ValueError` for what is no finite

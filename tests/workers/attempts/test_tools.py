@@ -5,7 +5,8 @@ import threading
 import time
 from typing import Any
 
-from tests.workers.attempts.played import Played, play
+from penstock.workers.protocols import Sampling
+from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 
 
 def add(a: int, b: int = 1) -> int:
@@ -102,3 +103,21 @@ def test_what_is_no_text_is_json() -> None:
         return {"a": [1, None, True]}
 
     assert called("[table()]", [table])[0] == '{"a": [1, null, true]}'
+
+
+def test_code_of_the_model_runs_in_the_sandbox() -> None:
+    found: list[Any] = []
+
+    async def run(ctx: Any) -> None:
+        turn = await ctx.sample([{"role": "user", "content": "?"}])
+        found.append(await ctx.sandbox().run_python(turn.text))
+        assert ctx.sandbox() is ctx.sandbox()
+
+    runner = make_runner(Played(run), ScriptedEngines(lambda prompt, sampling: "print(6*7)"))
+
+    async def attempt() -> None:
+        await runner.attempt(TASK, Sampling(max_tokens=40))
+        await runner.close()
+
+    asyncio.run(attempt())
+    assert (found[0].stdout, found[0].reason) == ("42\n", "exited")
