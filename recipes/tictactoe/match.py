@@ -37,6 +37,8 @@ class Match:
             else:
                 square = draws.choice(moves(board) if opponent == "random" else best_moves(board, to_move))
             if square not in moves(board):  # it loses at once
+                if not mine:
+                    ctx.reject("no_move", "the other side has lost before this one was to move")
                 ctx.reward(LOSS if to_move == mark else WIN)
                 return
             board, to_move = after(board, square, to_move), other(to_move)

@@ -1,0 +1,67 @@
+"""A real vLLM engine in a Ray actor, as in a run, and sessions over it."""
+
+import contextlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from penstock.conf.model import FreshModelConfig
+from penstock.conf.rollout import RolloutConfig
+from penstock.workers.gateway.engines import EnginePool
+from penstock.workers.gateway.formats.template import TemplateFormat
+from penstock.workers.gateway.ray_engines import ask
+from penstock.workers.gateway.session import Session, TurnLimits
+from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.prompts.tokenization import load_tokenizer
+from penstock.workers.protocols import Sampling
+from penstock.workers.rollout.actor import Rollout, RolloutSpec
+
+MODEL = FreshModelConfig(
+    num_layers=8, hidden_size=512, intermediate_size=1408, num_heads=8, num_kv_heads=4, max_position_embeddings=2048
+)
+"""26M parameters: tokens that cost something, even on a CPU."""
+MAX_LEN, CONCURRENT = 2048, 32
+
+
+class Engine:
+    """One engine that serves requests alone."""
+
+    def __init__(self, handle: Any, model_path: str) -> None:
+        self.handle = handle
+        self.pool = EnginePool(ask, timeout_s=600.0)
+        self.pool.update({"Rollout-0": handle})
+        self.tokenizer = load_tokenizer(model_path)
+        self._form = TemplateFormat(self.tokenizer, "none")
+
+    def session(self, sampling: Sampling) -> Session:
+        return Session(self.pool, self._form, sampling, TurnLimits(64, 100_000, MAX_LEN))
+
+    def prompt_ids(self, text: str) -> list[int]:
+        """Of a user's message."""
+        return self._form.prompt_ids([{"role": "user", "content": text}], ())
+
+    async def direct(self, texts: Sequence[str], samplings: Sequence[Sampling]) -> int:
+        """Tokens that the engine samples for these, asked in one call."""
+        prompts = [self.prompt_ids(text) for text in texts]
+        groups = await self.handle.generate.remote(prompts, 1, samplings)
+        return sum(len(completion.token_ids) for (completion,) in groups)
+
+
+@contextlib.contextmanager
+def engine() -> Iterator[Engine]:
+    """In a Ray of its own, which ends with it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model")
+        build_fresh_model(path, MODEL, seed=0)
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+        try:
+            config = RolloutConfig(max_model_len=MAX_LEN, max_concurrent_samples=CONCURRENT, kv_cache_gib=1.0)
+            spec = RolloutSpec("Rollout-0", config, path, 1, 0, 1, pulls=False)
+            handle = ray.remote(Rollout).options(max_concurrency=10_000).remote(spec)
+            ray.get(handle.start.remote(), timeout=600)
+            yield Engine(handle, path)
+        finally:
+            ray.shutdown()
