@@ -1,5 +1,6 @@
 """Whoever uses a fence may die in any way: nothing of what ran in it is left."""
 
+import ast
 import asyncio
 import json
 import os
@@ -7,10 +8,11 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from penstock.conf.errors import NotStarted
+from penstock.conf.errors import NotStarted, SandboxUnavailable
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox.outcome import Value
@@ -56,6 +58,20 @@ def wait_for_children(pid: int) -> list[int]:
     return found
 
 
+@in_a_loop
+async def test_a_fence_that_is_given_up_before_it_is_ready_leaves_nothing(monkeypatch):
+    monkeypatch.setattr("penstock.workers.sandbox.worker.START_S", 1.0)
+    monkeypatch.setattr("penstock.workers.sandbox.worker.KEEPER", Path(__file__).with_name("silent.py"))
+    before = set(descendants(os.getpid()))
+    starting = asyncio.create_task(Sandbox().start())
+    await asyncio.sleep(0.5)
+    pids = [pid for pid in descendants(os.getpid()) if pid not in before]
+    assert pids
+    with pytest.raises(SandboxUnavailable):
+        await starting
+    wait_until_gone(pids)
+
+
 async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> Worker:
     """The worker that runs something, with another keeper than that one."""
     async with asyncio.timeout(GONE_S):
@@ -66,13 +82,16 @@ async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> Worker:
             await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("stopped", [False, True], ids=["", "with a keeper that is stopped"])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_when_the_user_of_a_fence_is_killed_nothing_is_left(number):
+def test_when_the_user_of_a_fence_is_killed_nothing_is_left(number, stopped):
     driver = subprocess.Popen([sys.executable, "-c", DRIVER], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     assert driver.stdout is not None
     with driver.stdout:
         keeper, outer = map(int, driver.stdout.readline().split())
-        pids = [keeper, outer, *wait_for_children(keeper)]
+        pids = [keeper, outer, *descendants(outer), *wait_for_children(keeper)]
+        if stopped:
+            os.kill(keeper, signal.SIGSTOP)
         driver.send_signal(number)
         driver.wait(GONE_S)
     wait_until_gone(pids)
@@ -148,6 +167,27 @@ async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
         assert (await sandbox.run_python("print(1)", wall_s=0.2)).reason == "timeout_wall"
         wait_until_gone([worker.keeper])
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+
+
+LEAVER = """
+import asyncio
+from penstock.workers.sandbox.blocking import BlockingSandbox
+from penstock.workers.sandbox.tools import _sandboxes, python
+sandbox = BlockingSandbox()
+sandbox.start()
+asyncio.run(python("1"))
+workers = [*sandbox._sandbox._all, *(worker for one in _sandboxes.values() for worker in one._all)]
+print([str(directory) for worker in workers if worker.cgroup for directory in worker.cgroup.directories])
+print([worker.keeper for worker in workers])
+"""
+
+
+def test_a_process_that_ends_without_closing_leaves_no_cgroup():
+    done = subprocess.run([sys.executable, "-c", LEAVER], capture_output=True, text=True, timeout=60, check=True)
+    groups, keepers = map(ast.literal_eval, done.stdout.splitlines())
+    wait_until_gone(keepers)
+    assert len(keepers) == 2
+    assert not [group for group in groups if os.path.exists(group)]
 
 
 @in_a_loop

@@ -1,6 +1,7 @@
 """The sandbox for callers without an event loop: rewards, which run in processes of their own."""
 
 import asyncio
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,13 +16,14 @@ class BlockingSandbox:
     def __init__(self, limits: Limits | None = None) -> None:
         self._loop = asyncio.new_event_loop()  # not the thread's: the reward may be called by code that has one
         self._sandbox = Sandbox(limits, num_workers=1)
+        self._end = weakref.finalize(self, self._sandbox.close)  # at this process's exit, if not before
 
     def start(self) -> None:
         """Raises `SandboxUnavailable` if code cannot be fenced in here."""
         self._loop.run_until_complete(self._sandbox.start())
 
     def close(self) -> None:
-        self._sandbox.close()
+        self._end()
         self._loop.close()
 
     def run_python(self, source: str, stdin: str | bytes = b"", wall_s: float | None = None) -> Outcome:

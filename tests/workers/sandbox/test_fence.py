@@ -20,7 +20,7 @@ def test_a_user_has_one_fence_and_root_has_two_with_a_change_of_user_between():
     words = command(ROOT, ["-c", "1"], seccomp=9)
     first, second = (index for index, word in enumerate(words) if word == str(ROOT.bwrap))
     assert words[second - 4 : second] == ["/s", f"--reuid={UID}", f"--regid={UID}", "--clear-groups"]
-    assert not any(word.startswith("--unshare") for word in words[first:second])
+    assert [word for word in words[first:second] if word.startswith("--unshare")] == ["--unshare-pid"]
 
 
 def test_a_fence_asks_for_every_namespace_and_does_not_merely_try():
