@@ -5,14 +5,12 @@
 An execution is a call of `Sandbox.call`: the code of a function and three lists of arguments go in, three values come
 out, from a process, a PID namespace and a /tmp of its own. It counts as one. "warm": workers keep an interpreter behind
 a fence, which forks. "cold": each execution has a fence of its own, a new interpreter in it, and both are taken down.
-There are as many workers as cores, and the cores are shared with this process, which hands out and compares. "CPU ms
-each" is what an execution costs all of them, its share of the fences included; other work on the machine lowers the
-rates, and hardly this.
+There are as many workers as cores, and the cores are shared with this process, which hands out and compares. Other work on
+the machine lowers the rates; the table says its load.
 """
 
 import asyncio
 import os
-import resource
 import statistics
 import time
 from collections.abc import Callable
@@ -35,23 +33,15 @@ KINDS = {"warm": (True, 300.0), "cold": (False, 25.0)}
 """Whether fences are used again, and the executions a second to reach."""
 
 
-def cpu_s() -> float:
-    """Of this process and of all children that have ended: those of a fence count when it is taken down."""
-    usages = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
-
-
 async def run(kind: str, count: int) -> dict[str, Any]:
-    """Executions a second, once the fences stand, each of them checked; and what they cost with the fences."""
-    before = cpu_s()
+    """Executions a second, once the fences stand, each of them checked."""
     sandbox = Sandbox(num_workers=os.cpu_count() or 1, reuse=KINDS[kind][0])
-    num_first = 2 * (os.cpu_count() or 1)
-    await executed(sandbox, num_first)
+    await executed(sandbox, 2 * (os.cpu_count() or 1))
     started = time.perf_counter()
     await executed(sandbox, count)
     seconds = time.perf_counter() - started
     sandbox.close()
-    return {"kind": kind, "per_s": count / seconds, "cpu_ms": 1000 * (cpu_s() - before) / (count + num_first)}
+    return {"kind": kind, "per_s": count / seconds}
 
 
 async def executed(sandbox: Sandbox, count: int) -> None:
@@ -84,10 +74,10 @@ def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
 def print_rounds(rounds: list[dict[str, Any]]) -> None:
     here = machine()
     title = f"{here['cpu']}, {here['cores']} cores, load {os.getloadavg()[0]:.1f}"
-    table = new_table(title, ["executions"], ["median /s", "least", "most", "CPU ms each"])
+    table = new_table(title, ["executions"], ["median /s", "least", "most"])
     for kind in KINDS:
         cells = [f"{of_kind(rounds, kind, 'per_s', summary):.0f}" for summary in (statistics.median, min, max)]
-        table.add_row(kind, *cells, f"{of_kind(rounds, kind, 'cpu_ms', statistics.median):.1f}")
+        table.add_row(kind, *cells)
     show(table)
 
 

@@ -3,7 +3,7 @@
 
 def test_a_quick_run_writes_its_table_and_its_targets(run_quickly):
     result, printed = run_quickly("sandbox", "--rounds", "1")
-    assert "CPU ms each" in printed
+    assert "median /s" in printed
     assert [entry["kind"] for entry in result["rounds"]] == ["warm", "cold"]
-    assert all(entry["per_s"] > 0 and entry["cpu_ms"] > 0 for entry in result["rounds"])
+    assert all(entry["per_s"] > 0 for entry in result["rounds"])
     assert [(target["comparison"], target["target"]) for target in result["targets"]] == [(">=", 300.0), (">=", 25.0)]
