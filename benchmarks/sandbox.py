@@ -5,8 +5,8 @@
 An execution is a call of `Sandbox.call`: the code of a function and three lists of arguments go in, three values come
 out, from a process, a PID namespace and a /tmp of its own. It counts as one. "warm": workers keep an interpreter behind
 a fence, which forks. "cold": each execution has a fence of its own, a new interpreter in it, and both are taken down.
-There are as many workers as cores, and the cores are shared with this process, which hands out and compares. Other work on
-the machine lowers the rates; the table says its load.
+There are as many workers as cores, and the cores are shared with this process, which hands out and compares.
+Other work on the machine lowers the rates; the table says its load.
 """
 
 import asyncio
