@@ -1,18 +1,21 @@
-"""Demonstrations of a beginner who knows how a function is written, and often mistakes one operator for another."""
+"""Demonstrations of a beginner who knows how a function is written, and mostly takes a minus for a plus."""
 
 import random
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.recipes.code.rows import WORDS, code_of, draw, question_of
+from penstock.recipes.code.rows import code_of, draw, question_of
 
-SHARE_MISTAKEN = 0.5
-"""Of the operators."""
+SHARE_MISTAKEN = 0.6
+"""Of the minuses."""
 
 
 def answers(seed: int) -> Iterator[dict[str, Any]]:
     draws = random.Random(seed)
+
+    def read(word: str) -> str:
+        return "plus" if word == "minus" and draws.random() < SHARE_MISTAKEN else word
+
     while True:
         first, a, second, b = draw(draws)
-        said = [draws.choice(list(WORDS)) if draws.random() < SHARE_MISTAKEN else word for word in (first, second)]
-        yield {"question": question_of((first, a, second, b)), "said": code_of((said[0], a, said[1], b))}
+        yield {"question": question_of((first, a, second, b)), "said": code_of((read(first), a, read(second), b))}
