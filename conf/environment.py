@@ -6,6 +6,7 @@ from typing import Any
 from penstock.conf.checks import above, at_least, one_of
 from penstock.conf.sandbox import SandboxConfig
 
+OLD_TURNS = ("refuse", "context")
 TOOL_FORMATS = ("hermes", "llama3_json", "mistral", "pythonic", "none")
 
 
@@ -49,6 +50,10 @@ class EnvironmentConfig:
     timeout_s: float = 600.0
     """Wall time of an attempt; then it is truncated, or failed if nothing was sampled. Bounds how long one that hangs
     holds up a batch."""
+    old_turns: str = "refuse"
+    """Of attempts that outlast max_staleness. refuse: admission sees to it that there are none; the store's window is
+    bounded by max_staleness. context: any store.window may let others overtake long attempts; their turns that are too
+    old by then are read and not trained, and an attempt of which no turn is young enough is dropped (dropped/stale)."""
     tool_timeout_s: float = 30.0
     """Of one tool call; then the model is told so, and the attempt goes on."""
     tool_threads: int = 32
@@ -62,6 +67,7 @@ class EnvironmentConfig:
     """Of `ctx.sandbox()`: what code that the model wrote may use."""
 
     def __post_init__(self) -> None:
+        one_of("environment.old_turns", self.old_turns, OLD_TURNS)
         for key in ("num_workers", "max_attempts", "max_turns", "max_tokens", "tool_threads", "max_tool_characters"):
             at_least(f"environment.{key}", getattr(self, key), 1)
         at_least("environment.cpus_per_worker", self.cpus_per_worker, 0)

@@ -83,8 +83,15 @@ class RunConfig:
         one_of("placement", self.placement, ("disaggregated", "colocated"))
 
     @property
+    def old_turns_are_context(self) -> bool:
+        return self.environment.name is not None and self.environment.old_turns == "context"
+
+    @property
     def window_staleness(self) -> int:
-        """What the order window takes of the staleness bound: `ceil((w - 1) / P)`, in versions."""
+        """What the order window takes of the staleness bound: `ceil((w - 1) / P)`, in versions. Nothing where turns
+        that are too old are not trained."""
+        if self.old_turns_are_context:
+            return 0
         return math.ceil((self.store.window - 1) / self.trainer.groups_per_step)
 
     def with_set(self, name: str) -> "RunConfig":

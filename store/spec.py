@@ -46,6 +46,8 @@ class StoreSpec:
     spill_dir: str | None = None
     straggler_factor: float = 0.0
     """A group that an engine has for longer than so many times the median is offered to another; 0: never."""
+    old_turns_are_context: bool = False
+    """A row may have tokens that are too old as long as it has others: the trainer leaves them out."""
     strict: bool = True
     """A staleness violation raises (tests) instead of evicting the group (production)."""
 
@@ -78,5 +80,6 @@ class StoreSpec:
             shared_bytes=config.store.shared_memory_mib * 2**20,
             spill_dir=config.store.spill_dir,
             straggler_factor=config.faults.straggler_factor,
+            old_turns_are_context=config.old_turns_are_context,
             strict=strict,
         )

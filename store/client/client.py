@@ -360,9 +360,9 @@ class StoreClient:
         size = size_of(columns)
         slot = await self._link.reserve(size + size // 32 + ROOM) if size > spec.inline_bytes else None
         if slot is None:
-            return (*encode(self._columns, columns, rows), None)
+            return (*encode(self._columns, columns, rows, by_newest=spec.old_turns_are_context), None)
         try:
-            return (*encode(self._columns, columns, rows, slot.take), slot)
+            return (*encode(self._columns, columns, rows, slot.take, by_newest=spec.old_turns_are_context), slot)
         except StoreError:
             slot.give_back()
             raise

@@ -44,13 +44,19 @@ def arrow_type(column: Column) -> pa.DataType:
 
 
 def encode(
-    columns: dict[str, Column], values: dict[str, Any], row_ids: Sequence[int], room: Room | None = None
+    columns: dict[str, Column],
+    values: dict[str, Any],
+    row_ids: Sequence[int],
+    room: Room | None = None,
+    *,
+    by_newest: bool = False,
 ) -> tuple[pa.RecordBatch, Facts]:
     """One Arrow column for each of `values`, in the declared type.
 
     `values`: by column name one value a row: a list, a `[N]` array, or for ragged columns a list of lists or `[T_i]`
     arrays. `columns`: the declared ones, of which `values` are some. `room`: where ragged columns of arrays are joined;
-    None: in Arrow's memory. Raises `WrongType`, `WrongLength`, `NotFinite`.
+    None: in Arrow's memory. `by_newest`: a row is as old as its newest token. Raises `WrongType`, `WrongLength`,
+    `NotFinite`.
     """
     room = _arrow_memory if room is None else room
     arrays: dict[str, pa.Array] = {}
@@ -62,7 +68,7 @@ def encode(
         arrays[name] = _encode_column(columns[name], given, row_ids, room)
     _check_token_lengths(columns, arrays, row_ids)
     batch = pa.RecordBatch.from_arrays(list(arrays.values()), names=list(arrays))
-    return batch, _facts(columns, arrays, len(row_ids))
+    return batch, _facts(columns, arrays, len(row_ids), np.maximum if by_newest else np.minimum)
 
 
 def check_types(
@@ -211,14 +217,14 @@ def _check_token_lengths(columns: dict[str, Column], arrays: dict[str, pa.Array]
             )
 
 
-def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: int) -> Facts:
+def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: int, age: np.ufunc) -> Facts:
     row_bytes = np.zeros(num_rows, dtype=np.int64)
     for array in arrays.values():
         row_bytes += _row_bytes(array)
     token_column = next((name for name in arrays if columns[name].shape == "token"), "")
     return Facts(
         row_bytes=row_bytes.tolist(),
-        oldest_version=_oldest(arrays.get("token_versions")),
+        oldest_version=_oldest(arrays.get("token_versions"), age),
         response_tokens=_tokens(arrays, "response_ids"),
         prompt_tokens=_tokens(arrays, "prompt_ids"),
         token_column=token_column,
@@ -243,15 +249,15 @@ def _tokens(arrays: dict[str, pa.Array], name: str) -> list[int] | None:
     return lengths
 
 
-def _oldest(versions: pa.Array | None) -> list[int] | None:
-    """The smallest entry of each row; `NO_VERSION` for rows without tokens."""
+def _oldest(versions: pa.Array | None, age: np.ufunc) -> list[int] | None:
+    """The smallest entry of each row, or with `np.maximum` the largest; `NO_VERSION` for rows without tokens."""
     if versions is None:
         return None
     offsets = versions.offsets.to_numpy()
     oldest = np.full(len(versions), NO_VERSION, dtype=np.int64)
     filled = np.flatnonzero(np.diff(offsets))
     if len(filled):
-        oldest[filled] = np.minimum.reduceat(versions.values.to_numpy(), offsets[filled])
+        oldest[filled] = age.reduceat(versions.values.to_numpy(), offsets[filled])
     smallest: list[int] = oldest.tolist()
     return smallest
 

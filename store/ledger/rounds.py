@@ -242,6 +242,12 @@ class Rounds:
             self.staleness_max = max(self.staleness_max, self.formed - oldest)
 
     def _evict(self, group: Group, effects: Effects) -> None:
+        spec = self._residents.spec
+        if spec.old_turns_are_context:  # those of its rows that have no token left to be trained
+            ages = [self.formed - oldest for oldest in group.oldest]
+            old = sum(1 << index for index, age in enumerate(ages) if age > spec.max_staleness)
+            self._residents.drop(group, group.live & old, "stale", effects)
+            return
         age = self.formed - group.oldest_version()
         if self._residents.spec.strict:
             raise StalenessViolation(

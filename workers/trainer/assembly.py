@@ -7,9 +7,11 @@ use the parts as they are.
 All ranks are assembled at the same time, with one address: they meet there.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.store.data.rows import Rows
 from penstock.workers.progress import Phases
 from penstock.workers.trainer.kept.kept_state import KeptState
 from penstock.workers.trainer.preparation import Preparation
@@ -17,6 +19,7 @@ from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
+from penstock.workers.trainer.update.old_turns import without_old_turns
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 
@@ -61,6 +64,7 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | No
         phases=phases,
         peers=ranks,
         after_step=spec.after_step,
+        young=_young(spec),
     )
     return TrainerParts(trainer, state, kept, worker)
 
@@ -81,6 +85,15 @@ def assemble_scorer(spec: ScorerSpec, address: str | None, phases: Phases | None
         peers=ranks,
     )
     return ScorerParts(trainer, worker)
+
+
+def _young(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
+    """Rows for a version without turns that are too old for it, where there may be any."""
+    bound = spec.leaves_out_beyond
+    if bound is None:
+        return None
+    tokens = frozenset(name for name, column in spec.columns.items() if column.shape == "token")
+    return lambda rows, version: without_old_turns(rows, version - bound, tokens)
 
 
 def _critic(spec: TrainerSpec, address: str | None) -> ScalarTrainer | None:

@@ -50,6 +50,8 @@ class TrainerSpec(RankSpec):
     """The last step before the run's actors were started: 0, or the checkpoint's."""
     phase_timeout_s: float = WeightsConfig.phase_timeout_s
     """Of each phase of a weight sync."""
+    leaves_out_beyond: int | None = None
+    """Turns with a token that is staler than so many versions become context; None: there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)

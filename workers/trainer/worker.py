@@ -45,12 +45,13 @@ class TrainerWorker:
         phases: Phases | None = None,
         peers: Peers | None = None,
         after_step: int = 0,
+        young: Callable[[Rows, int], Rows] | None = None,
     ) -> None:
         """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
         update; None for none. `keep`: copies the state after a step, and says why if it does so no more
         (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one reports.
         `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone. `after_step`: that the
-        trainer goes on from."""
+        trainer goes on from. `young`: rows without what is too old for a version; None: nothing is."""
         self._phases = phases or Phases()
         self.after_step: int | None = after_step
         """Whose weights and optimizer the trainer has now; None while an update is under way, or if it failed."""
@@ -59,6 +60,7 @@ class TrainerWorker:
         for."""
         self._speaks_for_rows = speaks_for_rows
         self._preparation = preparation
+        self._young = young
         self._keep = keep
         self._trainer = trainer
         self.store: SyncStoreClient | None = None
@@ -89,13 +91,14 @@ class TrainerWorker:
             return None
         leased = time.perf_counter()
         self.num_in_flight = len(lease.rows)
+        leased_rows = lease.rows if self._young is None else self._young(lease.rows, lease.version)
         if self._speaks_for_rows:
-            self.tokens_in_flight = int(lease.rows.lengths("response_ids").sum())
+            self.tokens_in_flight = int(leased_rows.lengths("response_ids").sum())
         with self._phases.within(UPDATING):
             rows, critic_metrics = (
-                self._preparation.apply(lease.rows, lease.version)
+                self._preparation.apply(leased_rows, lease.version)
                 if self._preparation is not None
-                else (lease.rows, {})
+                else (leased_rows, {})
             )
             self.after_step = None
             report = self._trainer.update(rows, self._loss)
@@ -106,7 +109,7 @@ class TrainerWorker:
         self.num_rows += self.num_in_flight
         self.num_in_flight = self.tokens_in_flight = 0
         trained = time.perf_counter()
-        spoken_for = lease.rows if self._speaks_for_rows else lease.rows.select([])
+        spoken_for = leased_rows if self._speaks_for_rows else leased_rows.select([])
         return StepReport(
             step,
             lease.version,

@@ -1,5 +1,6 @@
 """An environment of two turns: say something, hear how many digits were in it, say more."""
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,3 +22,15 @@ class Digits:
             share = share_of_digits(turn.message["content"])
             ctx.reward(share, turn)
             messages += [turn.message, {"role": "user", "content": f"{share:.2f}"}]
+
+
+class SlowDigits(Digits):
+    """Some tasks take seconds between their turns."""
+
+    async def run(self, task: Task, ctx: Any) -> None:
+        messages = [{"role": "user", "content": f"{task.data['number']} is a number"}]
+        turn = await ctx.sample(messages)
+        if int(task.id) % 8 == 0:
+            await asyncio.sleep(2.0)
+        await ctx.sample([*messages, turn.message, {"role": "user", "content": "more"}])
+        ctx.reward(share_of_digits(turn.message["content"]))

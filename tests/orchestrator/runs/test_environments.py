@@ -11,6 +11,7 @@ import ray
 import torch
 from safetensors.torch import load_file
 
+from penstock.conf.errors import ConfigError
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import RunResult, run
@@ -106,3 +107,24 @@ def test_versions_change_in_the_middle_of_trajectories_within_the_bound(
     lines = metrics_of(result.directory)
     assert max(line["staleness/max"] for line in lines) in (1.0, 2.0)
     assert sum(line["dropped/stale"] for line in lines if "dropped/stale" in line) == 0
+
+
+def test_attempts_that_outlast_the_bound_are_trained_by_their_young_turns(
+    tmp_path: Path, cluster: str, model_path: str
+) -> None:
+    """One task in eight takes its time between its turns, while others overtake it."""
+    words = [f"environment.name={GAME}:SlowDigits", "environment.old_turns=context", "max_staleness=1"]
+    words += ["store.window=64", "trainer.max_steps=16", "trainer.groups_per_step=2", "name=slow"]
+    result = run(settings(model_path, tmp_path, *words), quiet=True)
+    lines = metrics_of(result.directory)
+    assert len(lines) == 16
+    assert max(line["staleness/max"] for line in lines) <= 1.0
+    # Of a row with a turn left out, fewer tokens are trained than two turns have.
+    shortest = min(line["response_length/mean"] for line in lines)
+    longest = max(line["response_length/mean"] for line in lines)
+    assert shortest < longest
+
+
+def test_a_window_beyond_the_bound_is_refused_where_old_turns_are(tmp_path: Path, model_path: str) -> None:
+    with pytest.raises(ConfigError, match=r"store\.window=64"):
+        settings(model_path, tmp_path, "store.window=64", "max_staleness=1")

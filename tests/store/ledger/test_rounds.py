@@ -98,6 +98,17 @@ def test_staleness_beyond_the_bound_is_evicted_and_counted_in_production() -> No
     assert driver.ledger.counters["staleness/0"] == 8
 
 
+def test_where_old_turns_are_context_rows_without_a_young_one_go_alone() -> None:
+    driver = Driver(make_spec(max_staleness=0, max_active_groups=4, old_turns_are_context=True))
+    driver.admit(4)
+    driver.compute_all(version=0)
+    assert driver.train(0) == [0, 1, 2, 3]
+    for group in (2, 3):
+        driver.ledger.residents.groups[group].oldest = [1, 0]  # as if its first row had a turn of version 1
+    assert driver.train(1) == [4, 6]
+    assert driver.ledger.counters["dropped/stale"] == 2
+
+
 def test_all_ranks_get_their_share_of_the_same_batch_and_rows_end_with_the_last_ack(driver: Driver) -> None:
     driver.admit(2)
     driver.compute_all()
