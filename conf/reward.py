@@ -31,7 +31,7 @@ class WeightedRewardConfig:
 @dataclass
 class RewardConfig:
     function: str = "math_verify"
-    """A registered name (math_verify, reasoning_gym, label, digits, python_tests, sql_result), `file.py:function`, or
+    """A registered name (math_verify, reasoning_gym, label, digits, python_tests, sql_result, judge), `file.py:function`, or
     `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""

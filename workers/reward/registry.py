@@ -23,6 +23,7 @@ BUILTIN_MODULES = (
     "penstock.workers.reward.functions",
     "penstock.workers.reward.code",
     "penstock.workers.reward.sql",
+    "penstock.workers.reward.judge",
 )
 
 
