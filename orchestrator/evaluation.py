@@ -169,7 +169,7 @@ class EnvironmentEvaluator(Evaluator):
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
         """The mean reward, of those that have one: an environment's may be more than right or wrong."""
         known = [score for of_one in scores for score in of_one if score is not None]
-        return {f"reward/{name}": sum(known) / len(known)} if known else {}
+        return {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
 
 
 def _right(scores: Sequence[Scores]) -> list[int]:

@@ -45,6 +45,10 @@ class Chart:
     percent: bool = False
 
 
+OF_THE_REWARD = ("mean", "std", "min", "max")
+"""What is told of the reward itself; others of `reward/` are of several by name."""
+
+
 def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = None) -> list[Chart]:
     """The charts for which there is at least one finite value."""
 
@@ -55,14 +59,20 @@ def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = Non
     mismatch = lines({"mismatch/logprob_abs_max": "max", "mismatch/logprob_abs_mean": "mean"})
     accuracy = lines({"accuracy/heldout": "greedy"} | _named(metrics, "accuracy/", "accuracy/heldout"), dots=True)
     lengths = lines({"response_length/mean": "mean", "response_length/max": "max"})
+    turns = lines({"turns/mean": "mean", "turns/max": "max"})
+    held_out_rewards = lines(_named(metrics, "heldout_reward/"), dots=True)
+    rewards = {name: label for name, label in _named(metrics, "reward/").items() if label not in OF_THE_REWARD}
     critic = lines({"critic/explained_variance": "explained variance", "critic/value_clip_fraction": "clipped values"})
     found = [
         _reward(metrics),
         Chart("accuracy", "Held-out accuracy", "", accuracy, bottom=0, top=1, percent=True),
+        Chart("heldout_reward", "Held-out reward, of greedy attempts", "", held_out_rewards),
+        Chart("rewards", "Rewards, each by itself", "", lines(rewards)),
         Chart("staleness", "Staleness of trained tokens", "versions", stale, bottom=0, bound=max_staleness),
         _time_by_phase(metrics),
         Chart("mismatch", "Trainer against engine", "|Δ log p|", mismatch, log=True),
         Chart("response_length", "Response length", "tokens", lengths, bottom=0),
+        Chart("turns", "Turns of an attempt", "", turns, bottom=0),
         Chart("loss", "Loss", "", lines({"actor/loss": "loss", "actor/pg_loss": "policy gradient"})),
         Chart(
             "entropy", "Entropy and KL", "nats", lines({"actor/entropy": "entropy", "actor/kl": "KL to the reference"})
