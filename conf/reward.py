@@ -31,8 +31,8 @@ class WeightedRewardConfig:
 @dataclass
 class RewardConfig:
     function: str = "math_verify"
-    """A registered name (math_verify, reasoning_gym, label, digits, python_tests, sql_result, judge), `file.py:function`, or
-    `package.module:function`."""
+    """A registered name (math_verify, reasoning_gym, python_tests, sql_result, judge, label, digits),
+    `file.py:function`, or `package.module:function`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     num_workers: int = 1

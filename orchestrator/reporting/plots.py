@@ -45,8 +45,8 @@ class Chart:
     percent: bool = False
 
 
-OF_THE_REWARD = ("mean", "std", "min", "max")
-"""What is told of the reward itself; others of `reward/` are of several by name."""
+OF_THE_REWARD = ("mean", "std", "min", "max", "num_workers")
+"""What is told of the reward itself, and of its workers; others of `reward/` are of several by name."""
 
 
 def charts(metrics: Sequence[Mapping[str, Any]], max_staleness: int | None = None) -> list[Chart]:
