@@ -60,7 +60,7 @@ class Runner:
         """`sampling`: with the attempt's seed. Raises what ends a run: engines that are gone for good."""
         session = self._make_session(sampling)
         base_url, key = self._door.admit(session)
-        ctx = Context(session, base_url, key, self._toolbox, self._sandbox)
+        ctx = Context(session, base_url, key, self._toolbox, self._sandbox, self._counts)
         self.num_in_flight += 1
         try:
             outcome = await self._played(task, ctx, session)

@@ -1,5 +1,6 @@
 """What an environment has of the run while it plays one attempt."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -26,10 +27,13 @@ class Context:
         api_key: str,
         make_toolbox: Callable[[Any], Toolbox],
         make_sandbox: Callable[[Limits | None], Sandbox],
+        counts: Counter[str] | None = None,
     ) -> None:
+        """`counts`: of the whole actor, for metrics."""
         self._session = session
         self._make_toolbox, self._make_sandbox = make_toolbox, make_sandbox
-        self._toolboxes: dict[int, Toolbox] = {}
+        self._counts = counts if counts is not None else Counter()
+        self._toolboxes: dict[tuple[int, ...], tuple[Any, Toolbox]] = {}
         self.base_url = base_url
         """Where any client of OpenAI's or Anthropic's protocol reaches the policy: what it samples there is trained as
         turns of this attempt."""
@@ -51,9 +55,10 @@ class Context:
         """Functions as tools that can be described and called."""
         if isinstance(tools, Toolbox):
             return tools
-        if id(tools) not in self._toolboxes:
-            self._toolboxes[id(tools)] = self._make_toolbox(tools)
-        return self._toolboxes[id(tools)]
+        key = tuple(map(id, tools))
+        if key not in self._toolboxes:  # with the tools themselves, so that nothing else gets their ids
+            self._toolboxes[key] = tuple(tools), self._make_toolbox(tools)
+        return self._toolboxes[key][1]
 
     async def use_tools(self, turn: Turn, tools: Any) -> list[Message]:
         """Make the calls of a turn, side by side; the messages that answer them. A call that raises, hangs or cannot be
@@ -78,6 +83,10 @@ class Context:
     def reject(self, reason: str, detail: str = "") -> None:
         """End the attempt, which is not trained and counted as dropped/rejected_<reason>."""
         raise Rejected(reason, detail)
+
+    def count(self, what: str, number: int = 1) -> None:
+        """Add to the metric environment/<what>: of answers that were no move, say."""
+        self._counts[what] += number
 
     @property
     def turns(self) -> list[Turn]:

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError, suggest
+from penstock.workers.problems.reasoning_gym import Problems
 from penstock.workers.prompts.huggingface import open_huggingface
 from penstock.workers.prompts.jsonl import JsonLines
 from penstock.workers.prompts.messages import (
@@ -21,7 +22,6 @@ from penstock.workers.prompts.messages import (
 )
 from penstock.workers.prompts.mixture import Mixture
 from penstock.workers.prompts.python_rows import PythonRows
-from penstock.workers.prompts.reasoning_gym import Problems
 from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.teacher import TaughtDataset
 from penstock.workers.user_code import find_function

@@ -9,6 +9,7 @@ import importlib
 import logging
 from typing import Any
 
+from penstock.workers.problems.reasoning_gym import verify
 from penstock.workers.reward.registry import reward
 
 ANSWER_MARK = "####"
@@ -65,8 +66,7 @@ def _warm_reasoning_gym() -> None:
 @reward("reasoning_gym", warm=_warm_reasoning_gym)
 def reasoning_gym(response: str, task: dict[str, Any], strict: bool = False) -> float:
     """What the problem's own verifier says, from 0 to 1. `strict`: 1.0 for full marks, else 0.0."""
-    environment = importlib.import_module("penstock.workers.prompts.reasoning_gym")
-    score: float = environment.verify(response.strip(), task)
+    score = verify(response.strip(), task)
     return float(score >= 1.0) if strict else score
 
 

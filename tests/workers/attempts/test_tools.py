@@ -121,3 +121,30 @@ def test_code_of_the_model_runs_in_the_sandbox() -> None:
 
     asyncio.run(attempt())
     assert (found[0].stdout, found[0].reason) == ("42\n", "exited")
+
+
+def test_other_tools_in_a_list_of_the_same_place_are_other_tools() -> None:
+    def first() -> int:
+        return 1
+
+    def second() -> int:
+        return 2
+
+    names = []
+
+    async def run(ctx: Any) -> None:
+        for tool in (first, second) * 10:
+            names.append(ctx.toolbox([tool]).descriptions[0]["function"]["name"])
+        await ctx.sample([{"role": "user", "content": "?"}])
+
+    play(Played(run), lambda prompt, sampling: "done")
+    assert names == ["first", "second"] * 10
+
+
+def test_an_environment_counts_for_the_metrics() -> None:
+    async def run(ctx: Any) -> None:
+        ctx.count("moves_invalid")
+        ctx.count("moves_invalid", 2)
+        await ctx.sample([{"role": "user", "content": "?"}])
+
+    assert play(Played(run), lambda prompt, sampling: "done")[1]["moves_invalid"] == 3

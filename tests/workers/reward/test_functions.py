@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import DataError
-from penstock.workers.prompts.reasoning_gym import Problems
+from penstock.workers.problems.reasoning_gym import Problems
 from penstock.workers.reward.functions import digits, label, math_verify, reasoning_gym
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"

@@ -1,0 +1,1 @@
+"""Procedural problems of other packages, which prompts, environments and rewards share."""
