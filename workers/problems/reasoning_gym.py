@@ -94,22 +94,23 @@ def _verifier(task: str, options: str) -> Any:
     return make_dataset(task, json.loads(options))
 
 
-def make_dataset(task: str, options: dict[str, Any]) -> Any:
-    """The dataset object of reasoning_gym. Raises `ConfigError` for an unknown task or option, or a refused value."""
+def make_dataset(task: str, options: dict[str, Any], keys: tuple[str, str] = ("data.path", "data.options")) -> Any:
+    """The dataset object of reasoning_gym. Raises `ConfigError` for an unknown task or option, or a refused value;
+    `keys` are those that it names."""
     factory = importlib.import_module("reasoning_gym.factory")
     importlib.import_module("reasoning_gym")
     if task not in factory.DATASETS:
-        raise ConfigError(f"data.path={task}: reasoning_gym has no such task{suggest(task, factory.DATASETS)}")
+        raise ConfigError(f"{keys[0]}={task}: reasoning_gym has no such task{suggest(task, factory.DATASETS)}")
     fields = factory.DATASETS[task][1].__dataclass_fields__
     for key in options:
         if key not in fields:
             known = [name for name in fields if name not in ("seed", "size")]
-            raise ConfigError(f"data.options.{key}: {task} has no such option{suggest(key, known)}")
+            raise ConfigError(f"{keys[1]}.{key}: {task} has no such option{suggest(key, known)}")
     try:
         return factory.create_dataset(task, **options)
     except (AssertionError, ValueError, TypeError) as error:
         shown = {key: value for key, value in options.items() if key not in ("seed", "size")}
-        raise ConfigError(f"data.options={shown}: {task} refuses them: {error or type(error).__name__}") from error
+        raise ConfigError(f"{keys[1]}={shown}: {task} refuses them: {error or type(error).__name__}") from error
 
 
 def to_json(value: Any) -> Any:

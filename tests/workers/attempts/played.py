@@ -46,10 +46,10 @@ class ScriptedEngines:
         return Completion(ids, [-0.5] * len(ids), [self.version] * len(ids), text, finish)
 
 
-def make_runner(environment: Any, engines: ScriptedEngines, **settings: Any) -> Runner:
+def make_runner(environment: Any, engines: ScriptedEngines, *, max_model_len: int = 200, **settings: Any) -> Runner:
     config = EnvironmentConfig(**{"timeout_s": 30.0, "max_turns": 8, **settings})
     form = TemplateFormat(tokenizer(), "pythonic")
-    limits = TurnLimits(config.max_turns, config.max_tokens, 200)
+    limits = TurnLimits(config.max_turns, config.max_tokens, max_model_len)
     counts: Counter[str] = Counter()
 
     def make_session(sampling: Sampling) -> Session:

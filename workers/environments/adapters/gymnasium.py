@@ -1,0 +1,160 @@
+"""Step environments of `gymnasium` and `minigrid`: an observation is a message, an answer an action.
+
+reset ─▶ observation as text ─▶ sample ─▶ the last action that the answer names ─▶ step ─▶ … ─▶ terminated
+"""
+
+import asyncio
+import importlib
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.errors import ConfigError, suggest
+from penstock.workers.environments.adapters.observation import as_text, painted
+from penstock.workers.environments.context import Context
+from penstock.workers.environments.environment import environment
+from penstock.workers.environments.task import Task
+from penstock.workers.gateway.formats.format import Message
+from penstock.workers.user_code import find_function
+
+
+@dataclass(frozen=True)
+class Known:
+    """What the environment itself does not say."""
+
+    actions: Sequence[str]
+    legend: str = ""
+
+
+KNOWN = {
+    "FrozenLake": Known(("left", "down", "right", "up"), "Go from S to G, not into a hole H; [ ] is where you are."),
+    "CliffWalking": Known(("up", "right", "down", "left"), "Go to T, not off the cliff C; x is where you are."),
+    "Taxi": Known(
+        ("south", "north", "east", "west", "pickup", "dropoff"),
+        "Fetch the passenger, whose place is blue, and bring him to the magenta one; [ ] is the taxi.",
+    ),
+    "Blackjack": Known(("stick", "hit"), "Your sum, the dealer's card, and whether you have a usable ace:"),
+}
+PROMPT = "{legend}\n{observation}\nActions: {actions}. Answer with one of them."
+
+
+@environment("gymnasium")
+class Gymnasium:
+    """A task is a seed of `reset`. Each turn has the reward of its step.
+
+    environment:
+      name: gymnasium
+      options: {id: MiniGrid-Empty-5x5-v0, penalty: 0.01}
+    data: {source: environment}
+    """
+
+    def __init__(
+        self,
+        id: str,
+        kwargs: Mapping[str, Any] | None = None,
+        actions: Sequence[str] | None = None,
+        prompt: str = PROMPT,
+        render: bool | None = None,
+        describe: str | None = None,
+        act: str | None = None,
+        penalty: float = 0.0,
+        threads: bool = False,
+    ) -> None:
+        """`id`: as `gymnasium.make` takes it, `module:id` for a package that registers its own; `kwargs`: for it.
+        `actions`: names of the actions from the first, where others are better. `prompt`: of the first message;
+        {observation}, {actions} and {legend} stand for what they say. `render`: show what the terminal would; null:
+        where the observation is but a number. `describe`: `file.py:function` from an observation to a text. `act`:
+        `file.py:function` from an answer to an action, None for none. `penalty`: for an answer that is no action,
+        for which nothing else happens. `threads`: steps are slow. Raises `ConfigError`."""
+        self._gymnasium = importlib.import_module("gymnasium")
+        if id.startswith(("MiniGrid-", "BabyAI-")):
+            importlib.import_module("minigrid")
+        self._id, self._kwargs, self._prompt, self._penalty = id, dict(kwargs or {}), prompt, penalty
+        self._threads = threads
+        made = self._made()
+        space, known = made.action_space, KNOWN.get(id.rpartition(":")[2].partition("-")[0], Known(()))
+        is_number = isinstance(made.observation_space, self._gymnasium.spaces.Discrete)
+        if render is None:
+            render = is_number and "ansi" in made.metadata.get("render_modes", ()) and describe is None
+        if render:
+            self._kwargs["render_mode"] = "ansi"
+        self._renders, self._legend = render, known.legend
+        self._describe = find_function(describe, "environment.options.describe") if describe else as_text
+        own = [action.name for action in getattr(made.unwrapped, "actions", ())]
+        self._names = [str(name) for name in actions or known.actions or own]
+        made.close()
+        if act is not None:
+            self._act: Callable[[str], Any] = find_function(act, "environment.options.act")
+        elif isinstance(space, self._gymnasium.spaces.Discrete):
+            self._names = self._names or [str(space.start + index) for index in range(int(space.n))]
+            if len(self._names) != space.n:
+                raise ConfigError(
+                    f"environment.options.actions: {len(self._names)} names, and {id} has {space.n} actions."
+                )
+            self._act = NamedActions(self._names, int(space.start))
+        else:
+            raise ConfigError(
+                f"environment.options.id={id}: its actions are {space}, of which none can be named. Say by "
+                "environment.options.act=file.py:function which one an answer is."
+            )
+
+    def tasks(self, seed: int) -> Iterator[Task]:
+        return (Task(str(index), seed + index) for index in itertools.count())
+
+    async def run(self, task: Task, ctx: Context) -> None:
+        made = await self._call(self._made)
+        try:
+            observation, _ = await self._call(made.reset, seed=task.seed)
+            messages: list[Message] = [{"role": "user", "content": self._opening(self._text(made, observation))}]
+            is_over = False
+            while not is_over:
+                turn = await ctx.sample(messages)
+                action = self._act(turn.message["content"])
+                if action is None or not made.action_space.contains(action):
+                    ctx.count("no_action")
+                    ctx.reward(-self._penalty, turn=turn)
+                    told = f"That is no action. Actions: {', '.join(self._names)}."
+                else:
+                    observation, reward, terminated, truncated, _ = await self._call(made.step, action)
+                    ctx.reward(float(reward), turn=turn)
+                    is_over, told = terminated or truncated, self._text(made, observation)
+                messages += [turn.message, {"role": "user", "content": told}]
+        finally:
+            await self._call(made.close)
+
+    def _opening(self, observation: str) -> str:
+        said = {"legend": self._legend, "actions": ", ".join(self._names), "observation": observation}
+        return re.sub(r"\{(legend|actions|observation)\}", lambda name: said[name[1]], self._prompt).strip()
+
+    def _text(self, made: Any, observation: Any) -> str:
+        return painted(made.render()) if self._renders else str(self._describe(observation))
+
+    def _made(self) -> Any:
+        try:
+            return self._gymnasium.make(self._id, **self._kwargs)
+        except (self._gymnasium.error.Error, ImportError) as error:
+            near = suggest(self._id, self._gymnasium.registry)
+            raise ConfigError(f"environment.options.id={self._id}: {error}{near}") from error
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **keywords: Any) -> Any:
+        return await asyncio.to_thread(function, *args, **keywords) if self._threads else function(*args, **keywords)
+
+
+class NamedActions:
+    """The action that an answer says last, by its name or its number; None if it says none."""
+
+    def __init__(self, names: Sequence[str], start: int = 0) -> None:
+        self._numbers = {name.lower(): start + index for index, name in enumerate(names)}
+        words = "|".join(re.escape(name) for name in sorted(self._numbers, key=len, reverse=True))
+        self._said = re.compile(rf"(?<![\w.])({words}|-?\d+(?:\.\d+)?)(?!\w)", re.IGNORECASE)
+        self._range = range(start, start + len(names))
+
+    def __call__(self, answer: str) -> int | None:
+        found = self._said.findall(answer)
+        if not found:
+            return None
+        word = found[-1].lower()
+        number = self._numbers.get(word, int(word) if word.isdecimal() else None)
+        return number if number in self._range else None

@@ -1,0 +1,47 @@
+"""What a final answer is worth, by a reward function: named as `reward.function` names it, run in a process that can be
+killed, so that a grader that hangs or crashes costs one attempt. Used by adapters whose tasks have a reference answer.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.conf.errors import DataError
+from penstock.workers.reward.outcome import RewardError
+from penstock.workers.reward.pool import RewardPool
+from penstock.workers.reward.registry import RewardSpec
+
+NUM_PROCESSES = 2
+"""An answer takes milliseconds; a second process serves while the first is hung."""
+
+
+class Scoring:
+    """Lifecycle: the processes start with the first answer; `aclose` ends them, as does the end of this process.
+
+    scoring = Scoring("math_verify")
+    await scoring.score("It is 4.", {"answer": "4"})      # 1.0
+    """
+
+    def __init__(self, function: str, options: Mapping[str, Any] | None = None, timeout_s: float = 10.0) -> None:
+        """Raises `ConfigError` for a function that is not found or takes what nobody provides."""
+        spec = RewardSpec.of(function, dict(options or {}))
+        spec.check()
+        self._function = function
+        self._pool = RewardPool(spec, num_processes=NUM_PROCESSES, timeout_s=timeout_s)
+        self._starting: asyncio.Future[None] | None = None
+
+    async def score(self, answer: str, task: Mapping[str, Any]) -> float:
+        """`task`: the row's columns. Raises `DataError` where the function raises, hangs or gives no number: the
+        attempt has failed then, and is not trained as one that was wrong."""
+        if self._starting is None:
+            self._starting = asyncio.ensure_future(self._pool.start())
+        await asyncio.shield(self._starting)
+        (found,) = await self._pool.score([answer], [json.dumps(dict(task), default=str)])
+        if isinstance(found, RewardError):
+            raise DataError(f"reward {self._function} cannot score this answer: {found.kind}: {found.text}")
+        return float(found)
+
+    async def aclose(self) -> None:
+        if self._starting is not None:
+            await self._pool.close()

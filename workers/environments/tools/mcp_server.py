@@ -1,0 +1,170 @@
+"""A server of tools in a process of its own, spoken to by the Model Context Protocol.
+
+    server = McpServer("files", McpCommand("python", ("files.py",)), start_timeout_s=30)
+    await server.start()
+    server.tools                  what a `Toolbox` takes
+    await server.stop()           the process and all that it has started are gone
+
+Used by `adapters/mcp.py`.
+"""
+
+import asyncio
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.workers.environments.tools.calling import as_text
+from penstock.workers.environments.tools.mcp_process import LEAVE_S, McpCommand, McpProcess
+
+
+class McpFailed(Exception):
+    """What the model is told of a call; or why a server could not be started."""
+
+
+@dataclass(frozen=True)
+class McpTool:
+    """As a `Toolbox` takes it."""
+
+    server: "McpServer"
+    name: str
+    """Of the server; the model may know it by another."""
+    schema: Mapping[str, Any]
+
+    async def call(self, arguments: Mapping[str, Any]) -> str:
+        return await self.server.call(self.name, arguments)
+
+    def renamed(self, name: str) -> "McpTool":
+        return McpTool(self.server, self.name, {**self.schema, "function": {**self.schema["function"], "name": name}})
+
+
+class McpServer:
+    """Lifecycle: `start`, `stop`, once. It may end by itself meanwhile, of which every call from then on is told."""
+
+    def __init__(
+        self, name: str, command: McpCommand, start_timeout_s: float, count: Callable[[str], None] = lambda what: None
+    ) -> None:
+        """`count`: what has happened, for metrics."""
+        self.name = name
+        self.tools: Sequence[McpTool] = ()
+        self._command, self._start_timeout_s, self._count = command, start_timeout_s, count
+        self._process: McpProcess | None = None
+        self._client: Any = None
+        self._ready, self._stop = asyncio.Event(), asyncio.Event()
+        self._serving: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Raises `McpFailed` if it does not say in time which tools it has."""
+        self._serving = asyncio.create_task(self._serve())
+        waiting = asyncio.create_task(self._ready.wait())
+        try:
+            await asyncio.wait([waiting, self._serving], timeout=self._start_timeout_s, return_when="FIRST_COMPLETED")
+        finally:
+            waiting.cancel()
+        if self._ready.is_set():
+            return
+        self._count("mcp_not_started")
+        why = f"it did not say within {self._start_timeout_s:g} s which tools it has"
+        if self._serving.done():
+            why = str(self._serving.exception())
+        if self._process is not None:
+            why += f"; {await self._process.epitaph()}"
+        await self.stop()
+        raise McpFailed(f"the MCP server {self.name} could not be started: {why}")
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process is None or self._process.has_ended
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
+        """What a tool returns, as text. Raises `McpFailed`. Who cancels it does not wait for the server."""
+        assert self._process is not None
+        if self.has_ended:
+            raise McpFailed(f"the MCP server {self.name}: {await self._process.epitaph()}")
+        calling = asyncio.ensure_future(self._client.call_tool(name, dict(arguments)))
+        calling.add_done_callback(_seen)
+        dying = asyncio.ensure_future(self._process.ended())
+        try:  # what it has started may hold its pipes open after it has died
+            await asyncio.wait([calling, dying], return_when="FIRST_COMPLETED")
+            if calling.done() and calling.exception() is None:
+                return _told(calling.result())
+            epitaph = await self._process.epitaph()
+        finally:
+            dying.cancel()
+            calling.cancel()
+        if not self.has_ended:
+            raise McpFailed(str(calling.exception()))
+        self._count("mcp_died")
+        raise McpFailed(f"the MCP server {self.name}: {epitaph}")
+
+    async def stop(self) -> None:
+        """The process and its descendants are gone then, however it behaves."""
+        self._stop.set()
+        if self._process is not None and not self._ready.is_set():
+            self._process.kill()
+        if self._serving is None:
+            return
+        try:
+            await asyncio.wait([self._serving], timeout=3 * LEAVE_S)
+        finally:
+            if not self._serving.done():
+                self._serving.cancel()
+            _seen(self._serving)
+
+    async def _serve(self) -> None:
+        """In a task of its own, as scopes of anyio are left where they were entered."""
+        client = importlib.import_module("mcp").Client
+        self._process = await McpProcess.start(self._command)
+        try:
+            async with client(self._process.messages()) as self._client:
+                self.tools = [_described(self, tool) for tool in await _all_tools(self._client)]
+                self._ready.set()
+                await self._stop.wait()
+        finally:
+            await self._process.end()
+
+
+def _told(result: Any) -> str:
+    if result.is_error:
+        raise McpFailed(result_text(result))
+    return result_text(result)
+
+
+def result_text(result: Any) -> str:
+    """Texts as they are; pictures, sounds and files by their kind and size."""
+    said = [_block_text(block) for block in result.content]
+    if not said and result.structured_content is not None:
+        return as_text(result.structured_content)
+    return "\n".join(said)
+
+
+def _block_text(block: Any) -> str:
+    resource = getattr(block, "resource", block)
+    text = getattr(resource, "text", None)
+    if text is not None:
+        return as_text(text)
+    data = getattr(resource, "data", None) or getattr(resource, "blob", None)
+    size = f", {len(data) * 3 // 4:,} bytes that are no text" if data else ""
+    return f"[{getattr(resource, 'uri', None) or getattr(resource, 'mime_type', None) or block.type}{size}]"
+
+
+async def _all_tools(client: Any) -> list[Any]:
+    found: list[Any] = []
+    cursor: str | None = None
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        found += page.tools
+        cursor = page.next_cursor
+        if not cursor:
+            return found
+
+
+def _described(server: McpServer, tool: Any) -> McpTool:
+    function = {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema}
+    return McpTool(server, tool.name, {"type": "function", "function": function})
+
+
+def _seen(task: "asyncio.Future[Any]") -> None:
+    """So that asyncio does not say that nobody has."""
+    if task.done() and not task.cancelled():
+        task.exception()
