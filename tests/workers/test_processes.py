@@ -71,3 +71,16 @@ def test_one_that_is_gone_needs_no_end() -> None:
     process.wait()
     assert not gone.is_alive
     assert kill(gone)
+
+
+def test_what_users_code_has_left_is_ended_with_its_children() -> None:
+    code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('ready', flush=True); time.sleep(60)"
+    program = f"""
+import subprocess, sys
+from penstock.workers.processes import end_children
+child = subprocess.Popen([sys.executable, "-c", {code!r}], stdout=subprocess.PIPE)
+child.stdout.readline()
+print(end_children(), child.wait(10), flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["2", "-9"], done.stderr

@@ -24,7 +24,7 @@ from penstock.workers.gateway.formats.choosing import make_format
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.ray_engines import ask
 from penstock.workers.gateway.session import Session, TurnLimits
-from penstock.workers.processes import ProcessId
+from penstock.workers.processes import ProcessId, end_children
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Sampling
@@ -139,6 +139,7 @@ class Environments:
         if self._runner is not None:
             await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+        end_children()
 
     async def _serve(self, store: Any) -> None:
         assert self._worker is not None
