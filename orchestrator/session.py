@@ -248,8 +248,8 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
     validate(config)
     if config.environment.name is not None:
         raise ConfigError(
-            "environment.name is set: a session has no attempts, it samples responses to prompts. Train in an environment "
-            "with penstock.run."
+            "environment.name is set: a session has no attempts, it samples responses to prompts. Train in an "
+            "environment with penstock.run."
         )
     flow = dataflow_of(config, flow)
     if not flow.of_kind("rollout"):
