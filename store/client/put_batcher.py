@@ -124,6 +124,7 @@ def _together(facts: list[Facts]) -> Facts:
         joined("prompt_tokens"),
         facts[0].token_column,
         joined("token_lengths"),
+        joined("context_tokens"),
     )
 
 

@@ -16,6 +16,7 @@ GROUPS = pa.schema(
         ("shared_bytes", pa.int64()),
         ("oldest", _LISTS),
         ("response_tokens", _LISTS),
+        ("context_tokens", _LISTS),
         ("row_bytes", _LISTS),
     ]
 )

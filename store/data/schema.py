@@ -229,6 +229,7 @@ def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: in
         prompt_tokens=_tokens(arrays, "prompt_ids"),
         token_column=token_column,
         token_lengths=_tokens(arrays, token_column),
+        context_tokens=_tokens(arrays, "context_ids"),
     )
 
 

@@ -25,6 +25,8 @@ class Facts:
     token_column: str = ""
     token_lengths: list[int] | None = None
     """Entries of each row of `token_column`, any of the token columns written."""
+    context_tokens: list[int] | None = None
+    """Of a trajectory, those that were read and not sampled."""
 
 
 def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) -> list[int]:
@@ -121,3 +123,5 @@ def _note_span(
         tokens = facts.response_tokens[position:end]
         group.response_tokens[where] = tokens
         residents.counters["response_tokens_generated"] += sum(tokens)
+        if facts.context_tokens is not None:
+            group.context_tokens[where] = facts.context_tokens[position:end]

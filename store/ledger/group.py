@@ -15,6 +15,7 @@ class Group:
     number."""
 
     __slots__ = (
+        "context_tokens",
         "done",
         "free",
         "have",
@@ -53,6 +54,8 @@ class Group:
         self.oldest = [NO_VERSION] * size
         self.response_tokens = [0] * size
         self.prompt_tokens = 0
+        self.context_tokens = [0] * size
+        """Of trajectories, which have no prompt in common."""
         self.row_bytes = [0] * (num_stages * size)
         """Of the values that stage s wrote for sample i, at `s * size + i`."""
         self.shared_bytes = 0

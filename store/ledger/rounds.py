@@ -269,8 +269,9 @@ class Rounds:
         for group_id, mask in sorted(granted.items()):
             group = residents.groups[group_id]
             rows = row_ids(group_id, mask, residents.size)
-            prompt, responses = group.prompt_tokens, group.response_tokens
-            row_costs = [row_cost(prompt + responses[row - group_id * residents.size]) for row in rows]
+            prompt, first = group.prompt_tokens, group_id * residents.size
+            tokens = [read + said for read, said in zip(group.context_tokens, group.response_tokens, strict=True)]
+            row_costs = [row_cost(prompt + tokens[row - first]) for row in rows]
             if stage.unit == "group" or stage.spec.whole_groups:
                 units.append(rows)
                 costs.append(sum(row_costs))

@@ -48,6 +48,7 @@ def values_of(group: Group, size: int) -> dict[str, Any]:
         "shared_bytes": group.shared_bytes,
         "oldest": group.oldest,
         "response_tokens": group.response_tokens,
+        "context_tokens": group.context_tokens,
         "row_bytes": group.row_bytes,
     }
 
@@ -71,6 +72,7 @@ def restore(ledger: Ledger, values: dict[str, Any], groups: Iterable[dict[str, A
         group.done = [int.from_bytes(mask, "little") for mask in row["done"]]
         group.prompt_tokens, group.shared_bytes = row["prompt_tokens"], row["shared_bytes"]
         group.oldest, group.response_tokens = row["oldest"], row["response_tokens"]
+        group.context_tokens = row.get("context_tokens") or group.context_tokens  # older snapshots have none
         group.row_bytes[: len(row["row_bytes"])] = row["row_bytes"]  # older snapshots have one number a sample
         residents.resume(group, Effects())  # nobody waits yet
         if lacks_source(residents, group):

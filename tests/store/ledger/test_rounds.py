@@ -98,6 +98,15 @@ def test_staleness_beyond_the_bound_is_evicted_and_counted_in_production() -> No
     assert driver.ledger.counters["staleness/0"] == 8
 
 
+def test_what_a_trajectory_has_read_counts_for_the_ranks_shares() -> None:
+    driver = Driver(make_spec(groups_per_step=2))
+    driver.admit(2)
+    driver.compute_all()
+    driver.ledger.residents.groups[0].context_tokens = [3000, 0]
+    made = driver.ledger.lease_shared("train", 0, 2, 1, "trainer", 0.0)
+    assert [driver.ledger.share(made, rank) for rank in range(2)] in ([[0], [1, 2, 3]], [[1, 2, 3], [0]])
+
+
 def test_where_old_turns_are_context_rows_without_a_young_one_go_alone() -> None:
     driver = Driver(make_spec(max_staleness=0, max_active_groups=4, old_turns_are_context=True))
     driver.admit(4)
