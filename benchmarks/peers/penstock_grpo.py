@@ -39,9 +39,10 @@ class Gate:
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         now = time.perf_counter()
         if self._steps is not None and self._left <= self._measured:
-            tokens = metrics["response_length/mean"] * metrics["perf/samples_per_s"] * metrics["timing_s/step"]
+            samples = metrics["perf/samples_per_s"] * metrics["timing_s/step"]
+            tokens, turns = (metrics.get(f"{name}/mean", 1.0) * samples for name in ("response_length", "turns"))
             seconds = {phase: metrics.get(f"timing_s/{phase}", 0.0) for phase in PHASES}
-            self._steps.append({"seconds": now - self._last, "tokens": tokens, **seconds})
+            self._steps.append({"seconds": now - self._last, "tokens": tokens, "turns": turns, **seconds})
         self._last = now
         self._left -= 1
         if self._left == 0:
@@ -61,6 +62,8 @@ class Gate:
             "seconds": seconds,
             "samples": round(len(self._steps) * metrics["perf/samples_per_s"] * metrics["timing_s/step"]),
             "tokens": round(sum(step["tokens"] for step in self._steps)),
+            "turns": round(sum(step["turns"] for step in self._steps)),
+            "reward_mean": metrics.get("reward/mean"),
             "step_seconds": [step["seconds"] for step in self._steps],
             "phases": {phase: [step[phase] for step in self._steps] for phase in PHASES},
             "staleness_max": metrics.get("staleness/max"),
@@ -78,6 +81,14 @@ class Gate:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+def drive(words: list[str], channel: Channel) -> None:
+    """An ordinary run with these settings, for as many rounds as are asked for."""
+    try:
+        run(load_config(words), sinks=[Gate(channel)], quiet=True)
+    except EndOfBenchmark:
+        return
 
 
 def main() -> None:
@@ -101,10 +112,7 @@ def main() -> None:
         f"output_dir={arguments.output_dir}",
         "tracking.samples_every_steps=0", "tracking.export_model=false", "tracking.progress=false",
     ]  # fmt: skip
-    try:
-        run(load_config([*words, *arguments.overrides]), sinks=[Gate(channel)], quiet=True)
-    except EndOfBenchmark:
-        return
+    drive([*words, *arguments.overrides], channel)
 
 
 if __name__ == "__main__":
