@@ -8,13 +8,14 @@ import statistics
 from typing import Any
 
 from benchmarks import sandbox
-from benchmarks.agents import gateway, waiting
+from benchmarks.agents import against_trl, gateway, waiting
 from benchmarks.agents.engine import engine
 from benchmarks.harness import Target, machine, new_table, parse_arguments, print_targets, show, write_json
 
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
+    against_trl.check()
     num_rounds = arguments.rounds or (1 if arguments.quick else 4)
     rows: list[dict[str, Any]] = []
     with engine() as one:
@@ -24,11 +25,14 @@ def main() -> None:
     executions = sandbox.measure(num_rounds, {"warm": 60, "cold": 6} if arguments.quick else {"warm": 600, "cold": 60})
     rows += [{"part": "sandbox", "side": entry["kind"], "per_s": entry["per_s"]} for entry in executions]
     targets += sandbox.targets_of(executions)
+    rows += against_trl.rounds(num_rounds, *((3, 60) if arguments.quick else (6,)))
+    targets += against_trl.targets(rows, median)
     table = new_table(f"Environments and agents, {machine()['cpu']}", ["part", "side"], ["a second, median", "rounds"])
     for part, side in dict.fromkeys((row["part"], row["side"]) for row in rows):
         rates = [row["per_s"] for row in rows if (row["part"], row["side"]) == (part, side)]
         table.add_row(part, side, f"{statistics.median(rates):,.0f}", ", ".join(f"{rate:,.0f}" for rate in rates))
     show(table)
+    against_trl.print_table(rows)
     print_targets(targets)
     write_json(arguments.json, "agents", rows, targets)
 
