@@ -25,7 +25,7 @@ def main() -> None:
     executions = sandbox.measure(num_rounds, {"warm": 60, "cold": 6} if arguments.quick else {"warm": 600, "cold": 60})
     rows += [{"part": "sandbox", "side": entry["kind"], "per_s": entry["per_s"]} for entry in executions]
     targets += sandbox.targets_of(executions)
-    rows += against_trl.rounds(num_rounds, *((3, 60) if arguments.quick else (6,)))
+    rows += against_trl.rounds(num_rounds, *((1, 60, 2) if arguments.quick else (6,)))
     targets += against_trl.targets(rows, median)
     table = new_table(f"Environments and agents, {machine()['cpu']}", ["part", "side"], ["a second, median", "rounds"])
     for part, side in dict.fromkeys((row["part"], row["side"]) for row in rows):

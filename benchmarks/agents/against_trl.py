@@ -21,6 +21,7 @@ Row = dict[str, Any]
 PART = "trl"
 SIDES = ("trl", "sync", "async")
 NUM_PROBLEMS = 512
+PROMPTS_PER_STEP = 8
 NUM_LESSONS = 200
 """Steps of the supervised training."""
 SHARE_GROWING = 0.75
@@ -38,19 +39,21 @@ def check() -> None:
         raise SystemExit("There is no .venv-trl: run `make bench-env` first.")
 
 
-def rounds(num_rounds: int, num_steps: int, num_lessons: int = NUM_LESSONS) -> list[Row]:
+def rounds(
+    num_rounds: int, num_steps: int, num_lessons: int = NUM_LESSONS, prompts_per_step: int = PROMPTS_PER_STEP
+) -> list[Row]:
     """`num_steps`: measured ones of a round. `num_lessons`: steps in which the model learns to call the tool."""
     check()
     found = []
     with tempfile.TemporaryDirectory(prefix="penstock-bench-") as folder:
         work = Path(folder)
         sums.write_problems(work / "problems.jsonl", NUM_PROBLEMS)
-        sides = start_sides(work, teach(work, num_lessons))
+        sides = start_sides(work, teach(work, num_lessons), prompts_per_step)
         try:
             for child in sides.values():
                 child.ready()
             for child in sides.values():  # first rounds are slower
-                child.round(2)
+                child.round(1)
             for number in range(num_rounds):
                 for side, child in sides.items():
                     if side == "trl":
@@ -82,8 +85,9 @@ def teach(work: Path, num_lessons: int) -> Path:
     return work / "taught" / "model"
 
 
-def start_sides(work: Path, model: Path) -> dict[str, Child]:
+def start_sides(work: Path, model: Path, prompts_per_step: int) -> dict[str, Child]:
     common = ["--model", str(model), "--prompts", str(work / "problems.jsonl"), "--max-new-tokens", str(MAX_TOKENS)]
+    common += ["--prompts-per-step", str(prompts_per_step)]
     sides = {"trl": Child("TRL", "trl_tools", work / "trl.log", common, TRL_PYTHON)}
     for name, staleness in (("sync", 0), ("async", 1)):
         more = ["--max-staleness", str(staleness), "--output-dir", str(work / f"runs_{name}"), *PENSTOCK_SETTINGS]

@@ -13,6 +13,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)
+    parser.add_argument("--prompts-per-step", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=512, help="sampled tokens of an attempt")
     parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--output-dir", required=True)
@@ -26,7 +27,8 @@ def main() -> None:
         f"environment.max_tokens={arguments.max_new_tokens}",
         f"rollout.sampling.max_tokens={arguments.max_new_tokens}", "rollout.sampling.seeded=false",
         "rollout.max_model_len=1024", "rollout.kv_cache_gib=0.5",
-        "trainer.max_steps=1000000", "trainer.groups_per_step=8", "algorithm.group_size=8", "trainer.optimizer.lr=1e-8",
+        "trainer.max_steps=1000000", f"trainer.groups_per_step={arguments.prompts_per_step}",
+        "algorithm.group_size=8", "trainer.optimizer.lr=1e-8",
         f"max_staleness={arguments.max_staleness}", f"output_dir={arguments.output_dir}",
         "tracking.samples_every_steps=0", "tracking.export_model=false", "tracking.progress=false",
     ]  # fmt: skip
