@@ -48,7 +48,7 @@ class Fixed:
 
     def update(self, rows: Rows) -> None:
         totals = BatchTotals(int(rows.lengths("response_ids").sum()), len(rows))
-        for cut in self.cuts(batching.row_lengths(rows)):
+        for cut in self.cuts(batching.row_lengths(rows)[0]):
             batch = batching.collate(rows, cut, COLUMNS)
             logprobs_N, _ = self._model(batch.input_ids_SL, batch.positions_N, batch.targets_N, "value")
             logprobs_BT = batch.scatter(logprobs_N)
@@ -92,7 +92,7 @@ def memory_bytes(key: str) -> int:
 
 
 def measure(side: "Fixed | Penstock", rows: Rows) -> dict[str, float]:
-    lengths = batching.row_lengths(rows)
+    lengths, _ = batching.row_lengths(rows)
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
     before = memory_bytes("VmRSS")
     start, cpu_start = time.perf_counter(), time.process_time()

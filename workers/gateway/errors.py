@@ -9,8 +9,8 @@ class LimitReached(PenstockError):
     """The attempt is truncated, unless it goes on with a shorter conversation. `limit`: turns, tokens, context or
     time."""
 
-    def __init__(self, limit: str, text: str) -> None:
-        super().__init__(text)
+    def __init__(self, limit: str, text: str = "") -> None:
+        super().__init__(text or limit)
         self.limit = limit
 
     def __reduce__(self) -> tuple[Any, ...]:
