@@ -15,6 +15,8 @@ from typing import Any
 
 import anyio
 
+SOON_S = 0.1
+"""For a process to end whose streams may have ended."""
 LEAVE_S = 1.0
 """For a server to end by itself when its stdin is closed; then it is killed."""
 MAX_LINE_BYTES = 2**24
@@ -86,9 +88,9 @@ class McpProcess:
         if not self.has_ended:
             self._kill()
 
-    async def epitaph(self) -> str:
-        """How it has ended, and what it said last, in words."""
-        await self.ended(0.1)  # its streams end a moment before itself
+    async def epitaph(self, timeout_s: float = SOON_S) -> str:
+        """How it has ended, and what it said last, in words. `timeout_s`: its streams end before itself."""
+        await self.ended(timeout_s)
         said = self._stderr.decode(errors="replace").strip()
         code = self._process.returncode
         return ("it does not answer" if code is None else f"it has ended with {code}") + (

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.workers.environments.tools.calling import as_text
-from penstock.workers.environments.tools.mcp_process import LEAVE_S, McpCommand, McpProcess
+from penstock.workers.environments.tools.mcp_process import LEAVE_S, SOON_S, McpCommand, McpProcess
 
 
 class McpFailed(Exception):
@@ -88,7 +88,8 @@ class McpServer:
             await asyncio.wait([calling, dying], return_when="FIRST_COMPLETED")
             if calling.done() and calling.exception() is None:
                 return _told(calling.result())
-            epitaph = await self._process.epitaph()
+            is_cut_off = calling.done() and "closed" in str(calling.exception()).lower()
+            epitaph = await self._process.epitaph(LEAVE_S if is_cut_off else SOON_S)
         finally:
             dying.cancel()
             calling.cancel()
