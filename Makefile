@@ -17,7 +17,7 @@ demo: setup ## a tiny model learns arithmetic by reinforcement learning, within 
 # cores, a file at a time. Threads that wait by spinning would keep the cores from those that compute.
 WORKERS := 3
 SLOWEST := --durations=10 --durations-min=1
-test: setup ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
+test: setup .venv-verifiers/.locked ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
 
 escape: setup ## attacks on the sandbox that code of models runs in; they fail where it cannot hold, and are never skipped
@@ -68,5 +68,5 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
-	rm -rf .venv .venv-trl .venv-tq .venv-oracle runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-trl .venv-tq .venv-oracle .venv-verifiers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

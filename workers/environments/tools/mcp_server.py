@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.workers.environments.child import LEAVE_S, SOON_S
 from penstock.workers.environments.tools.calling import as_text
-from penstock.workers.environments.tools.mcp_process import LEAVE_S, SOON_S, McpCommand, McpProcess
+from penstock.workers.environments.tools.mcp_process import McpCommand, McpProcess
 
 
 class McpFailed(Exception):
@@ -115,7 +116,7 @@ class McpServer:
     async def _serve(self) -> None:
         """In a task of its own, as scopes of anyio are left where they were entered."""
         client = importlib.import_module("mcp").Client
-        self._process = await McpProcess.start(self._command)
+        self._process = await McpProcess.started(self._command)
         try:
             async with client(self._process.messages()) as self._client:
                 self.tools = [_described(self, tool) for tool in await _all_tools(self._client)]

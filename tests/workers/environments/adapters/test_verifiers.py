@@ -1,0 +1,131 @@
+"""Episodes of the real package, which lies in an environment of its own: .venv-verifiers."""
+
+import asyncio
+import itertools
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import ConfigError
+from penstock.workers.environments.task import Task
+from penstock.workers.gateway.http.server import HttpServer
+from penstock.workers.protocols import Sampling
+from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, Trajectory
+from tests.workers.attempts.played import ScriptedEngines, make_runner
+from tests.workers.environments.adapters.adapted import adapter, heard
+
+PYTHON = Path(__file__).parents[4] / ".venv-verifiers/bin/python"
+HERE = str(Path(__file__).with_name("verifiers_tasks"))
+Play = Callable[[int], Any]
+
+
+@pytest.fixture(autouse=True)
+def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert PYTHON.exists(), "no environment with verifiers: type `make .venv-verifiers/.locked`"
+    monkeypatch.setenv("PYTHONPATH", HERE)
+
+
+def sums(**options: Any) -> Any:
+    env = {
+        "taskset": {"id": "sums_tasks"},
+        "agent": {"harness": {"id": "sums_tasks"}, "runtime": {"type": "subprocess"}},
+    }
+    return adapter("verifiers", python=str(PYTHON), env=env, **options)
+
+
+@asynccontextmanager
+async def served(environment: Any, answer: Callable[[str], str], timeout_s: float = 120.0) -> AsyncIterator[Play]:
+    engines = ScriptedEngines(lambda prompt, sampling: answer(prompt))
+    runner = make_runner(environment, engines, max_model_len=4000, timeout_s=timeout_s)
+    server = HttpServer(runner._door)
+    runner._door.base_url = await server.start("127.0.0.1", 0)
+    try:
+        yield lambda index: runner.attempt(Task(str(index), 0, {"index": index}), Sampling(max_tokens=40, seed=1))
+    finally:
+        await server.stop()
+        await environment.aclose()
+
+
+def adds(prompt: str) -> str:
+    """The answer of "1+2?", which "Sure?" follows."""
+    number = prompt.rpartition("+2?")[0].strip()[-1]
+    return str(int(number) + 2)
+
+
+def test_episodes_are_attempts_with_their_turns_and_their_rewards() -> None:
+    async def play() -> list[Trajectory]:
+        async with served(sums(), lambda prompt: adds(prompt) if "1+2" in prompt else "no") as attempt:
+            return await asyncio.gather(*(attempt(index) for index in (1, 0, 1)))
+
+    attempts = asyncio.run(play())
+    assert [(one.outcome.kind, one.outcome.detail, one.reward) for one in attempts] == [
+        (COMPLETED, "", 1.0), (COMPLETED, "", 0.0), (COMPLETED, "", 1.0),
+    ]  # fmt: skip
+    assert [heard(one) for one in attempts] == [[f"{number}+2?", "Sure?"] for number in (1, 0, 1)]
+    assert all([turn.parent for turn in one.turns] == [None, 0] for one in attempts)
+
+
+def test_tasks_are_shuffled_and_never_end() -> None:
+    found = [task.data["index"] for task in itertools.islice(sums().tasks(4), 6)]
+    assert sorted(found[:3]) == sorted(found[3:]) == [0, 1, 2]
+
+
+def test_what_an_episode_fails_with_is_told() -> None:
+    async def play() -> Trajectory:
+        async with served(sums(seat="judge"), adds) as attempt:
+            return await attempt(0)
+
+    outcome = asyncio.run(play()).outcome
+    assert outcome.kind == FAILED
+    assert "no seat 'judge'" in outcome.detail
+
+
+def test_the_death_of_its_process_is_told_and_the_next_episode_has_another() -> None:
+    environment = sums()
+
+    def dies_once(prompt: str) -> str:
+        if not killed:
+            killed.append(environment._episodes._process.pid)
+            os.killpg(killed[0], signal.SIGKILL)
+        return adds(prompt)
+
+    async def play() -> tuple[Trajectory, Trajectory]:
+        async with served(environment, dies_once) as attempt:
+            return await attempt(0), await attempt(1)
+
+    killed: list[int] = []
+    lost, whole = asyncio.run(play())
+    assert (lost.outcome.kind, whole.outcome.kind, whole.reward) == (FAILED, COMPLETED, 1.0)
+    assert f"it has ended with -{int(signal.SIGKILL)}" in lost.outcome.detail
+
+
+def test_an_episode_that_nobody_wants_any_more_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The harness says in a file what has become of it."""
+    monkeypatch.setenv("SUMS_LOG", str(log := tmp_path / "log"))
+    environment = sums()
+
+    async def play() -> Trajectory:
+        async with served(environment, adds) as attempt:
+            await attempt(0)
+            cut = asyncio.create_task(attempt(2))  # the third task sleeps
+            while "asleep" not in (log.read_text() if log.exists() else ""):
+                await asyncio.sleep(0.05)
+            cut.cancel()
+            await asyncio.wait([cut])
+            return await attempt(1)
+
+    assert asyncio.run(asyncio.wait_for(play(), 100)).reward == 1.0
+    assert log.read_text().split() == ["asleep", "cancelled"]
+
+
+def test_what_cannot_be_made_is_told_before_a_run() -> None:
+    broken = adapter("verifiers", python=str(PYTHON), env={"taskset": {"id": "no_such_taskset"}})
+    with pytest.raises(ConfigError, match=r"verifiers cannot make this environment: [\s\S]*no_such_taskset"):
+        next(broken.tasks(1))
+    with pytest.raises(ConfigError, match=r"python=no-such-python: .* pip install verifiers"):
+        adapter("verifiers", python="no-such-python", env={})

@@ -1,0 +1,165 @@
+"""Environments of `verifiers` 0.4: episodes of its v1 protocol, whose model calls come in over HTTP.
+
+The package pins other versions of openai and mcp than Penstock has. So it lies in an environment of its own, and its
+episodes run in a process of that one's interpreter, one for each environment actor:
+
+    python -m venv .venv-verifiers && .venv-verifiers/bin/python -m pip install verifiers==0.4.0 my-taskset
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from penstock.conf.errors import ConfigError
+from penstock.workers.environments.child import LEAVE_S, Child
+from penstock.workers.environments.context import Context
+from penstock.workers.environments.environment import environment
+from penstock.workers.environments.task import Task
+
+EPISODES = Path(__file__).with_name("verifiers_episodes.py")
+START_TIMEOUT_S = 120.0
+"""For importing the package and reading the tasks."""
+
+
+class EpisodeFailed(Exception):
+    """What verifiers says of it."""
+
+
+@environment("verifiers")
+class Verifiers:
+    """A task is a number in the taskset. All that the model is asked in an episode is trained, whichever seat asks.
+
+    environment:
+      name: verifiers
+      options:
+        python: .venv-verifiers/bin/python
+        env: {taskset: {id: my_tasks}, agent: {harness: {id: "null"}, runtime: {type: subprocess}}}
+    data: {source: environment}
+    """
+
+    def __init__(self, env: Mapping[str, Any], python: str, seat: str = "") -> None:
+        """`env`: the `[env]` block of a configuration of verifiers. `python`: the interpreter that has the package.
+        `seat`: whose reward counts; the mean of all without one. Raises `ConfigError`."""
+        if shutil.which(python) is None:
+            raise ConfigError(
+                f"environment.options.python={python}: there is no such program. Make an environment for verifiers: "
+                "`python -m venv .venv-verifiers && .venv-verifiers/bin/python -m pip install verifiers==0.4.0`."
+            )
+        # -P: without the neighbours of that file on the path, which are called as packages are
+        program = str(Path(python).absolute()) if os.sep in python else python
+        self._command = [program, "-P", str(EPISODES), json.dumps(dict(env))]
+        self._seat = seat
+        self._episodes: _Episodes | None = None
+        self._starting = asyncio.Lock()
+
+    def tasks(self, seed: int) -> Iterator[Task]:
+        """All of the taskset, shuffled; again and again in another order."""
+        try:
+            said = subprocess.run(
+                self._command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_TIMEOUT_S,
+                check=True,
+            ).stdout  # fmt: skip
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+            tail = str(error.stderr or error)[-1000:]
+            raise ConfigError(f"environment.options.env: verifiers cannot make this environment: {tail}") from error
+        indices = list(range(json.loads(said)["tasks"]))
+        draws = random.Random(seed)
+        number = 0
+        while indices:
+            for index in draws.sample(indices, len(indices)):
+                yield Task(str(number), seed + number, {"index": index})
+                number += 1
+
+    async def run(self, task: Task, ctx: Context) -> None:
+        episodes = await self._started()
+        order = {"index": task.data["index"], "seat": self._seat, "base_url": ctx.base_url, "api_key": ctx.api_key}
+        ctx.reward(await episodes.play(order))
+
+    async def aclose(self) -> None:
+        if self._episodes is not None:
+            await self._episodes.end()
+
+    async def _started(self) -> "_Episodes":
+        """Again where the last one has died."""
+        async with self._starting:
+            if self._episodes is None or self._episodes.has_ended:
+                await self.aclose()
+                episodes = await _Episodes.start(self._command)
+                try:
+                    await episodes.ready()
+                except BaseException:
+                    await episodes.end()
+                    raise
+                self._episodes = episodes
+            return self._episodes
+
+
+class _Episodes(Child):
+    """Lifecycle: `start`, `ready`, `play` as often and at once as one likes, `end`."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        super().__init__(process)
+        self._numbers = itertools.count()
+        self._playing: dict[int, asyncio.Future[float]] = {}
+        self._hearing: asyncio.Task[None] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        return super().has_ended or (self._hearing is not None and self._hearing.done())
+
+    async def ready(self) -> None:
+        """Raises `EpisodeFailed`."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                is_ready = bool(await self.line())
+        except TimeoutError:
+            is_ready = False
+        if not is_ready:
+            raise EpisodeFailed(f"verifiers could not be started: {await self.epitaph(LEAVE_S)}")
+        self._hearing = asyncio.create_task(self._hear())
+
+    async def play(self, order: Mapping[str, Any]) -> float:
+        """Its reward. Raises `EpisodeFailed`, and where the process dies. Who cancels it ends the episode."""
+        number = next(self._numbers)
+        self._playing[number] = future = asyncio.get_running_loop().create_future()
+        try:
+            with suppress(ConnectionError):  # its end says so to all that wait
+                await self._say_json({**order, "number": number})
+            return await future
+        finally:
+            del self._playing[number]
+            if future.cancelled():
+                with suppress(ConnectionError):
+                    await self._say_json({"number": number, "cancel": True})
+
+    async def end(self) -> None:
+        await super().end()
+        if self._hearing is not None:
+            self._hearing.cancel()
+
+    async def _say_json(self, value: Any) -> None:
+        await self.say(json.dumps(value).encode())
+
+    async def _hear(self) -> None:
+        while line := await self.line():
+            said = json.loads(line)
+            future = self._playing.get(said["number"])
+            if future is None or future.done():
+                continue
+            if "error" in said:
+                future.set_exception(EpisodeFailed(said["error"]))
+            else:
+                future.set_result(float(said["reward"]))
+        why = f"verifiers: {await self.epitaph(LEAVE_S)}"
+        self.kill()
+        for future in self._playing.values():
+            if not future.done():
+                future.set_exception(EpisodeFailed(why))

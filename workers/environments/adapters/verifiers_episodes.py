@@ -1,0 +1,75 @@
+"""Episodes of a `verifiers` environment: run by the interpreter that has the package, which is not Penstock's.
+
+    python verifiers_episodes.py '{"taskset": {"id": "my_tasks"}, …}'      JSON lines on stdin and stdout:
+
+    {"tasks": 200}                                                          said first; at most MOST
+    {"number": 3, "index": 17, "seat": "", "base_url": …, "api_key": …}     heard: an episode of the 17th task
+    {"number": 3, "reward": 1.0}                                            or "error": "…"
+    {"number": 3, "cancel": true}                                           heard: nobody wants it any more
+
+It ends when stdin does. Started by `verifiers.py`. Imports nothing of Penstock.
+"""
+
+import asyncio
+import itertools
+import json
+import os
+import sys
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.utils.loaders import load_environment, resolve_env_config
+
+MOST = 10_000
+
+
+async def main(config: str) -> None:
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # tasksets may print
+    environment = load_environment(resolve_env_config(json.loads(config)))
+    tasks = list(itertools.islice(environment.taskset, MOST))
+    print(json.dumps({"tasks": len(tasks)}), file=said, flush=True)
+
+    async def episode(order: dict[str, Any]) -> None:
+        try:
+            result: dict[str, Any] = {"reward": await reward(environment, tasks[order["index"]], order)}
+        except Exception as error:  # noqa: BLE001  # of tasksets and harnesses: an episode is told what it failed with
+            result = {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            running.pop(order["number"], None)
+        print(json.dumps({"number": order["number"], **result}), file=said, flush=True)
+
+    running: dict[int, asyncio.Task[None]] = {}
+    async with environment.serving():
+        while line := await asyncio.to_thread(sys.stdin.readline):
+            order = json.loads(line)
+            if order.get("cancel"):
+                if task := running.get(order["number"]):
+                    task.cancel()
+            else:
+                running[order["number"]] = asyncio.create_task(episode(order))
+        for task in running.values():
+            task.cancel()
+
+
+async def reward(environment: Any, task: Any, order: dict[str, Any]) -> float:
+    """Of the traces of one seat, or of all; their mean. Raises what the episode has failed with."""
+    variable = f"PENSTOCK_KEY_{order['number']}"  # verifiers takes keys from the environment alone
+    os.environ[variable] = order["api_key"]
+    try:
+        client = vf.EvalClientConfig(base_url=order["base_url"], api_key_var=variable)
+        episode = await environment.run_episode(task, vf.ModelContext(model="policy", client=client))
+    finally:
+        del os.environ[variable]
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if errors:
+        raise RuntimeError(f"{errors[-1].type}: {errors[-1].message}")
+    seat = order["seat"]
+    found = [trace.reward for trace in episode.traces if not seat or trace.agent.name == seat]
+    if not found:
+        raise RuntimeError(f"no seat {seat!r}; there are {[trace.agent.name for trace in episode.traces]}")
+    return float(sum(found) / len(found))
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
