@@ -22,12 +22,12 @@ from penstock.workers.gateway.errors import AttemptOver, LimitReached
 class BadRequest(PenstockError):
     """A field of a request that cannot be taken as it is."""
 
-    def __init__(self, field: str, text: str) -> None:
+    def __init__(self, text: str, field: str = "") -> None:
         super().__init__(f"{field}: {text}" if field else text)
-        self.field, self.text = field, text
+        self.text, self.field = text, field
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BadRequest, (self.field, self.text)
+        return BadRequest, (self.text, self.field)
 
 
 @dataclass(frozen=True)

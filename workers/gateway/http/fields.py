@@ -13,9 +13,9 @@ def parsed(body: bytes) -> "Fields":
     try:
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequest("", f"the body is no JSON: {error}.") from None
+        raise BadRequest(f"the body is no JSON: {error}.") from None
     if not isinstance(value, Mapping):
-        raise BadRequest("", f"the body is a JSON object, not {_kind(value)}.")
+        raise BadRequest(f"the body is a JSON object, not {_kind(value)}.")
     return Fields(value)
 
 
@@ -36,7 +36,7 @@ class Fields:
         return f"{self.path}.{name}" if self.path else name
 
     def wrong(self, name: str, text: str) -> BadRequest:
-        return BadRequest(self.at(name), text)
+        return BadRequest(text, self.at(name))
 
     def text(self, name: str) -> str | None:
         return self._of(name, str, "text")
