@@ -31,14 +31,14 @@ MARGIN = 0.05
 DEADLINE_S = 600
 
 
-def penstock(words: list[str], log: Path) -> float:
+def penstock(words: list[str], log: Path, deadline_s: float = DEADLINE_S) -> float:
     """Run it; seconds. Ends the benchmark if it fails."""
     start = time.perf_counter()
     command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     with log.open("w") as output:
         done = subprocess.run(
-            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=DEADLINE_S, check=False
+            command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, env=environment, timeout=deadline_s, check=False
         )
     if done.returncode:
         tail = "\n".join(log.read_text().splitlines()[-15:])
