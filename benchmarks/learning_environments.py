@@ -16,7 +16,7 @@ from benchmarks.learning import MARGIN, NUM_SEEDS, penstock, worst_gain
 from penstock.orchestrator.recording.run_directory import RunDirectory
 
 MEASURES = {
-    "tictactoe": ["accuracy/random", "reward/perfect"],
+    "tictactoe": ["accuracy/random", "heldout_reward/perfect"],
     "guess": ["accuracy/heldout"],
     "tool_use": ["accuracy/heldout"],
     "code": ["accuracy/heldout"],

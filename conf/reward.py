@@ -1,13 +1,17 @@
 """What scores a response, and what happens when that fails."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import above, at_least, within
+from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.rollout import RolloutConfig
 
 ENVIRONMENT_REWARD = "environment"
 """As a function of `rewards`: what the environment itself gives."""
+JUDGE = "judge"
+"""As a function: another model scores."""
 
 
 @dataclass
@@ -26,6 +30,53 @@ class WeightedRewardConfig:
     @property
     def title(self) -> str:
         return re.sub(r"\W+", "_", self.name or self.function.rpartition(":")[2])
+
+
+@dataclass
+class JudgeConfig:
+    """The engine of a reward actor whose function is `judge`, where its options name no url. Its model is frozen:
+    `model.paths.judge`, or the policy as it was at the start of the run. It has `reward.cpus_per_worker` threads."""
+
+    engine: str = "vllm"
+    """vllm or hf; with hf set reward.options.structured=false."""
+    num_gpus: float = 0
+    """For each judge. 0: the CPU build."""
+    dtype: str = "float32"
+    """float32 or bfloat16. On GPUs use bfloat16."""
+    max_model_len: int = 2048
+    """Rubric, prompt, response and verdict, in tokens."""
+    max_concurrent_samples: int = 256
+    """Responses that one judge reads at a time."""
+    kv_cache_gib: float = 0.5
+    """CPU: size of the KV cache."""
+    gpu_memory_utilization: float = 0.3
+    """GPU: share of the memory that vLLM takes."""
+    engine_options: dict[str, Any] = field(default_factory=dict)
+    """As rollout.engine_options."""
+
+    def __post_init__(self) -> None:
+        one_of("reward.judge.engine", self.engine, ("vllm", "hf"))
+        one_of("reward.judge.dtype", self.dtype, ("float32", "bfloat16"))
+        at_least("reward.judge.num_gpus", self.num_gpus, 0)
+        at_least("reward.judge.max_model_len", self.max_model_len, 2)
+        at_least("reward.judge.max_concurrent_samples", self.max_concurrent_samples, 1)
+        above("reward.judge.kv_cache_gib", self.kv_cache_gib, 0)
+        within("reward.judge.gpu_memory_utilization", self.gpu_memory_utilization, 0.01, 1.0)
+
+    @property
+    def rollout(self) -> RolloutConfig:
+        """As engines are told. A schema alone lets a model write spaces without end."""
+        strict = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+        return RolloutConfig(
+            engine=self.engine, num_gpus_per_worker=self.num_gpus, dtype=self.dtype, max_model_len=self.max_model_len,
+            max_concurrent_samples=self.max_concurrent_samples, kv_cache_gib=self.kv_cache_gib,
+            gpu_memory_utilization=self.gpu_memory_utilization, engine_options=(strict if self.engine == "vllm" else {}) | self.engine_options,
+        )  # fmt: skip
+
+
+def has_own_judge(function: str, options: Mapping[str, Any]) -> bool:
+    """Whether a reward is given by a frozen model of the run."""
+    return function == JUDGE and not options.get("url")
 
 
 @dataclass
@@ -49,6 +100,8 @@ class RewardConfig:
     """End the run when more than this share of the last `error_window` rewards of an actor failed."""
     error_window: int = 100
     """Rewards over which the share is taken."""
+    judge: JudgeConfig = field(default_factory=JudgeConfig)
+    """Of function=judge alone."""
 
     def __post_init__(self) -> None:
         at_least("reward.num_workers", self.num_workers, 1)

@@ -4,7 +4,7 @@
 shows the same checks one by one, with the resolved configuration, the dataflow and the plan of actors.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -15,8 +15,9 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.describe import draw
 from penstock.algorithms.graph.stage import Stage
-from penstock.conf.errors import PenstockError
-from penstock.conf.reward import ENVIRONMENT_REWARD
+from penstock.conf.environment import GatewayConfig
+from penstock.conf.errors import ConfigError, PenstockError
+from penstock.conf.reward import ENVIRONMENT_REWARD, JUDGE, has_own_judge
 from penstock.conf.run import RunConfig, WarmStartConfig
 from penstock.conf.transports import choose_transport, shares_gpus
 from penstock.orchestrator.cluster import check_resources
@@ -29,6 +30,7 @@ from penstock.workers.files import is_url, list_names
 from penstock.workers.gateway.formats.choosing import make_format
 from penstock.workers.prompts.check import check_prompts
 from penstock.workers.prompts.opening import open_rows
+from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.trainer.checkpointing.carried import states_to_text
 
@@ -142,8 +144,20 @@ def _reward(config: RunConfig) -> str:
     named = [(one.function, one.options) for one in config.rewards if one.function != ENVIRONMENT_REWARD]
     for function, options in named if config.rewards else [(config.reward.function, config.reward.options)]:
         RewardSpec.of(function, options, tuple(config.imports)).check()
+        if has_own_judge(function, options):
+            _own_judge(config, options)
     what = " + ".join(f"{one.weight:g} · {one.title}" for one in config.rewards) or config.reward.function
     return f"{what}, {config.reward.num_processes} process(es), {config.reward.timeout_s:g} s a sample"
+
+
+def _own_judge(config: RunConfig, options: Mapping[str, Any]) -> None:
+    if config.reward.judge.engine == "hf" and options.get("structured", True):
+        raise ConfigError(
+            "reward.judge.engine=hf: it cannot be held to a JSON schema. Set structured: false in the judge's options, "
+            "or reward.judge.engine=vllm."
+        )
+    path = config.model.paths.get(JUDGE)
+    make_format(load_tokenizer(path) if path is not None else tokenizer_of(config), GatewayConfig())
 
 
 def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:

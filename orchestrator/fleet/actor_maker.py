@@ -9,17 +9,19 @@ from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
+from penstock.conf.reward import JUDGE, has_own_judge
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.nodes.files import NodeFiles
 from penstock.orchestrator.ownership.owners import Owner
-from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.actors import ActorPlan, reward_of
 from penstock.orchestrator.placement.reservation import Reservation
 from penstock.orchestrator.placement.threads import threads_of
 from penstock.store.spec import given
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.compute.actor import Compute
+from penstock.workers.judging.pool import JudgeSpec
 from penstock.workers.prompts.actor import Prompts
 from penstock.workers.reward.actor import Reward, RewardPlan
 from penstock.workers.rollout.actor import Rollout, RolloutSpec
@@ -64,6 +66,9 @@ class ActorMaker:
             self._files.provide(self._scored_by(self._flow.stage(str(stage))), nodes["scorer"])
         if self._resumed is not None:
             self._files.provide(self._resumed.trainer, nodes["trainer"])
+        self._files.provide(
+            self._judge_path, {self._node_of(actor.name) for actor in self._plan if self._judges(actor)}
+        )
         self._bring_code(nodes["reward"] | nodes["environment"])
 
     def bring_files_of(self, actor: ActorPlan, node: str) -> None:
@@ -72,6 +77,8 @@ class ActorMaker:
             self._files.provide(self._model_path, {node})
         elif actor.role == "scorer":
             self._files.provide(self._scored_by(self._flow.stage(str(actor.stage))), {node})
+        if self._judges(actor):
+            self._files.provide(self._judge_path, {node})
         if actor.role in ("reward", "environment"):
             self._bring_code({node})
         if actor.role == "trainer" and self._resumed is not None:
@@ -146,15 +153,32 @@ class ActorMaker:
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
         imports = tuple(self.local(actor.name, file) for file in self._config.imports)
-        config = self._config.reward
-        config = replace(config, function=self._code_of(actor, config.function))
+        function, options = reward_of(self._flow, str(actor.stage), self._config)
+        config = replace(self._config.reward, function=self._code_of(actor, function), options=dict(options))
+        plan = RewardPlan(actor.name, config, imports)
+        if self._judges(actor):
+            plan = replace(plan, make_pool=self._judge_spec(actor, options).make)
         if not self._flow.of_kind("reward"):
-            return RewardPlan(actor.name, config, imports)
+            return plan
         stage = self._flow.stage(str(actor.stage))
-        if stage.rewarded is not None:
-            config = replace(config, function=self._code_of(actor, stage.rewarded.function))
-            config = replace(config, options=stage.rewarded.options)
-        return RewardPlan(actor.name, config, imports, stage.function, stage.name, stage.writes[0].name, stage.reads[1])
+        return replace(
+            plan, function=stage.function, stage=stage.name, column=stage.writes[0].name, text=stage.reads[1]
+        )
+
+    def _judges(self, actor: ActorPlan) -> bool:
+        """It has an engine, and scores by it."""
+        if actor.role != "reward":
+            return False
+        return has_own_judge(*reward_of(self._flow, str(actor.stage), self._config))
+
+    def _judge_spec(self, actor: ActorPlan, options: Mapping[str, Any]) -> JudgeSpec:
+        config = self._config.reward
+        path, threads = self.local(actor.name, self._judge_path), max(1, int(config.cpus_per_worker))
+        return JudgeSpec(path, config.judge, options, threads, config.timeout_s)
+
+    @property
+    def _judge_path(self) -> str:
+        return self._config.model.paths.get(JUDGE, self._model_path)
 
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self._config, self._flow.stage(str(actor.stage))

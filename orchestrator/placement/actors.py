@@ -4,11 +4,13 @@ configuration.
 `penstock validate` prints the plan, `assignment.py` gives each actor its node, `fleet/` carries it out.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ResourceError
+from penstock.conf.reward import has_own_judge
 from penstock.conf.run import RunConfig
 from penstock.store.service.actor import STORE
 
@@ -44,8 +46,9 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     reward = config.reward
     scored = [stage.name for stage in flow.of_kind("reward")] or ["reward"] * (samples and not flow.has_environment)
     for index, name in enumerate(name for name in scored for _ in range(reward.num_workers)):
+        gpus = reward.judge.num_gpus if has_own_judge(*reward_of(flow, name, config)) else 0.0
         rank = index % reward.num_workers
-        actors.append(ActorPlan(f"Reward-{index}", "reward", reward.cpus_per_worker, stage=name, rank=rank))
+        actors.append(ActorPlan(f"Reward-{index}", "reward", reward.cpus_per_worker, gpus, name, rank))
     for stage in (*flow.of_kind("logprobs"), *flow.of_kind("scores")):
         for rank in range(trainer.num_ranks):
             name = f"Scorer-{stage.name}-{rank}"
@@ -56,6 +59,15 @@ def plan_actors(flow: Dataflow, config: RunConfig) -> list[ActorPlan]:
     for rank in range(trainer.num_ranks):
         actors.append(ActorPlan(f"Trainer-{model}-{rank}", "trainer", cpus, trainer.num_gpus_per_rank, "train", rank))
     return actors
+
+
+def reward_of(flow: Dataflow, stage: str, config: RunConfig) -> tuple[str, Mapping[str, Any]]:
+    """Name and options of what scores in a reward stage; no name where the dataflow brings a function."""
+    found = [one for one in flow.of_kind("reward") if one.name == stage]  # none: for evaluation alone
+    if found and found[0].function is not None:
+        return "", {}
+    reward = found[0].rewarded if found and found[0].rewarded is not None else config.reward
+    return reward.function, reward.options
 
 
 def needed(actors: Sequence[ActorPlan]) -> tuple[float, float]:

@@ -15,7 +15,7 @@ KEYS = {
     "cluster.cpus_per_worker",
     "trainer": "trainer.num_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
     "scorer": "trainer.num_ranks, trainer.num_gpus_per_rank or cluster.cpus_per_worker",
-    "reward": "reward.num_workers or reward.cpus_per_worker (0 reserves none)",
+    "reward": "reward.num_workers, reward.judge.num_gpus or reward.cpus_per_worker (0 reserves none)",
     "environment": "environment.num_workers or environment.cpus_per_worker (0 reserves none)",
 }
 """What an actor's reservation goes by. Others reserve nothing."""

@@ -10,7 +10,7 @@ from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.reward.outcome import Result
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.reward.worker import RewardWorker
+from penstock.workers.reward.worker import Pool, RewardWorker
 from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
 
@@ -28,6 +28,8 @@ class RewardPlan:
     column: str = "reward"
     text: str = "response_text"
     """The column to score."""
+    make_pool: Callable[[], Pool] | None = None
+    """Of what scores; None: processes with the function."""
 
 
 class Reward:
@@ -38,7 +40,7 @@ class Reward:
         config, self._phases = plan.config, Phases()
         spec = RewardSpec.of(plan.function or config.function, config.options, plan.imports)
         self._worker = RewardWorker(
-            RewardPool.of(config, spec),
+            plan.make_pool() if plan.make_pool is not None else RewardPool.of(config, spec),
             config,
             name=plan.name,
             stage=plan.stage,

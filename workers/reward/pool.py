@@ -81,6 +81,11 @@ class RewardPool:
         self._alive.clear()
 
     @property
+    def num_lanes(self) -> int:
+        """Leases that it has work for at a time."""
+        return self.num_processes
+
+    @property
     def busy_s(self) -> float:
         """Seconds that processes spent scoring, added up."""
         return self._busy_of_dead_s + sum(process.busy_s for process in self._alive)

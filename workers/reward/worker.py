@@ -8,9 +8,9 @@ Run by `workers/reward/actor.py`; the controller watches `run` end, and asks for
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from penstock.conf.errors import LeaseExpired
 from penstock.conf.reward import RewardConfig
@@ -19,11 +19,36 @@ from penstock.store.client.lease import Lease
 from penstock.workers.concurrent_tasks import BusyClock, run_all
 from penstock.workers.error_share import ErrorShare
 from penstock.workers.reward.outcome import Result, RewardError
-from penstock.workers.reward.pool import RewardPool
 
 DROP_REASON = "reward_error"
 WRITE_AFTER_S = 0.25
 """Results wait for others of their lease no longer than this, so that a hanging reward holds up nobody else's."""
+
+
+class Pool(Protocol):
+    """What scores: processes with a function (`pool.py`), or an engine (`judging/pool.py`)."""
+
+    async def start(self) -> None: ...
+
+    async def close(self) -> None: ...
+
+    async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
+        """One for each response, in order. `tasks` are JSON strings."""
+
+    def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
+        """`(index, result)` for each response, as they come."""
+
+    @property
+    def num_lanes(self) -> int:
+        """Leases that it has work for at a time."""
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds spent scoring, added up."""
+
+    @property
+    def replaced(self) -> int:
+        """Processes that were lost, and replaced."""
 
 
 class RewardWorker:
@@ -36,7 +61,7 @@ class RewardWorker:
 
     def __init__(
         self,
-        pool: RewardPool,
+        pool: Pool,
         config: RewardConfig,
         *,
         name: str = "reward-0",
@@ -64,8 +89,8 @@ class RewardWorker:
         await self.pool.close()
 
     async def run(self, store: StoreClient) -> None:
-        """Lease, score and write, one lane a process, until the store closes."""
-        await run_all(self._lane(store) for _ in range(self.pool.num_processes))
+        """Lease, score and write, in the pool's lanes, until the store closes."""
+        await run_all(self._lane(store) for _ in range(self.pool.num_lanes))
 
     async def score(self, tasks: Sequence[str | Mapping[str, Any]], responses: Sequence[str]) -> list[Result]:
         """One reward, or the `RewardError` in its place, for each response. For evaluation: counts nowhere."""

@@ -10,8 +10,9 @@ import pytest
 from aiohttp import web
 
 from penstock.workers.reward import judge as judges
-from penstock.workers.reward.judge import SIDE_BY_SIDE, judge, verdict
+from penstock.workers.reward.judge import SIDE_BY_SIDE, judge
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.rubric import verdict
 
 
 class Server:

@@ -1,0 +1,1 @@
+"""Rewards by a frozen model of the run."""
