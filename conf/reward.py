@@ -67,10 +67,11 @@ class JudgeConfig:
     def rollout(self) -> RolloutConfig:
         """As engines are told. A schema alone lets a model write spaces without end."""
         strict = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
+        options = (strict if self.engine == "vllm" else {}) | self.engine_options
         return RolloutConfig(
             engine=self.engine, num_gpus_per_worker=self.num_gpus, dtype=self.dtype, max_model_len=self.max_model_len,
             max_concurrent_samples=self.max_concurrent_samples, kv_cache_gib=self.kv_cache_gib,
-            gpu_memory_utilization=self.gpu_memory_utilization, engine_options=(strict if self.engine == "vllm" else {}) | self.engine_options,
+            gpu_memory_utilization=self.gpu_memory_utilization, engine_options=options,
         )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from penstock.conf.errors import (
     ModelError,
     PenstockError,
     ResourceError,
+    SandboxUnavailable,
 )
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
@@ -172,3 +173,25 @@ def test_a_url_for_runs_is_asked_whether_it_answers(model: Path, rows: Path, url
     else:
         with pytest.raises(CheckpointError, match=r"nope://runs: no file system for it .*output_dir"):
             check.look()
+
+
+def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["reward.function=python_tests", f"data.path={rows}"]
+    check(*words)
+
+    def none() -> Path:
+        raise SandboxUnavailable("there is no bwrap")
+
+    monkeypatch.setattr("penstock.workers.sandbox.fence.find_bwrap", none)
+    assert "there is no bwrap" in refused(SandboxUnavailable, *words)
+    monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")  # it is to hold on that cluster's nodes
+    config = load_config(words)
+    flow = build_dataflow(config.algorithm)
+    assert "sandbox" not in [one.name for one in checks(config, flow, plan_actors(flow, config))]
+
+
+def test_a_judge_of_the_run_is_looked_at_before_it_starts(rows: Path, tmp_path: Path) -> None:
+    words = ["reward.function=judge", f"data.path={rows}"]
+    check(*words)
+    assert "it cannot be held to a JSON schema" in refused(ConfigError, *words, "reward.judge.engine=hf")
+    assert "nothing-here" in refused(ModelError, *words, f"+model.paths.judge={tmp_path}/nothing-here")

@@ -1,13 +1,12 @@
 """Whole runs in an environment of two turns: with `max_staleness=0` they are a straight line bit for bit, and the death
 of an engine or of an environment changes nothing."""
 
-import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ray
 import torch
 from safetensors.torch import load_file
 
@@ -17,6 +16,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import RunResult, run
 from penstock.workers.models.fresh import build_fresh_model
 from tests.orchestrator.runs import reference_loop
+from tests.orchestrator.runs.killing import Killing
 from tests.run_files import events_of, metrics_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -75,20 +75,6 @@ def test_two_turns_equal_the_straight_line_bit_for_bit(
     assert [line["staleness/max"] for line in lines] == [0.0] * STEPS
 
 
-class Killing:
-    """A sink that kills an actor after a step."""
-
-    def __init__(self, directory: Path, name: str, step: int) -> None:
-        self._directory, self._name, self._step = directory, name, step
-
-    def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        if step == self._step:
-            namespace = json.loads((self._directory / "cluster.json").read_text())["namespace"]
-            ray.kill(ray.get_actor(self._name, namespace=namespace))
-
-    def close(self) -> None: ...
-
-
 @pytest.mark.parametrize("name", ["Rollout-1", "Environment-0"])
 def test_a_death_changes_nothing(
     tmp_path: Path, cluster: str, model_path: str, straight: dict[str, torch.Tensor], name: str
@@ -98,6 +84,28 @@ def test_a_death_changes_nothing(
     assert not different(weights_of(result), straight)
     recovered = [event["member"] for event in events_of(result.directory) if event["kind"] == "recovered"]
     assert recovered == [name]
+
+
+def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(
+    tmp_path: Path, cluster: str, model_path: str, straight: dict[str, torch.Tensor]
+) -> None:
+    words = ["name=parts", "checkpoint.every_steps=2"]
+    run(settings(model_path, tmp_path, *words, "trainer.max_steps=3"), quiet=True)
+    shutil.rmtree(tmp_path / "parts" / "checkpoints" / "global_step_3")  # as if it was killed before that
+    result = run(settings(model_path, tmp_path, *words, "resume=auto"), quiet=True)
+    assert [line["step"] for line in metrics_of(result.directory)] == [1, 2, 3, 4, 5]
+    assert not different(weights_of(result), straight)
+
+
+def test_finished_trajectories_of_an_asynchronous_run_are_kept(tmp_path: Path, cluster: str, model_path: str) -> None:
+    words = ["name=ahead", "checkpoint.every_steps=2", "max_staleness=2"]
+    run(settings(model_path, tmp_path, *words, "trainer.max_steps=3"), quiet=True)
+    shutil.rmtree(tmp_path / "ahead" / "checkpoints" / "global_step_3")
+    result = run(settings(model_path, tmp_path, *words, "resume=auto"), quiet=True)
+    lines = metrics_of(result.directory)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert max(line["staleness/max"] for line in lines) <= 2
+    assert not any(line.get("dropped/stale") for line in lines)
 
 
 def test_versions_change_in_the_middle_of_trajectories_within_the_bound(

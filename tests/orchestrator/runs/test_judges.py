@@ -1,0 +1,28 @@
+"""A whole run whose reward is given by a frozen model of its own: its engine dies as others do, and is replaced."""
+
+from pathlib import Path
+
+import pytest
+
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.run import run
+from tests.orchestrator.runs.killing import Killing
+from tests.run_files import events_of, metrics_of
+
+pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
+
+
+def test_a_frozen_model_judges_and_another_takes_its_place(small_run: list[str], tmp_path: Path, cluster: str) -> None:
+    words = [
+        *small_run, "reward.function=judge", "+reward.options.max_tokens=64", "reward.timeout_s=60",
+        "reward.judge.kv_cache_gib=0.1", "reward.judge.max_model_len=1024", "rollout.engine=hf", "faults.pause_s=0.1",
+        "trainer.max_steps=4", "evaluation.every_steps=4", "evaluation.num_problems=8", "name=judged",
+        f"output_dir={tmp_path}",
+    ]  # fmt: skip
+    result = run(load_config(words), quiet=True, sinks=[Killing(tmp_path / "judged", "Reward-0", 2)])
+    lines = metrics_of(result.directory)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert all(0 <= line["reward/min"] <= line["reward/max"] <= 1 for line in lines)
+    assert any(line["reward/std"] > 0 for line in lines)
+    assert "heldout_reward/heldout" in lines[-1] or "accuracy/heldout" in lines[-1]
+    assert [event["member"] for event in events_of(result.directory) if event["kind"] == "recovered"] == ["Reward-0"]
