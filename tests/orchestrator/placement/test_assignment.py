@@ -142,7 +142,8 @@ def test_labels_and_names_of_nodes_are_kept_to() -> None:
         (["cluster.nodes=[node-2]", "rollout.num_workers=5"], "and what cluster.nodes names has 3"),
         (["cluster.cpus_per_worker=2.5", "reward.cpus_per_worker=1"],
          "Reward-0 wants 1 CPU(s) on one node; the freest of the cluster's nodes has 0.5 CPU(s) left "
-         "(node-1), beside others of the run. Lower reward.num_workers or reward.cpus_per_worker (0 reserves none)"),
+         "(node-1), beside others of the run. Lower reward.num_workers, reward.judge.num_gpus or "
+         "reward.cpus_per_worker (0 reserves none)"),
         (["trainer.num_ranks=4", "cluster.labels.trainer={zone: a}"],
          "Trainer-policy-0 to Trainer-policy-3: 4 times 1 CPU(s), each on one node, and the nodes with {zone: a} "
          "(cluster.labels.trainer) have room for 3 (node-2 3). Lower trainer.num_ranks"),
