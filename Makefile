@@ -58,7 +58,7 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.end_to_end --json benchmarks/results/end_to_end.json $(ARGS)
 	$(BIN)/python -m benchmarks.store --json benchmarks/results/store.json $(ARGS)
 	$(BIN)/python -m benchmarks.weights --json benchmarks/results/weights.json $(ARGS)
-	$(BIN)/python -m benchmarks.sandbox --json benchmarks/results/sandbox.json $(ARGS)
+	$(BIN)/python -m benchmarks.agents --json benchmarks/results/agents.json $(ARGS)
 	$(BIN)/python -m benchmarks.stragglers --json benchmarks/results/stragglers.json $(ARGS)
 	$(BIN)/python -m benchmarks.machines --json benchmarks/results/machines.json $(ARGS)
 	$(BIN)/python -m benchmarks.simulated_chain --json benchmarks/results/simulated_chain.json $(ARGS)
@@ -66,6 +66,7 @@ bench: bench-env ## every benchmark for CPUs, results in benchmarks/results/
 	$(BIN)/python -m benchmarks.checkpoint --json benchmarks/results/checkpoint.json $(ARGS)
 	$(BIN)/python -m benchmarks.faults --json benchmarks/results/faults.json $(ARGS)
 	$(BIN)/python -m benchmarks.learning --json benchmarks/results/learning.json $(ARGS)
+	$(BIN)/python -m benchmarks.learning_environments --json benchmarks/results/learning_environments.json $(ARGS)
 
 clean: ## all that is made: environments, runs, caches
 	rm -rf .venv .venv-trl .venv-tq .venv-oracle .venv-verifiers runs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

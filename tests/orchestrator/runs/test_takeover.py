@@ -21,6 +21,7 @@ from tests.run_files import events_of, metrics_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS, NUM_KILLS = 12, 3
+GAME = Path(__file__).parent / "digits_game.py"
 SETTINGS = [
     "rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1", "trainer.num_threads=1", "resume=auto",
     f"trainer.max_steps={STEPS}", "tracking.samples_every_steps=1", "checkpoint.every_steps=0",
@@ -105,6 +106,24 @@ def test_commands_that_are_killed_at_random_moments_cost_no_step_and_change_no_b
     assert not {"fault", "returned", "resume"}.intersection(killed.kinds)
     epochs = [event["epoch"] for event in events_of(killed.directory) if event["kind"] == "taken_over"]
     assert epochs == list(range(2, 2 + NUM_KILLS))
+    assert_same_model(whole, killed)
+
+
+def test_attempts_in_an_environment_go_on_while_nobody_drives_the_run(new_run: Callable[..., Run]) -> None:
+    """The environment and an engine that die meanwhile are replaced by the next command."""
+    words = [f"environment.name={GAME}:Digits", "data.source=environment", "data.path=null"]
+    whole, killed = new_run("whole", *words), new_run("killed", *words)
+    whole.begin().finish()
+    killed.kill_after(2, 0.1)
+    killed.kill_after(2, 0.3)
+    for name in ("Environment-0", "Rollout-1"):
+        ray.kill(killed.actor(name))
+    killed.begin().finish()
+    assert killed.kinds.count("placed") == 1
+    assert killed.kinds.count("taken_over") == 2
+    recovered = [event["member"] for event in events_of(killed.directory) if event["kind"] == "recovered"]
+    assert sorted(recovered) == ["Environment-0", "Rollout-1"]
+    assert not broken_promises(killed)
     assert_same_model(whole, killed)
 
 
