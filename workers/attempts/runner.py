@@ -72,6 +72,8 @@ class Runner:
         if outcome.is_trained and not session.turns:
             outcome = Outcome(FAILED, "no_turn", "the environment had the policy sample nothing")
         self._counts[f"attempts_{outcome.kind}"] += 1
+        if outcome.kind == TRUNCATED:
+            self._counts[f"truncated_by_{outcome.reason}"] += 1
         return Trajectory(
             session.turns, outcome, ctx.total_reward, dict(ctx.turn_rewards), _said(session, outcome, ctx.total_reward)
         )

@@ -56,8 +56,9 @@ def test_the_first_turn_has_the_seed_of_a_response_and_later_ones_their_own() ->
 
 
 def test_an_attempt_that_never_ends_is_truncated_by_its_turns() -> None:
-    attempt, _ = play(Played(lambda ctx: talk(ctx, 1000)), say("y"), max_turns=3)
+    attempt, counts = play(Played(lambda ctx: talk(ctx, 1000)), say("y"), max_turns=3)
     assert (attempt.outcome.kind, attempt.outcome.reason, len(attempt.turns)) == (TRUNCATED, "turns", 3)
+    assert (counts["attempts_truncated"], counts["truncated_by_turns"]) == (1, 1)
 
 
 def test_sampled_tokens_are_limited_too() -> None:
