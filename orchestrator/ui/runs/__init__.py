@@ -1,0 +1,1 @@
+"""What is read of run directories, whoever is writing them meanwhile."""

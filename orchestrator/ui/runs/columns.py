@@ -1,0 +1,127 @@
+"""`metrics.jsonl` as columns, while it is being written: what was added is read, and nothing twice.
+
+A step may have several lines (a resumed run): the last one counts. A line that is not whole yet is read when it is. A
+file that is shorter than before was cut back by a resumed run, and is read anew.
+"""
+
+import io
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+from pyarrow import json as arrow_json
+
+Values = NDArray[np.float64]
+MAX_LINE = 2**24
+"""Bytes; what is longer is no line of ours."""
+
+
+class Columns:
+    """Lifecycle: `update` now and then; between two calls nothing changes."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._offset = 0
+        self._identity: tuple[int, int] | None = None
+        """Device and inode of what was read."""
+        self._steps: Values = np.empty(0)
+        self._columns: dict[str, Values] = {}
+        self.num_unreadable = 0
+        """Lines that are no JSON object with a step."""
+
+    @property
+    def keys(self) -> list[str]:
+        """Metrics with a value at some step."""
+        return [key for key, values in self._columns.items() if not np.isnan(values).all()]
+
+    @property
+    def steps(self) -> Values:
+        """`[N]` float64, ascending, each once."""
+        return self._steps
+
+    def __getitem__(self, key: str) -> Values:
+        """`[N]` float64, NaN where a step has none."""
+        return self._columns.get(key, np.full(len(self._steps), np.nan))
+
+    def update(self) -> bool:
+        """Read what was added; whether there was anything."""
+        try:
+            with self._file.open("rb") as opened:
+                status = os.fstat(opened.fileno())
+                identity = (status.st_dev, status.st_ino)
+                if identity != self._identity or status.st_size < self._offset:
+                    self._forget(identity)
+                opened.seek(self._offset)
+                added = opened.read()
+        except FileNotFoundError:
+            had_any = bool(len(self._steps))
+            self._forget(None)
+            return had_any
+        whole = added[: added.rfind(b"\n") + 1]
+        if not whole:
+            return False
+        self._offset += len(whole)
+        self._join(*self._parsed(whole))
+        return True
+
+    def _forget(self, identity: tuple[int, int] | None) -> None:
+        self._identity, self._offset, self.num_unreadable = identity, 0, 0
+        self._steps, self._columns = np.empty(0), {}
+
+    def _parsed(self, lines: bytes) -> tuple[Values, dict[str, Values]]:
+        """Arrow reads many lines ten times as fast; what it does not take is read line by line."""
+        try:
+            options = arrow_json.ReadOptions(use_threads=False, block_size=max(1 << 20, min(len(lines), MAX_LINE)))
+            table = arrow_json.read_json(io.BytesIO(lines), read_options=options)
+            if "step" in table.column_names:
+                columns = {name: _floats(table[name]) for name in table.column_names}
+                if not np.isnan(columns["step"]).any():
+                    return columns.pop("step"), columns
+        except pa.ArrowException:
+            pass
+        return self._one_by_one(lines)
+
+    def _one_by_one(self, lines: bytes) -> tuple[Values, dict[str, Values]]:
+        found: list[dict[str, Any]] = []
+        for line in lines.splitlines():
+            try:
+                value = json.loads(line)
+            except ValueError:
+                value = None
+            if isinstance(value, dict) and _is_number(value.get("step")):
+                found.append(value)
+            else:
+                self.num_unreadable += 1
+        columns = {key: np.full(len(found), np.nan) for value in found for key in value}
+        for index, value in enumerate(found):
+            for key, number in value.items():
+                if _is_number(number):
+                    columns[key][index] = number
+        return columns.pop("step", np.empty(0)), columns
+
+    def _join(self, steps: Values, columns: dict[str, Values]) -> None:
+        every = np.concatenate([self._steps, steps])
+        last = {step: index for index, step in enumerate(every.tolist())}
+        order = np.array([last[step] for step in sorted(last)], dtype=np.int64)
+        before, after = np.full(len(self._steps), np.nan), np.full(len(steps), np.nan)
+        self._columns = {
+            key: np.concatenate([self._columns.get(key, before), columns.get(key, after)])[order]
+            for key in self._columns | columns
+        }
+        self._steps = every[order]
+
+
+def _floats(column: pa.ChunkedArray) -> Values:
+    """NaN where there is no number."""
+    if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
+        return np.full(len(column), np.nan)
+    return np.asarray(column.cast(pa.float64()).to_numpy(), dtype=np.float64)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

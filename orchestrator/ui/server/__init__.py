@@ -1,0 +1,1 @@
+"""HTTP: the page's data, what changes, and who may see it."""

@@ -1,0 +1,102 @@
+"""What the page asks for, as plain data. Pure but for the files that are read; `app.py` makes HTTP of it."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from penstock.orchestrator.configuration.differences import differences_of
+from penstock.orchestrator.ui.charts.themes import charts_of
+from penstock.orchestrator.ui.runs.columns import Columns, Values
+from penstock.orchestrator.ui.runs.found import Runs, differing, line_of, read_config, tail
+from penstock.orchestrator.ui.runs.thinning import thinned
+
+MAX_EVENTS = 500
+"""The newest, that are shown."""
+MAX_POINTS = 4000
+"""Of a curve, whatever is asked for."""
+MAX_RUNS = 32
+"""In one comparison."""
+T = TypeVar("T")
+
+
+class NoSuchRun(Exception):
+    """Its message is for people."""
+
+
+class Answers:
+    """Belongs to one thread at a time: `app.py` sees to it."""
+
+    def __init__(self, place: Path) -> None:
+        self.runs = Runs(place)
+        self._columns: dict[Path, Columns] = {}
+
+    def table(self) -> list[dict[str, Any]]:
+        """All runs, one line each."""
+        return [asdict(line) for line in self.runs.lines()]
+
+    def run(self, run: str) -> dict[str, Any]:
+        """One run: its line, what it was told, what happened, which charts it has."""
+        path = self._path(run)
+        config = read_config(path)
+        columns = self._read(path)
+        return {
+            "line": asdict(line_of(path, run)),
+            "description": config.get("description") or "",
+            "config": config,
+            "changed": differences_of(config),
+            "events": tail(path / "events.jsonl")[-MAX_EVENTS:],
+            "charts": [chart.plain() for chart in charts_of(columns.keys, config)],
+            "num_steps": len(columns.steps),
+            "num_unreadable": columns.num_unreadable,
+        }
+
+    def compared(self, runs: Sequence[str]) -> dict[str, Any]:
+        """Several runs: the charts that any of them has, and in what their configurations differ."""
+        paths = {run: self._path(run) for run in runs[:MAX_RUNS]}
+        configs = {run: read_config(path) for run, path in paths.items()}
+        keys = dict.fromkeys(key for path in paths.values() for key in self._read(path).keys)
+        bounds = {config.get("max_staleness") for config in configs.values()}
+        shared = {"max_staleness": bounds.pop()} if len(bounds) == 1 else {}
+        return {
+            "runs": {run: asdict(line_of(path, run)) for run, path in paths.items()},
+            "differing": differing(configs),
+            "charts": [chart.plain() for chart in charts_of(list(keys), shared)],
+        }
+
+    def series(
+        self, run: str, keys: Sequence[str], points: int, first: float = -np.inf, last: float = np.inf
+    ) -> dict[str, Any]:
+        """By metric: steps and values, and where there are more than `points`, the range around each."""
+        columns = self._read(self._path(run))
+        found = {}
+        for key in keys:
+            few = thinned(columns.steps, columns[key], max(1, min(points, MAX_POINTS)), first, last)
+            found[key] = {"steps": _plain(few.steps), "mean": _plain(few.mean)}
+            if few.low is not None and few.high is not None:
+                found[key] |= {"low": _plain(few.low), "high": _plain(few.high)}
+        return found
+
+    def _path(self, run: str) -> Path:
+        path = self.runs.path_of(run)
+        if path is None:
+            raise NoSuchRun(f"there is no run {run!r:.200} below {self.runs.place}.")
+        return path
+
+    def _read(self, path: Path) -> Columns:
+        columns = self._columns.setdefault(path, Columns(path / "metrics.jsonl"))
+        columns.update()
+        return columns
+
+
+def _plain(values: Values) -> list[float]:
+    """Seven digits are more than a screen shows, and half of the bytes."""
+    return [float(f"{value:.7g}") for value in values.tolist()]
+
+
+def changed(before: dict[str, T], after: dict[str, T], same: Callable[[T, T], bool] = lambda a, b: a == b) -> list[str]:
+    """Names of what is new, other than it was, or gone."""
+    gone = [name for name in before if name not in after]
+    return [name for name, value in after.items() if name not in before or not same(before[name], value)] + gone
