@@ -149,7 +149,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Empty where it cannot be read: of another version, or half of one. Raises `OSError`."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        found = yaml.load((path / "config.yaml").read_text(encoding="utf-8", errors="replace"), loader)  # noqa: S506
+        found = yaml.load((path / "config.yaml").read_text(encoding="utf-8", errors="replace"), loader)
     except yaml.YAMLError:
         return {}
     return found if isinstance(found, dict) else {}
@@ -213,7 +213,9 @@ def differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     flat = {run: dict(_flat(config)) for run, config in configs.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output_dir"))
     rows = {key: {run: values.get(key) for run, values in flat.items()} for key in keys}
-    return {key: row for key, row in rows.items() if len({json.dumps(value, default=str) for value in row.values()}) > 1}
+    return {
+        key: row for key, row in rows.items() if len({json.dumps(value, default=str) for value in row.values()}) > 1
+    }
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -23,7 +23,6 @@ from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trainer.update.batching import plan
 from tests.orchestrator.runs.digits_game import share_of_digits
 
-
 Sampled = tuple[list[int], list[int], list[float], torch.Tensor]
 """Of a row: what was read, what was sampled, log-probabilities, advantage."""
 Sample = Callable[[HfEngine, Sampling, Any], list[Sampled]]

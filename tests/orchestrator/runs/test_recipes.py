@@ -1,8 +1,5 @@
 """Every recipe that comes with Penstock runs: two steps each, from a model of random weights, with the small engine."""
 
-import json
-from pathlib import Path
-
 import pytest
 from transformers import AutoModelForSequenceClassification
 

@@ -99,12 +99,18 @@ def test_no_path_leads_out_of_the_place(tmp_path: Path) -> None:
     (tmp_path / "place" / "link").symlink_to(tmp_path / "outside")
     runs = Runs(tmp_path / "place")
     assert runs.path_of("in") == inside
-    assert [runs.path_of(path) for path in ("../outside", str(tmp_path / "outside"), "link", "in/nothing", "")] == [None] * 5
+    assert [runs.path_of(path) for path in ("../outside", str(tmp_path / "outside"), "link", "in/nothing", "")] == [
+        None
+    ] * 5
 
 
 def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
-    file.write_text("".join(json.dumps({"step": step, "rare": step} if step % 9 == 0 else {"step": step}) + "\n" for step in range(5000)))
+    file.write_text(
+        "".join(
+            json.dumps({"step": step, "rare": step} if step % 9 == 0 else {"step": step}) + "\n" for step in range(5000)
+        )
+    )
     lines = tail(file, 1000)
     assert lines[-1] == {"step": 4999}
     assert newest(lines, "rare") == 4995

@@ -1,0 +1,62 @@
+"""Tells every page that is open what has changed, from one look a second for all of them."""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+from penstock.orchestrator.ui.server.answers import changed
+
+_LOG = logging.getLogger("penstock")
+BEHIND = 8
+"""Changes that wait for a slow page; then it is told to ask for everything anew."""
+ANEW = {"anew": True}
+
+Table = list[dict[str, Any]]
+
+
+class Live:
+    """Lifecycle: `run` until it is cancelled; `events` for each page."""
+
+    def __init__(self, look_s: float) -> None:
+        self._look_s = look_s
+        self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
+        self._lines: dict[str, dict[str, Any]] | None = None
+
+    async def run(self, look: Callable[[], Awaitable[Table]]) -> None:
+        while True:
+            if self._pages:
+                try:
+                    self._tell({line["id"]: line for line in await look()})
+                except OSError as error:
+                    _LOG.warning("the runs cannot be looked at: %s", error)
+            await asyncio.sleep(self._look_s)
+
+    async def events(self) -> AsyncIterator[dict[str, str]]:
+        """`{"runs": {id: its line, or null}}` of runs that changed."""
+        queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._pages.add(queue)
+        try:
+            yield _event(ANEW)
+            while True:
+                yield _event(await queue.get())
+        finally:
+            self._pages.discard(queue)
+
+    def _tell(self, lines: dict[str, dict[str, Any]]) -> None:
+        before, self._lines = self._lines, lines
+        if before is None:
+            return
+        names = changed(before, lines)
+        if not names:
+            return
+        for queue in self._pages:
+            if queue.qsize() < BEHIND:
+                queue.put_nowait({"runs": {name: lines.get(name) for name in names}})
+            elif queue.qsize() == BEHIND:
+                queue.put_nowait(ANEW)
+
+
+def _event(value: dict[str, Any]) -> dict[str, str]:
+    return {"data": json.dumps(value, ensure_ascii=False)}

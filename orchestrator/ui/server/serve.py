@@ -1,0 +1,57 @@
+"""`penstock ui`: serves the page until it is interrupted. Called by `cli.py`."""
+
+import secrets
+import socket
+from pathlib import Path
+
+import uvicorn
+from rich.console import Console
+
+from penstock.conf.errors import ConfigError
+from penstock.orchestrator.ui.server.app import make_app
+from penstock.workers.files import is_url
+
+PORT = 8420
+NUM_PORTS = 20
+"""Tried from PORT on, unless one is asked for."""
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+GRACE_S = 2
+"""For pages that are open when it ends."""
+
+
+def serve(
+    place: str, console: Console, host: str = "127.0.0.1", port: int | None = None, key: str | None = None
+) -> None:
+    """`port`: None for the first that is free; 0 for any. `key`: that visitors need; where others than this machine
+    can reach it, there is one in any case. Raises `ConfigError`."""
+    if is_url(place):
+        raise ConfigError(f"{place}: the page reads directories; a URL is not read yet.")
+    directory = Path(place).expanduser()
+    if not directory.is_dir():
+        raise ConfigError(
+            f"{place}: there is no such directory. Name one with runs in it, or a run: `penstock ui runs`."
+        )
+    if key is None and host not in LOOPBACK:
+        key = secrets.token_urlsafe(16)
+    bound = listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?key={key}" if key else "")
+    console.print(f"[bold]{directory}[/] at {address}", highlight=False, soft_wrap=True)
+    console.print("Ctrl-C ends it.", style="dim")
+    config = uvicorn.Config(
+        make_app(directory, key), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S
+    )
+    with bound:
+        uvicorn.Server(config).run([bound])
+
+
+def listen(host: str, port: int | None) -> socket.socket:
+    """Raises `ConfigError`."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    for one in range(PORT, PORT + NUM_PORTS) if port is None else [port]:
+        try:
+            return socket.create_server((host, one), family=family)
+        except OSError as error:
+            problem = error
+    tried = f"{PORT} to {PORT + NUM_PORTS - 1}" if port is None else f"{port}"
+    raise ConfigError(f"port {tried} of {host}: {problem.strerror}. Choose another: --port N, or --port 0 for any.")

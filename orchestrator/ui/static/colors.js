@@ -1,0 +1,16 @@
+// Told apart on light and dark ground, also by people who see fewer colours (Okabe and Ito, 2008, darkened or lightened).
+const PALETTE = ["#2f7de1", "#e08600", "#0a9f78", "#c65a9d", "#d24b2a", "#4fb0e6", "#8a7d00", "#7a6ce0"];
+
+export const color = (index) => PALETTE[index % PALETTE.length];
+export const faded = (hex, alpha) => `${hex}${Math.round(alpha * 255).toString(16).padStart(2, "0")}`;
+export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+/** The colour of a CSS variable as the page shows it now: canvases do not know light-dark(). */
+export function shown(name) {
+  const probe = document.createElement("span");
+  probe.style.color = `var(${name})`;
+  document.body.append(probe);
+  const found = getComputedStyle(probe).color;
+  probe.remove();
+  return found;
+}
