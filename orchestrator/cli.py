@@ -1,4 +1,4 @@
-"""The command line: `penstock run|validate|report|status|scale|export|recipes`.
+"""The command line: `penstock run|validate|report|ui|status|scale|export|recipes`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -74,6 +74,14 @@ def _parser() -> argparse.ArgumentParser:
     report = commands.add_parser("report", help="rebuild report.html and the plots of a run")
     report.add_argument("run", help="the run's directory or URL, e.g. runs/arithmetic-20260101-120000")
     report.set_defaults(command=_report)
+    ui = commands.add_parser("ui", help="a page about runs, live while they go on")
+    ui.add_argument("runs", nargs="?", default="runs", help="a directory with runs below, or a run (default: runs)")
+    ui.add_argument("--host", default="127.0.0.1", help="interface; any but loopback asks visitors for a key")
+    ui.add_argument("--port", type=int, default=None, help="0: any (default: the first free one from 8420 on)")
+    ui.add_argument(
+        "--key", default=None, help="that visitors need (default: made where the interface is not loopback)"
+    )
+    ui.set_defaults(command=_ui)
     status = commands.add_parser("status", help="what a run's store is doing right now")
     status.add_argument("run", help=RUN_HELP)
     status.set_defaults(command=_status)
@@ -132,6 +140,15 @@ def _validate(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.configuration.validate import validate_run
 
     return validate_run(config, Console())
+
+
+def _ui(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from penstock.orchestrator.ui.server.serve import serve
+
+    serve(arguments.runs, Console(), arguments.host, arguments.port, arguments.key)
+    return 0
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -78,9 +78,12 @@ class Runs:
 
     def path_of(self, run: str) -> Path | None:
         """Of a run below the place; None for whatever is none."""
-        path = (self.place / run).resolve()
-        is_below = path == self.place or self.place in path.parents
-        return path if is_below and (path / "config.yaml").is_file() else None
+        try:
+            path = (self.place / run).resolve()
+            is_below = path == self.place or self.place in path.parents
+            return path if is_below and (path / "config.yaml").is_file() else None
+        except (OSError, ValueError):  # no path at all
+            return None
 
 
 def runs_below(place: Path, depth: int = DEPTH) -> Iterator[Path]:

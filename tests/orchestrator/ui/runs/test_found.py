@@ -1,31 +1,13 @@
 """The table of runs, from directories in every state."""
 
 import json
-import os
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.orchestrator.ui.runs.found import RunLine, Runs, differing, newest, tail
-
-TIME = "2026-01-01T00:00:{:02d}.000Z"
-
-
-def make_run(path: Path, *kinds: str, steps: int = 2, holder: dict[str, Any] | None = None) -> Path:
-    path.mkdir(parents=True)
-    (path / "config.yaml").write_text(
-        f"name: {path.name}\nrecipe: recipes/sums\nalgorithm: {{name: grpo}}\ntrainer: {{max_steps: 9}}\n"
-    )
-    events = [{"time": TIME.format(index), "kind": kind, "message": "no room"} for index, kind in enumerate(kinds)]
-    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    lines = [{"step": step, "reward/mean": step / 10} for step in range(1, steps + 1)]
-    lines[:1] = [lines[0] | {"accuracy/heldout": 0.25}] if lines else []
-    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if holder is not None:
-        (path / "run.lock").write_text(json.dumps(holder) + "\n")
-    return path
+from tests.orchestrator.ui.made_runs import HERE, make_run, steps
 
 
 def lines_of(place: Path) -> dict[str, RunLine]:
@@ -33,13 +15,10 @@ def lines_of(place: Path) -> dict[str, RunLine]:
 
 
 def test_a_run_is_a_line(tmp_path: Path) -> None:
-    make_run(tmp_path / "sums", "start", "serving", "end")
+    make_run(tmp_path / "sums", "start", "serving", "end", metrics=steps(2))
     line = lines_of(tmp_path)["sums"]
     assert (line.name, line.state, line.recipe, line.algorithm) == ("sums", "finished", "sums", "grpo")
     assert (line.step, line.max_steps, line.accuracy, line.reward, line.seconds) == (2, 9, 0.25, 0.2, 2.0)
-
-
-HERE = {"pid": os.getpid(), "host": socket.gethostname()}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +53,7 @@ def test_runs_are_found_below_a_place_and_as_one_with_those_that_came_before_the
 
 
 def test_what_changes_is_read_again_and_what_goes_is_gone(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", "start", "end", steps=1)
+    run = make_run(tmp_path / "run", "start", "end", metrics=steps(1))
     runs = Runs(tmp_path)
     assert runs.lines()[0].step == 1
     with (run / "metrics.jsonl").open("a") as opened:

@@ -1,0 +1,69 @@
+// Charts by theme: each loads when it comes into view, all share zoom, cursor and smoothing.
+import { ChartView } from "./chart.js";
+import { h } from "./dom.js";
+
+export class Board {
+  /** `charts`: as the server describes them. `load`: see ChartView. */
+  constructor(charts, load, marks = []) {
+    this.views = charts.map((chart) => new ChartView(chart, load, marks));
+    this.seen = new Set();
+    this.eye = new IntersectionObserver((entries) => entries.forEach((entry) => this.look(entry)), { rootMargin: "200px" });
+    this.views.forEach((view) => this.eye.observe(view.element));
+    const themes = [...new Set(charts.map((chart) => chart.theme))];
+    const smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, "aria-label": "smoothing" });
+    smoothing.addEventListener("input", () => this.each((view) => view.smooth(Number(smoothing.value))));
+    this.whole = h("button", { type: "button", disabled: true, title: "double click on a chart", onclick: () => this.zoom([-Infinity, Infinity]) }, "Whole run");
+    this.element = h("div", {},
+      h("nav.themes", { "aria-label": "themes" }, themes.map((theme) => h("a", { href: "#", onclick: (event) => this.go(event, theme) }, theme))),
+      h("div.bar", {}, h("label", {}, "smoothing", smoothing), this.whole, h("span.faint.less", {}, "Drag over a chart to zoom in.")),
+      themes.map((theme) => h("section", { "data-theme": theme }, h("h2", {}, theme[0].toUpperCase() + theme.slice(1)),
+        h("div.charts", {}, this.views.filter((view) => view.chart.theme === theme).map((view) => view.element)))));
+    this.element.addEventListener("zoom", (event) => this.zoom(event.detail));
+    this.sizes = new ResizeObserver(() => this.each((view) => view.resize()));
+    this.sizes.observe(this.element);
+  }
+
+  each(act) {
+    this.views.forEach(act);
+  }
+
+  look(entry) {
+    const view = entry.target.chart;
+    if (!entry.isIntersecting) this.seen.delete(view);
+    else if (!this.seen.has(view)) {
+      this.seen.add(view);
+      if (!view.curves || view.isOld) this.load(view);
+    }
+  }
+
+  load(view) {
+    view.isOld = false;
+    view.refresh().catch((error) => (view.plotted.textContent = error.message));
+  }
+
+  /** New numbers: now for what is in view, later for the rest. */
+  refresh() {
+    this.each((view) => (this.seen.has(view) ? this.load(view) : (view.isOld = true)));
+  }
+
+  zoom(range) {
+    this.each((view) => (view.range = range));
+    this.whole.disabled = range[0] === -Infinity;
+    this.refresh();
+  }
+
+  redraw() {
+    this.each((view) => view.curves && view.draw());
+  }
+
+  go(event, theme) {
+    event.preventDefault();
+    this.element.querySelector(`[data-theme="${theme}"]`).scrollIntoView({ behavior: "smooth" });
+  }
+
+  close() {
+    this.eye.disconnect();
+    this.sizes.disconnect();
+    this.each((view) => view.destroy());
+  }
+}

@@ -1,0 +1,90 @@
+// Which page the address names, what every page shares: the table of runs, live changes, keys, light and dark.
+import { ask, listen } from "./api.js";
+import { h } from "./dom.js";
+import { ComparePage } from "./pages/compare.js";
+import { RunPage } from "./pages/run.js";
+import { RunsPage } from "./pages/runs.js";
+
+const place = (id) => document.getElementById(id);
+
+class App {
+  lines = new Map();
+  page = null;
+
+  async start() {
+    this.paint(localStorage.getItem("theme"));
+    place("theme").onclick = () => this.toggle();
+    addEventListener("hashchange", () => this.open());
+    addEventListener("keydown", (event) => this.pressed(event));
+    matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.page?.themed?.());
+    await this.anew();
+    this.open();
+    listen((change) => this.heard(change), (state) => {
+      place("live").className = `live ${state}`;
+      place("live").textContent = state === "on" ? "live" : "not connected";
+    });
+  }
+
+  async anew() {
+    this.lines = new Map((await ask("runs")).map((line) => [line.id, line]));
+  }
+
+  async heard({ anew, runs }) {
+    if (anew) await this.anew();
+    for (const [id, line] of Object.entries(runs ?? {})) line ? this.lines.set(id, line) : this.lines.delete(id);
+    const ids = anew ? null : new Set(Object.keys(runs));
+    await this.page?.changed(ids);
+  }
+
+  open() {
+    const [, kind, rest = ""] = location.hash.match(/^#\/(\w*)\/?(.*)$/) ?? [];
+    this.page?.close();
+    const ids = rest.split(",").map(decodeURIComponent);
+    this.page = kind === "run" ? new RunPage(this, ids[0]) : kind === "compare" ? new ComparePage(this, ids) : new RunsPage(this);
+    document.title = this.page.title ? `${this.page.title} – Penstock` : "Penstock";
+    place("crumbs").replaceChildren(...(this.page.title ? ["› ", this.page.title] : []));
+    place("page").replaceChildren(this.page.element);
+    scrollTo(0, 0);
+    const { page } = this;
+    page.ready?.catch((error) => page.element.replaceChildren(h("div.notice", {}, error.message), h("p", {}, h("a", { href: "#/" }, "All runs"))));
+  }
+
+  pressed(event) {
+    if (event.ctrlKey || event.metaKey || event.altKey) return;
+    if (/^(INPUT|SELECT|TEXTAREA)$/.test(event.target.tagName)) {
+      if (event.key === "Escape") event.target.blur();
+      return;
+    }
+    const own = this.page?.keys?.[event.key] ?? this.keys[event.key];
+    if (!own || (event.key === "Enter" && event.target.closest("a, button, summary"))) return;
+    event.preventDefault();
+    own[1]();
+  }
+
+  keys = {
+    g: ["all runs", () => (location.hash = "#/")],
+    d: ["light or dark", () => this.toggle()],
+    "?": ["these keys", () => this.help()],
+  };
+
+  help() {
+    const rows = Object.entries({ ...this.page?.keys, ...this.keys });
+    place("help").replaceChildren(h("h2", {}, "Keys"), h("table", {}, h("tbody", {}, rows.map(([key, [what]]) => h("tr", {}, h("td", {}, h("kbd", {}, key)), h("td", {}, what))))),
+      h("form", { method: "dialog" }, h("button", {}, "Close")));
+    place("help").showModal();
+  }
+
+  toggle() {
+    const dark = document.documentElement.classList.contains("dark") || (!document.documentElement.classList.contains("light") && matchMedia("(prefers-color-scheme: dark)").matches);
+    this.paint(dark ? "light" : "dark");
+    localStorage.setItem("theme", dark ? "light" : "dark");
+    this.page?.themed?.();
+  }
+
+  paint(theme) {
+    document.documentElement.classList.remove("light", "dark");
+    if (theme) document.documentElement.classList.add(theme);
+  }
+}
+
+new App().start();

@@ -1,0 +1,130 @@
+// All runs in a table: sort, filter, pick several to compare.
+import { elapsed, h, number, percent, time } from "../dom.js";
+
+const COLUMNS = [
+  { key: "name", title: "Run" },
+  { key: "state", title: "State" },
+  { key: "step", title: "Step", number: true },
+  { key: "accuracy", title: "Accuracy", number: true, say: percent },
+  { key: "reward", title: "Reward", number: true, say: number },
+  { key: "samples_per_s", title: "Samples/s", number: true, say: number, less: true },
+  { key: "seconds", title: "Time", number: true, say: elapsed, less: true },
+  { key: "recipe", title: "Recipe", less: true },
+  { key: "algorithm", title: "Algorithm", less: true },
+  { key: "started", title: "Started (UTC)", say: time, less: true },
+];
+
+/** Rows that match every word, in any column. */
+export function matching(lines, words) {
+  const wanted = words.toLowerCase().split(/\s+/).filter(Boolean);
+  return lines.filter((line) => {
+    const text = [line.name, line.id, line.state, line.recipe, line.algorithm, line.model, line.error].join(" ").toLowerCase();
+    return wanted.every((word) => text.includes(word));
+  });
+}
+
+export function sorted(lines, key, down) {
+  const value = (line) => line[key];
+  return [...lines].sort((a, b) => {
+    const [x, y] = [value(a), value(b)];
+    if (x === y) return 0;
+    if (x === null || x === undefined) return 1; // what is not known comes last, whichever way
+    if (y === null || y === undefined) return -1;
+    return (x < y ? -1 : 1) * (down ? -1 : 1);
+  });
+}
+
+export class RunsPage {
+  constructor(app) {
+    this.app = app;
+    this.title = "";
+    this.key = "started";
+    this.down = true;
+    this.words = "";
+    this.picked = new Set();
+    this.at = 0;
+    this.search = h("input", { type: "search", placeholder: "filter: words of a name, recipe, state …", "aria-label": "filter", oninput: () => this.filter() });
+    this.compare = h("button", { type: "button", disabled: true, onclick: () => this.overlay() }, "Compare");
+    this.count = h("span.faint");
+    this.body = h("tbody");
+    this.head = h("tr");
+    this.element = h("div", {},
+      h("div.bar", {}, this.search, this.compare, this.count),
+      h("div.scroll", {}, h("table", {}, h("thead", {}, this.head), this.body)));
+    this.show();
+  }
+
+  changed() {
+    this.show();
+  }
+
+  filter() {
+    this.words = this.search.value;
+    this.at = 0;
+    this.show();
+  }
+
+  show() {
+    const lines = sorted(matching([...this.app.lines.values()], this.words), this.key, this.down);
+    this.lines = lines;
+    this.at = Math.max(0, Math.min(this.at, lines.length - 1));
+    this.head.replaceChildren(h("th", {}), ...COLUMNS.map((column) => h(`th${column.number ? ".number" : ""}${column.less ? ".less" : ""}`, {
+      "aria-sort": column.key === this.key ? (this.down ? "descending" : "ascending") : null,
+    }, h("button", { type: "button", onclick: () => this.sort(column) }, column.title, column.key === this.key ? (this.down ? " ↓" : " ↑") : ""))));
+    this.body.replaceChildren(...lines.map((line, index) => this.row(line, index)));
+    if (!lines.length) this.body.append(h("tr", {}, h("td.wide", { colspan: COLUMNS.length + 1 }, this.app.lines.size ? "No run matches." : "There is no run here yet. `penstock run recipe=arithmetic` makes one.")));
+    this.count.textContent = `${lines.length} of ${this.app.lines.size} runs`;
+    this.compare.disabled = this.picked.size < 2;
+    this.compare.textContent = this.picked.size ? `Compare ${this.picked.size}` : "Compare";
+  }
+
+  row(line, index) {
+    const cells = COLUMNS.map((column) => h(`td${column.number ? ".number" : ""}${column.less ? ".less" : ""}`, {}, this.cell(line, column)));
+    return h(`tr${index === this.at ? ".at" : ""}`, { "data-run": line.id }, h("td", {}, h("input", {
+      type: "checkbox", checked: this.picked.has(line.id), "aria-label": `compare ${line.name}`, onchange: () => this.pick(line.id),
+    })), cells);
+  }
+
+  cell(line, { key, say }) {
+    if (key === "name") return h("a", { href: `#/run/${encodeURIComponent(line.id)}` }, line.id.includes("/") ? line.id : line.name);
+    if (key === "state") return h(`span.state.${line.state}`, { title: line.error }, line.state);
+    if (key === "step") {
+      if (line.step === null) return "–";
+      const bar = line.state === "running" && line.max_steps ? h("progress.progress.less", { value: line.step, max: line.max_steps }) : null;
+      return h("span", {}, bar, ` ${line.step} of ${line.max_steps ?? "?"}`);
+    }
+    return say ? say(line[key]) : (line[key] ?? "–");
+  }
+
+  sort(column) {
+    this.down = this.key === column.key ? !this.down : Boolean(column.number);
+    this.key = column.key;
+    this.show();
+  }
+
+  pick(id) {
+    if (!this.picked.delete(id)) this.picked.add(id);
+    this.show();
+  }
+
+  overlay() {
+    location.hash = `#/compare/${[...this.picked].map(encodeURIComponent).join(",")}`;
+  }
+
+  keys = {
+    j: ["next run", () => this.move(1)],
+    k: ["run before", () => this.move(-1)],
+    Enter: ["open it", () => this.lines[this.at] && (location.hash = `#/run/${encodeURIComponent(this.lines[this.at].id)}`)],
+    x: ["pick it for a comparison", () => this.lines[this.at] && this.pick(this.lines[this.at].id)],
+    c: ["compare those that are picked", () => this.picked.size > 1 && this.overlay()],
+    "/": ["filter", () => this.search.focus()],
+  };
+
+  move(by) {
+    this.at += by;
+    this.show();
+    this.body.querySelector("tr.at")?.scrollIntoView({ block: "nearest" });
+  }
+
+  close() {}
+}

@@ -1,0 +1,38 @@
+"""Run directories with known content."""
+
+import json
+import os
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+HERE = {"pid": os.getpid(), "host": socket.gethostname()}
+"""As run.lock says of a run that goes on."""
+TIME = "2026-01-01T00:00:{:02d}.000Z"
+
+
+def make_run(
+    path: Path,
+    *kinds: str,
+    metrics: Iterable[Mapping[str, Any]] = (),
+    holder: Mapping[str, Any] | None = None,
+    config: str = "",
+) -> Path:
+    """`kinds`: of its events, a second apart. `config`: more lines of YAML."""
+    path.mkdir(parents=True)
+    (path / "config.yaml").write_text(
+        f"name: {path.name}\nrecipe: recipes/sums\nalgorithm: {{name: grpo}}\ntrainer: {{max_steps: 9}}\n{config}"
+    )
+    events = [{"time": TIME.format(index), "kind": kind, "message": "no room"} for index, kind in enumerate(kinds)]
+    (path / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
+    if holder is not None:
+        (path / "run.lock").write_text(json.dumps(holder) + "\n")
+    return path
+
+
+def steps(count: int) -> list[dict[str, Any]]:
+    """Rewards that rise by a tenth; accuracy after the first step."""
+    lines = [{"step": step, "reward/mean": step / 10} for step in range(1, count + 1)]
+    return [lines[0] | {"accuracy/heldout": 0.25}, *lines[1:]] if lines else []
