@@ -1,9 +1,6 @@
-"""Faults in pixels: marks in the charts, which go by steps, and a timeline of their own by wall time.
+"""Faults in pixels: who was away when, by wall time. Called by `report.py`; `templates/faults.html.j2` draws it."""
 
-Called by `drawing.py` and `report.py`; `templates/chart.html.j2` and `faults.html.j2` make SVG of it.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,8 +9,6 @@ from penstock.orchestrator.reporting.progress import elapsed
 
 MIN_WIDTH = 3.0
 GAP = 7.0
-MOST_LABELS = 4
-"""Of a chart; more would lie on one another, and stay tooltips."""
 MOST_LANES = 12
 
 
@@ -30,30 +25,6 @@ class Label:
         text = fault.role if fault.seconds is None else f"{fault.role}, {fault.seconds:.1f} s"
         is_left = left + width / 2 < middle
         return cls(left + width + GAP if is_left else left - GAP, "start" if is_left else "end", text)
-
-
-@dataclass(frozen=True)
-class Mark:
-    """A band in a chart, from the step that a member was lost at to the one that it was there again."""
-
-    left: float
-    width: float
-    text: str
-    label: Label | None
-
-
-def marks_of(faults: Sequence[Fault], steps: Sequence[float], x: Callable[[float], float]) -> list[Mark]:
-    """Those within the chart. `steps`: that it has; a step that was never finished is beyond the last."""
-    first, last = min(steps), max(steps)
-    shown = [fault for fault in faults if fault.step >= first]
-    middle = (x(first) + x(last)) / 2
-    marks = []
-    for fault in shown:
-        left, right = x(min(fault.step, last)), x(min(fault.until_step or fault.step, last))
-        left, width = left - MIN_WIDTH / 2, max(MIN_WIDTH, right - left)
-        label = Label.beside(left, width, middle, fault) if len(shown) <= MOST_LABELS else None
-        marks.append(Mark(left, width, fault.text, label))
-    return marks
 
 
 @dataclass(frozen=True)

@@ -18,15 +18,20 @@ from penstock.orchestrator.configuration.differences import differences_of
 from penstock.orchestrator.recording.fetching import at_place, bring_all
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.turns import ENDS, STARTS
-from penstock.orchestrator.reporting.drawing import Drawing
 from penstock.orchestrator.reporting.fault_drawing import Timeline
 from penstock.orchestrator.reporting.faults import duration_s, faults_of
-from penstock.orchestrator.reporting.plots import Chart, charts, write_pngs
 from penstock.orchestrator.reporting.progress import elapsed
 from penstock.orchestrator.reporting.samples import read_samples
 from penstock.orchestrator.reporting.summary import cards
+from penstock.orchestrator.ui import bundle
+from penstock.orchestrator.ui.charts.chart import Chart
+from penstock.orchestrator.ui.charts.drawn import drawn
+from penstock.orchestrator.ui.charts.pngs import write_pngs
+from penstock.orchestrator.ui.charts.themes import charts_of
+from penstock.orchestrator.ui.runs.columns import Columns
 
 TEMPLATES = Path(__file__).parent / "templates"
+SCRIPT = ("colors.js", "dom.js", "chart.js", "board.js", "report.js")
 MAX_EVENTS = 60
 
 
@@ -46,10 +51,14 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
     run."""
     directory = RunDirectory.open(path)
     config = directory.read_config()
-    found = charts(directory.read_metrics(), config.get("max_staleness"))
-    directory.write_text("report.html", page(directory, config, found))
+    columns = Columns(directory.metrics_file)
+    columns.update()
+    charts = charts_of(columns.keys, config)
+    directory.write_text("report.html", page(directory, config, charts, columns))
     if pngs:
-        write_pngs(found, directory.plots, faults_of(directory.read_events()))
+        faults = faults_of(directory.read_events())
+        marks = [(fault.step, fault.until_step or fault.step) for fault in faults]
+        write_pngs(charts, columns, directory.plots, marks)
     return directory.report
 
 
@@ -59,7 +68,7 @@ def _last_samples(names: Sequence[str]) -> list[str]:
     return [steps[max(steps)]] if steps else []
 
 
-def page(directory: RunDirectory, config: Mapping[str, Any], found: Sequence[Chart]) -> str:
+def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Chart], columns: Columns) -> str:
     """The whole HTML document."""
     events = directory.read_events()
     faults = faults_of(events)
@@ -72,7 +81,14 @@ def page(directory: RunDirectory, config: Mapping[str, Any], found: Sequence[Cha
         state=_state(events),
         facts=_facts(config, events),
         cards=cards(directory),
-        drawings=[Drawing.of(chart, faults) for chart in found],
+        numbers={
+            "charts": [chart.plain() for chart in charts],
+            "curves": drawn(charts, columns),
+            "marks": [{"step": fault.step, "until": fault.until_step, "text": fault.text} for fault in faults],
+        },
+        style=bundle.style("vendor/uPlot.min.css", "style.css"),
+        library=bundle.library(),
+        script=bundle.script(*SCRIPT),
         faults=faults,
         timeline=Timeline.of(faults, duration_s(events)),
         samples_step=samples_step,

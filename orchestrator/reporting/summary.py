@@ -1,6 +1,7 @@
 """A run in a dozen numbers, from its directory alone: the cards of the report, and what `penstock run` prints at the
 end."""
 
+import math
 import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,6 @@ from typing import Any
 
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.faults import faults_of
-from penstock.orchestrator.reporting.plots import points_of
 from penstock.orchestrator.reporting.progress import elapsed
 
 
@@ -41,6 +41,16 @@ def cards(directory: RunDirectory) -> list[Card]:
         _faults(directory, metrics),
     ]
     return [card for card in found if card is not None]
+
+
+def points_of(metrics: Sequence[Mapping[str, Any]], name: str) -> list[tuple[float, float]]:
+    """(step, value) where the value is a finite number. The last entry of a step counts."""
+    points = {}
+    for entry in metrics:
+        value, step = entry.get(name), entry.get("step")
+        if isinstance(value, int | float) and isinstance(step, int | float) and math.isfinite(value):
+            points[float(step)] = float(value)
+    return sorted(points.items())
 
 
 def _values(metrics: Sequence[Mapping[str, Any]], name: str) -> list[float]:

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from penstock.orchestrator.configuration.differences import differences_of
+from penstock.orchestrator.ui.charts.drawn import plain
 from penstock.orchestrator.ui.charts.themes import charts_of
-from penstock.orchestrator.ui.runs.columns import Columns, Values
+from penstock.orchestrator.ui.runs.columns import Columns
 from penstock.orchestrator.ui.runs.found import Runs, differing, line_of, read_config, tail
 from penstock.orchestrator.ui.runs.thinning import thinned
 
@@ -74,9 +75,9 @@ class Answers:
         found = {}
         for key in keys:
             few = thinned(columns.steps, columns[key], max(1, min(points, MAX_POINTS)), first, last)
-            found[key] = {"steps": _plain(few.steps), "mean": _plain(few.mean)}
+            found[key] = {"steps": plain(few.steps), "mean": plain(few.mean)}
             if few.low is not None and few.high is not None:
-                found[key] |= {"low": _plain(few.low), "high": _plain(few.high)}
+                found[key] |= {"low": plain(few.low), "high": plain(few.high)}
         return found
 
     def _path(self, run: str) -> Path:
@@ -89,11 +90,6 @@ class Answers:
         columns = self._columns.setdefault(path, Columns(path / "metrics.jsonl"))
         columns.update()
         return columns
-
-
-def _plain(values: Values) -> list[float]:
-    """Seven digits are more than a screen shows, and half of the bytes."""
-    return [float(f"{value:.7g}") for value in values.tolist()]
 
 
 def changed(before: dict[str, T], after: dict[str, T], same: Callable[[T, T], bool] = lambda a, b: a == b) -> list[str]:

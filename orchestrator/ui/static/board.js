@@ -2,6 +2,9 @@
 import { ChartView } from "./chart.js";
 import { h } from "./dom.js";
 
+/** Themes that are closed at first: one asks for them when something is wrong. */
+const QUIET = new Set(["store", "weights", "faults", "others"]);
+
 export class Board {
   /** `charts`: as the server describes them. `load`: see ChartView. */
   constructor(charts, load, marks = []) {
@@ -16,7 +19,7 @@ export class Board {
     this.element = h("div", {},
       h("nav.themes", { "aria-label": "themes" }, themes.map((theme) => h("a", { href: "#", onclick: (event) => this.go(event, theme) }, theme))),
       h("div.bar", {}, h("label", {}, "smoothing", smoothing), this.whole, h("span.faint.less", {}, "Drag over a chart to zoom in.")),
-      themes.map((theme) => h("section", { "data-theme": theme }, h("h2", {}, theme[0].toUpperCase() + theme.slice(1)),
+      themes.map((theme) => h("details", { "data-theme": theme, open: !QUIET.has(theme) }, h("summary", {}, h("h2", {}, theme[0].toUpperCase() + theme.slice(1))),
         h("div.charts", {}, this.views.filter((view) => view.chart.theme === theme).map((view) => view.element)))));
     this.element.addEventListener("zoom", (event) => this.zoom(event.detail));
     this.sizes = new ResizeObserver(() => this.each((view) => view.resize()));
@@ -58,7 +61,9 @@ export class Board {
 
   go(event, theme) {
     event.preventDefault();
-    this.element.querySelector(`[data-theme="${theme}"]`).scrollIntoView({ behavior: "smooth" });
+    const section = this.element.querySelector(`[data-theme="${theme}"]`);
+    section.open = true;
+    section.scrollIntoView({ behavior: "smooth" });
   }
 
   close() {

@@ -4,6 +4,7 @@ import json
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -11,10 +12,11 @@ from rich.console import Console
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import next_steps, print_summary
-from penstock.orchestrator.reporting.drawing import Scale, nice_step
-from penstock.orchestrator.reporting.plots import charts, points_of, smoothed, write_pngs
 from penstock.orchestrator.reporting.report import write_report
-from penstock.orchestrator.reporting.summary import cards
+from penstock.orchestrator.reporting.summary import cards, points_of
+from penstock.orchestrator.ui.charts.pngs import write_pngs
+from penstock.orchestrator.ui.charts.themes import charts_of
+from penstock.orchestrator.ui.runs.columns import Columns
 from penstock.store.data.rows import Rows
 from tests.small_files import files_up_to
 
@@ -44,8 +46,20 @@ def checked(page: Path) -> str:
     parser = Checked()
     parser.feed(text)
     assert parser.open == []
-    assert "nan" not in re.sub(r"<style>.*?</style>", "", text, flags=re.DOTALL).lower().replace("penstock", "")
+    said = re.sub(r"<(style|script)\b.*?</\1>", "", text, flags=re.DOTALL)
+    assert "nan" not in said.lower().replace("penstock", "")
+    numbers_of(text)
     return text
+
+
+def numbers_of(text: str) -> dict[str, Any]:
+    """What the page's charts show. Raises for what JSON does not know."""
+    found = re.search(r'<script type="application/json" id="numbers">(.*?)</script>', text, flags=re.DOTALL)
+
+    def refused(constant: str) -> None:
+        raise AssertionError(constant)
+
+    return json.loads(found[1], parse_constant=refused) if found else {"charts": [], "curves": {}}
 
 
 def make_run(tmp_path: Path, num_steps: int, *words: str, ended: str | None = "end") -> RunDirectory:
@@ -108,10 +122,13 @@ def test_a_run_that_failed_and_was_resumed_is_shown_as_it_is_now(tmp_path: Path)
         assert f"{state}</span></h1>" in checked(write_report(directory.path, pngs=False))
 
 
-def test_a_critic_has_charts_of_its_own() -> None:
-    steps = [{"step": step, "critic/value_loss": 0.5, "critic/explained_variance": -0.25} for step in (1, 2)]
-    found = {chart.name: [series.label for series in chart.series] for chart in charts(steps)}
-    assert found == {"value_loss": ["value loss"], "critic": ["explained variance"]}
+def test_the_page_holds_the_numbers_of_its_charts(tmp_path: Path) -> None:
+    numbers = numbers_of(checked(write_report(make_run(tmp_path, 30).path, pngs=False)))
+    curves = numbers["curves"]
+    assert set(curves) == {chart["name"] for chart in numbers["charts"]} >= {"reward", "accuracy", "time_by_phase"}
+    assert curves["accuracy"] == [
+        {"label": "greedy", "steps": [0.0, 30.0], "mean": [0.5, 0.9], "low": None, "high": None}
+    ]
 
 
 def test_a_broken_bound_is_marked(tmp_path: Path) -> None:
@@ -144,7 +161,7 @@ def test_samples_are_shown_and_escaped(tmp_path: Path) -> None:
     columns = {"task": [task, task], "response_text": ["<script>alert(1)</script>", "yes"], "reward": [0.0, 1.0]}
     directory.write_samples(2, Rows.from_lists(columns | {"token_versions": [[3, 4], [4, 4]]}))
     text = checked(write_report(directory.path, pngs=False))
-    assert "<script>" not in text
+    assert "<script>alert" not in text
     assert "1 &lt; 2 &amp; &lt;b&gt;?" in text
     assert ">3-4<" in text
 
@@ -175,24 +192,10 @@ def test_every_command_that_is_recommended_composes(tmp_path: Path) -> None:
         load_config(words)
 
 
-def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
-    assert smoothed([(1, 2.0), (2, 2.0)]) == [(1, pytest.approx(2.0)), (2, pytest.approx(2.0))]
-    assert smoothed([(1, 1.0), (2, 0.0)], weight=0.5) == [(1, 1.0), (2, pytest.approx(1 / 3))]
-
-
-def test_a_chart_without_a_finite_value_is_left_out() -> None:
-    assert charts([]) == []
-    assert [chart.name for chart in charts([{"step": 1, "reward/mean": 0.5}])] == ["reward"]
-
-
-def test_axes_have_round_ticks() -> None:
-    assert [nice_step(value) for value in (0.11, 0.3, 1.0, 4.0, 60.0)] == [0.2, 0.5, 1.0, 5.0, 100.0]
-    assert Scale(0, 1, 0, 100).ticks(5) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
-    assert Scale(1e-6, 1e-3, 0, 100, log=True).ticks() == pytest.approx([1e-6, 1e-5, 1e-4, 1e-3])
-
-
 def test_a_plot_that_cannot_be_written_is_not_there_by_half(tmp_path: Path) -> None:
     directory = make_run(tmp_path, 5)
+    columns = Columns(directory.metrics_file)
+    columns.update()
     with files_up_to(9_000), pytest.raises(OSError, match="File too large"):
-        write_pngs(charts(directory.read_metrics()), directory.plots)
+        write_pngs(charts_of(columns.keys), columns, directory.plots)
     assert list(directory.plots.iterdir()) == []
