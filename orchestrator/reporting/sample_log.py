@@ -11,6 +11,7 @@ from penstock.store.data.rows import Rows
 
 COLUMNS = (
     "task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions",
+    "behavior_logprobs",
     "transcript", "turn_tokens", "turn_rewards",
 )  # fmt: skip
 

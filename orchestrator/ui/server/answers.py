@@ -12,7 +12,9 @@ from penstock.orchestrator.ui.charts.drawn import plain
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
 from penstock.orchestrator.ui.runs.found import Runs, differing, line_of, read_config, tail
+from penstock.orchestrator.ui.runs.rollouts import Rollouts, Wanted
 from penstock.orchestrator.ui.runs.thinning import thinned
+from penstock.orchestrator.ui.runs.token_texts import TokenTexts
 
 MAX_EVENTS = 500
 """The newest, that are shown."""
@@ -33,6 +35,8 @@ class Answers:
     def __init__(self, place: Path) -> None:
         self.runs = Runs(place)
         self._columns: dict[Path, Columns] = {}
+        self._rollouts: dict[Path, Rollouts] = {}
+        self._texts: dict[Path, TokenTexts] = {}
 
     def table(self) -> list[dict[str, Any]]:
         """All runs, one line each."""
@@ -79,6 +83,29 @@ class Answers:
             if few.low is not None and few.high is not None:
                 found[key] |= {"low": plain(few.low), "high": plain(few.high)}
         return found
+
+    def samples(self, run: str, wanted: Wanted) -> dict[str, Any]:
+        """A page of a run's samples, and how far its files are known."""
+        path = self._path(run)
+        rollouts = self._rollouts.setdefault(path, Rollouts(path / "samples"))
+        rollouts.update()
+        known, every = rollouts.num_files
+        found = rollouts.find(wanted)
+        return {
+            **found,
+            "known": known,
+            "files": every,
+            "unreadable": rollouts.num_unreadable,
+            "reasons": rollouts.reasons,
+        }
+
+    def sample(self, run: str, step: int, place: int) -> dict[str, Any]:
+        """One sample with its tokens. Raises `LookupError`."""
+        path = self._path(run)
+        if path not in self._texts:
+            self._texts[path] = TokenTexts(path, read_config(path))
+        row = self._rollouts.setdefault(path, Rollouts(path / "samples")).sample(step, place)
+        return {**row, "token_texts": self._texts[path].of(row.get("response_ids") or [])}
 
     def _path(self, run: str) -> Path:
         path = self.runs.path_of(run)

@@ -3,6 +3,7 @@
     GET /                 the page; /static/ its files          GET /api/compare    several runs: run=…&run=…
     GET /api/runs         all runs, one line each               GET /api/series     numbers of charts: key=…
     GET /api/run          one run: run=…                        GET /api/live       events: runs that changed
+    GET /api/samples      of a run, by what they are            GET /api/sample     one with its tokens
 
 Files are read in threads, one at a time. Who may see it: `door.py`.
 """
@@ -18,6 +19,7 @@ from typing import Any
 from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import QueryParams
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
@@ -25,6 +27,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from penstock.orchestrator.ui.runs.rollouts import Wanted
 from penstock.orchestrator.ui.server.answers import Answers, NoSuchRun
 from penstock.orchestrator.ui.server.door import Door
 from penstock.orchestrator.ui.server.live import Live
@@ -35,6 +38,12 @@ LOOK_S = 1.0
 PING_S = 15
 """Between signs of life of a stream."""
 DEFAULT_POINTS = 1000
+WANTED: dict[str, Callable[[str], Any]] = {
+    "first_step": int, "last_step": int, "group": int, "least_reward": float, "most_reward": float,
+    "least_tokens": int, "most_tokens": int, "finish_reason": str, "text": str, "sort": str, "offset": int,
+    "limit": int,
+}  # fmt: skip
+"""Fields of `Wanted`, as an address has them."""
 
 
 def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> Starlette:
@@ -68,6 +77,16 @@ def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> 
         first, last = float(asked.get("first", "-inf")), float(asked.get("last", "inf"))
         return JSONResponse(await read(lambda: answers.series(name, keys, points, first, last)))
 
+    async def samples(request: Request) -> Response:
+        wanted = wanted_of(request.query_params)
+        name = request.query_params.get("run", "")
+        return _json(await read(lambda: answers.samples(name, wanted)))
+
+    async def sample(request: Request) -> Response:
+        asked = request.query_params
+        name, step, place = asked.get("run", ""), int(asked.get("step", "")), int(asked.get("place", ""))
+        return _json(await read(lambda: answers.sample(name, step, place)))
+
     async def stream(request: Request) -> Response:
         return EventSourceResponse(live.events(), ping=PING_S)
 
@@ -86,13 +105,24 @@ def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> 
             Route("/api/run", run),
             Route("/api/compare", compare),
             Route("/api/series", series),
+            Route("/api/samples", samples),
+            Route("/api/sample", sample),
             Route("/api/live", stream),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[Middleware(Door, key=key), Middleware(GZipMiddleware, minimum_size=2000)],
-        exception_handlers={NoSuchRun: _no_such_run, ValueError: _bad_value},
+        exception_handlers={NoSuchRun: _not_there, LookupError: _not_there, ValueError: _bad_value},
         lifespan=looking,
     )
+
+
+def wanted_of(asked: QueryParams) -> Wanted:
+    """What of a run's samples is asked for. Raises `ValueError`."""
+    found: dict[str, Any] = {}
+    for name, kind in WANTED.items():
+        if (value := asked.get(name, "")) != "":
+            found[name] = kind(value)
+    return Wanted(**found, down=asked.get("down", "1") != "0")
 
 
 def _json(value: Any) -> Response:
@@ -101,7 +131,7 @@ def _json(value: Any) -> Response:
     return Response(text.encode(errors="replace"), media_type="application/json")
 
 
-async def _no_such_run(request: Request, error: Exception) -> Response:
+async def _not_there(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, status_code=404)
 
 

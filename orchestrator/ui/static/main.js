@@ -2,6 +2,7 @@
 import { ask, listen } from "./api.js";
 import { h } from "./dom.js";
 import { ComparePage } from "./pages/compare.js";
+import { RolloutsPage } from "./pages/rollouts.js";
 import { RunPage } from "./pages/run.js";
 import { RunsPage } from "./pages/runs.js";
 
@@ -39,8 +40,12 @@ class App {
   open() {
     const [, kind, rest = ""] = location.hash.match(/^#\/(\w*)\/?(.*)$/) ?? [];
     this.page?.close();
-    const ids = rest.split(",").map(decodeURIComponent);
-    this.page = kind === "run" ? new RunPage(this, ids[0]) : kind === "compare" ? new ComparePage(this, ids) : new RunsPage(this);
+    const [names, query] = rest.split("?");
+    const ids = names.split(",").map(decodeURIComponent);
+    const pages = {
+      run: () => new RunPage(this, ids[0]), rollouts: () => new RolloutsPage(this, ids[0], query), compare: () => new ComparePage(this, ids),
+    };
+    this.page = Object.hasOwn(pages, kind ?? "") ? pages[kind]() : new RunsPage(this);
     document.title = this.page.title ? `${this.page.title} – Penstock` : "Penstock";
     place("crumbs").replaceChildren(...(this.page.title ? ["› ", this.page.title] : []));
     place("page").replaceChildren(this.page.element);

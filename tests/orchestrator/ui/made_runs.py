@@ -7,6 +7,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+from pyarrow import parquet
+
 HERE = {"pid": os.getpid(), "host": socket.gethostname()}
 """As run.lock says of a run that goes on."""
 TIME = "2026-01-01T00:00:{:02d}.000Z"
@@ -36,3 +39,19 @@ def steps(count: int) -> list[dict[str, Any]]:
     """Rewards that rise by a tenth; accuracy after the first step."""
     lines = [{"step": step, "reward/mean": step / 10} for step in range(1, count + 1)]
     return [lines[0] | {"accuracy/heldout": 0.25}, *lines[1:]] if lines else []
+
+
+def write_samples(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
+    """Rows of {group, reward, text, tokens, finish}."""
+    directory.mkdir(exist_ok=True)
+    table = {
+        "group_id": [row["group"] for row in rows],
+        "row_id": [step * 100 + place for place in range(len(rows))],
+        "task": [json.dumps({"prompt": f"question {row['group']}"}) for row in rows],
+        "response_ids": [list(range(row.get("tokens", 3))) for row in rows],
+        "response_text": [row.get("text", "") for row in rows],
+        "finish_reason": [row.get("finish", "stop") for row in rows],
+        "reward": [row["reward"] for row in rows],
+        "advantage": [0.5 for _ in rows],
+    }
+    parquet.write_table(pa.table(table), directory / f"step_{step}.parquet")

@@ -42,6 +42,7 @@ export class RunPage {
     this.top.replaceChildren(
       h("h1", {}, line.name), h("p.faint", {}, h(`span.state.${line.state}`, {}, line.state), ` ${[line.recipe, line.algorithm, time(line.started)].filter(Boolean).join(" · ")}`),
       line.error ? h("div.notice", {}, line.error) : "",
+      h("p", {}, h("a", { href: `#/rollouts/${encodeURIComponent(this.id)}` }, "Rollouts: what the policy wrote (w)")),
       h("div.cards", {},
         card("step", `${line.step ?? "–"} of ${line.max_steps ?? "?"}`), card("held-out accuracy", percent(line.accuracy)),
         card("reward", number(line.reward)), card("samples a second", number(line.samples_per_s)), card("time", elapsed(line.seconds))));
@@ -71,7 +72,10 @@ export class RunPage {
     this.board?.redraw();
   }
 
-  keys = { r: ["the whole run again", () => this.board.zoom([-Infinity, Infinity])] };
+  keys = {
+    r: ["the whole run again", () => this.board.zoom([-Infinity, Infinity])],
+    w: ["what the policy wrote", () => (location.hash = `#/rollouts/${encodeURIComponent(this.id)}`)],
+  };
 
   close() {
     this.board?.close();

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.ui.server.app import make_app
-from tests.orchestrator.ui.made_runs import HERE, make_run, steps
+from penstock.workers.models.fresh import build_fresh_model
+from tests.orchestrator.ui.made_runs import HERE, make_run, steps, write_samples
 
 LOCAL = "http://localhost:8420"
+SMALL = FreshModelConfig(num_layers=1, hidden_size=16, intermediate_size=16, num_heads=2, num_kv_heads=1)
 
 
 @pytest.fixture
@@ -62,6 +65,18 @@ def test_several_runs_are_compared_by_what_differs(page: TestClient) -> None:
     found = page.get("/api/compare", params={"run": ["one", "two"]}).json()
     assert found["differing"] == {"seed": {"one": 1, "two": 2}}
     assert set(found["runs"]) == {"one", "two"}
+
+
+def test_samples_are_found_and_one_is_told_token_by_token(page: TestClient, place: Path) -> None:
+    write_samples(place / "one" / "samples", 7, [{"group": 3, "reward": 0.0}, {"group": 4, "reward": 1.0, "tokens": 2}])
+    build_fresh_model(place / "one" / "model", SMALL, seed=0)
+    found = page.get("/api/samples", params={"run": "one", "least_reward": "0.5"}).json()
+    assert (found["total"], found["known"], found["files"], found["rows"][0]["group"]) == (1, 1, 1, 4)
+    sample = page.get("/api/sample", params={"run": "one", "step": 7, "place": 1}).json()
+    assert (sample["reward"], len(sample["token_texts"]), sample["response_ids"]) == (1.0, 2, [0, 1])
+    assert page.get("/api/sample", params={"run": "one", "step": 8, "place": 0}).status_code == 404
+    assert page.get("/api/samples", params={"run": "one", "sort": "mood"}).status_code == 400
+    assert page.get("/api/samples", params={"run": "two"}).json()["files"] == 0
 
 
 @pytest.mark.parametrize("run", ["../..", "/etc", "nothing", "one/../../x", "\x00", "a" * 5000])

@@ -1,0 +1,279 @@
+"""The samples of a run: `samples/step_N.parquet`, a million of them if need be, while more are written.
+
+An index of a few numbers a sample is kept in memory and grows with the files; texts and tokens are read when they are
+shown. A file that cannot be read (cut off, or of another version) is left out and counted.
+"""
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+from pyarrow import parquet
+
+EXCERPT = 240
+"""Characters of a text in a list."""
+MANY = 200
+"""Most rows of one answer."""
+_STEP = re.compile(r"step_(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which samples are asked for; what is None or empty does not matter."""
+
+    first_step: int | None = None
+    last_step: int | None = None
+    group: int | None = None
+    least_reward: float | None = None
+    most_reward: float | None = None
+    least_tokens: int | None = None
+    most_tokens: int | None = None
+    finish_reason: str = ""
+    text: str = ""
+    """In a prompt, a response or a conversation, in whatever case."""
+    sort: str = "step"
+    """step, group, reward, advantage or tokens."""
+    down: bool = True
+    offset: int = 0
+    limit: int = 50
+
+
+@dataclass
+class Index:
+    """`[N]` each, in the order of the files and of the rows in them."""
+
+    step: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    place: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Of the row in its file."""
+    row: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    group: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    reward: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    advantage: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
+    tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    finish: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    """Index of the reason; -1: none."""
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+NAMES = tuple(Index.__dataclass_fields__)
+SORTS = ("step", "group", "reward", "advantage", "tokens")
+
+
+class Rollouts:
+    """Lifecycle: `update` now and then, with as much time as there is; `find` and `sample` at any time."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._index = Index()
+        self._parts: list[Index] = []
+        self._read: set[int] = set()
+        self._unread: list[int] = []
+        self.reasons: list[str] = []
+        self.num_unreadable = 0
+
+    @property
+    def num_files(self) -> tuple[int, int]:
+        """Those in the index, and all."""
+        return len(self._read), len(self._read) + len(self._unread)
+
+    def update(self, budget_s: float = 0.5) -> bool:
+        """Take up new files, the newest first, for so long; whether all are in the index then."""
+        deadline = time.monotonic() + budget_s
+        steps = {int(found[1]) for file in _names(self._directory) if (found := _STEP.fullmatch(file))}
+        self._unread = sorted(steps - self._read)
+        while self._unread:
+            step = self._unread.pop()
+            self._read.add(step)
+            try:
+                self._parts.append(self._indexed(step))
+            except (pa.ArrowException, OSError):
+                self.num_unreadable += 1
+            if time.monotonic() > deadline:
+                break
+        return not self._unread
+
+    def find(self, wanted: Wanted, budget_s: float = 1.0) -> dict[str, Any]:
+        """One page of the samples that are wanted: {total, rows, complete}. `complete`: false if there was not time
+        enough to look for the text in all of them."""
+        index = self._whole()
+        kept = np.flatnonzero(_matches(index, wanted, self.reasons))
+        order = _order(index, kept, wanted)
+        complete = True
+        if wanted.text:
+            order, complete = self._with_text(index, order, wanted, budget_s)
+        shown = order[wanted.offset : wanted.offset + min(wanted.limit, MANY)]
+        return {"total": len(order), "complete": complete, "rows": self._lines(index, shown)}
+
+    def sample(self, step: int, place: int) -> dict[str, Any]:
+        """All columns of one row. Raises `LookupError`."""
+        try:
+            table = parquet.read_table(self._file(step))
+        except (pa.ArrowException, OSError) as error:
+            raise LookupError(f"samples of step {step}: {error}") from None
+        if not 0 <= place < table.num_rows:
+            raise LookupError(f"step {step} has {table.num_rows} samples.")
+        (row,) = table.slice(place, 1).to_pylist()
+        return dict(row)
+
+    def _whole(self) -> Index:
+        if self._parts:
+            parts = [self._index, *self._parts]
+            self._index = Index(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in NAMES})
+            self._parts.clear()
+        return self._index
+
+    def _file(self, step: int) -> Path:
+        return self._directory / f"step_{step}.parquet"
+
+    def _indexed(self, step: int) -> Index:
+        file = parquet.ParquetFile(self._file(step))
+        names = [name for name in ("row_id", "group_id", "reward", "advantage", "finish_reason", "response_ids")
+                 if name in file.schema_arrow.names]  # fmt: skip
+        table = file.read(names)
+        count = table.num_rows
+        finish = np.full(count, -1, np.int64)
+        if "finish_reason" in names:
+            said = table["finish_reason"].to_pylist()
+            for reason in dict.fromkeys(filter(None, said)):
+                if reason not in self.reasons:
+                    self.reasons.append(reason)
+            finish = np.array([self.reasons.index(one) if one else -1 for one in said], np.int64)
+        return Index(
+            step=np.full(count, step, np.int64), place=np.arange(count),
+            row=_integers(table, "row_id"), group=_integers(table, "group_id"),
+            reward=_floats(table, "reward"), advantage=_floats(table, "advantage"),
+            tokens=_lengths(table, "response_ids"), finish=finish,
+        )  # fmt: skip
+
+    def _with_text(
+        self, index: Index, order: NDArray[np.int64], wanted: Wanted, budget_s: float
+    ) -> tuple[NDArray[np.int64], bool]:
+        """Files in the order in which their first row comes."""
+        deadline = time.monotonic() + budget_s
+        steps = list(dict.fromkeys(index.step[order].tolist()))
+        hits: dict[int, NDArray[np.bool_]] = {}
+        for step in steps:
+            if time.monotonic() > deadline:
+                break
+            hits[step] = self._contains(step, wanted.text)
+        none = np.zeros(0, np.bool_)
+        kept = [at for at in order.tolist() if _is_hit(hits.get(int(index.step[at]), none), int(index.place[at]))]
+        return np.array(kept, np.int64), len(hits) == len(steps)
+
+    def _contains(self, step: int, text: str) -> NDArray[np.bool_]:
+        try:
+            table = _texts(parquet.ParquetFile(self._file(step)))
+        except (pa.ArrowException, OSError):
+            return np.zeros(0, np.bool_)
+        found = np.zeros(table.num_rows, np.bool_)
+        for name in table.column_names:
+            hit = pc.match_substring(table[name], text, ignore_case=True)
+            found |= np.asarray(pc.fill_null(hit, False))
+        return found
+
+    def _lines(self, index: Index, places: NDArray[np.int64]) -> list[dict[str, Any]]:
+        tables: dict[int, pa.Table | None] = {}
+        lines = []
+        for at in places.tolist():
+            step, place = int(index.step[at]), int(index.place[at])
+            if step not in tables:
+                try:
+                    tables[step] = _texts(parquet.ParquetFile(self._file(step)))
+                except (pa.ArrowException, OSError):
+                    tables[step] = None
+            lines.append({
+                "step": step, "place": place, "row": int(index.row[at]), "group": int(index.group[at]),
+                "reward": _number(index.reward[at]), "advantage": _number(index.advantage[at]),
+                "tokens": int(index.tokens[at]),
+                "finish_reason": self.reasons[index.finish[at]] if index.finish[at] >= 0 else None,
+                **_excerpts(tables[step], place),
+            })  # fmt: skip
+        return lines
+
+
+TEXTS = ("task", "response_text", "transcript")
+
+
+def _texts(file: parquet.ParquetFile) -> pa.Table:
+    return file.read([name for name in TEXTS if name in file.schema_arrow.names])
+
+
+def _excerpts(table: pa.Table | None, place: int) -> dict[str, str]:
+    """By column, the beginning of its text."""
+    if table is None or place >= table.num_rows:
+        return {}
+    return {name: str(table[name][place].as_py() or "")[:EXCERPT] for name in table.column_names}
+
+
+def _is_hit(hits: NDArray[np.bool_], place: int) -> bool:
+    return place < len(hits) and bool(hits[place])
+
+
+def _matches(index: Index, wanted: Wanted, reasons: Sequence[str]) -> NDArray[np.bool_]:
+    kept = np.ones(len(index), np.bool_)
+    for values, least, most in (
+        (index.step, wanted.first_step, wanted.last_step),
+        (index.group, wanted.group, wanted.group),
+        (index.reward, wanted.least_reward, wanted.most_reward),
+        (index.tokens, wanted.least_tokens, wanted.most_tokens),
+    ):
+        if least is not None:
+            kept &= values >= least
+        if most is not None:
+            kept &= values <= most
+    if wanted.finish_reason:
+        known = reasons.index(wanted.finish_reason) if wanted.finish_reason in reasons else -2
+        kept &= index.finish == known
+    return kept
+
+
+def _order(index: Index, kept: NDArray[np.int64], wanted: Wanted) -> NDArray[np.int64]:
+    """By what is asked for, then by step, group and place; what is not known comes last."""
+    if wanted.sort not in SORTS:
+        raise ValueError(f"sort={wanted.sort}: one of {', '.join(SORTS)}.")
+    values = np.asarray(getattr(index, wanted.sort)[kept], np.float64)
+    values = np.where(np.isnan(values), np.inf, -values if wanted.down else values)
+    order: NDArray[np.int64] = kept[np.lexsort((index.place[kept], index.group[kept], -index.step[kept], values))]
+    return order
+
+
+def _integers(table: pa.Table, name: str) -> NDArray[np.int64]:
+    if name not in table.column_names:
+        return np.full(table.num_rows, -1, np.int64)
+    return np.asarray(pc.fill_null(table[name].cast(pa.int64()), -1))
+
+
+def _floats(table: pa.Table, name: str) -> NDArray[np.float64]:
+    """NaN where there is none. Of a list in each row, its mean."""
+    if name not in table.column_names:
+        return np.full(table.num_rows, np.nan)
+    column = table[name]
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return np.array([np.mean(one) if one else np.nan for one in column.to_pylist()], np.float64)
+    return np.asarray(column.cast(pa.float64()).to_numpy(), np.float64)
+
+
+def _lengths(table: pa.Table, name: str) -> NDArray[np.int64]:
+    if name not in table.column_names:
+        return np.full(table.num_rows, -1, np.int64)
+    return np.asarray(pc.fill_null(pc.list_value_length(table[name]).cast(pa.int64()), 0))
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return [entry.name for entry in directory.iterdir()]
+    except OSError:
+        return []

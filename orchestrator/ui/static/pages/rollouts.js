@@ -1,0 +1,181 @@
+// What the policy wrote: samples by what they are, one of them with its tokens, its group beside it.
+import { ask } from "../api.js";
+import { h, number } from "../dom.js";
+import { shadeOf, SHADES } from "../shades.js";
+
+const PAGE = 50;
+const SORTS = { step: "newest", reward: "reward", advantage: "advantage", tokens: "length", group: "group" };
+
+export class RolloutsPage {
+  constructor(app, id, query = "") {
+    this.app = app;
+    this.id = id;
+    this.title = `${id} › rollouts`;
+    this.wanted = { sort: "step", down: "1", offset: 0, limit: PAGE, ...Object.fromEntries(new URLSearchParams(query)) };
+    this.at = 0;
+    this.shade = "logprob";
+    this.form = this.makeForm();
+    this.count = h("p.faint");
+    this.list = h("div.samples");
+    this.shown = h("div.sample");
+    this.element = h("div", {},
+      h("p", {}, h("a", { href: `#/run/${encodeURIComponent(id)}` }, "← charts")), this.form, this.count,
+      h("div.split", {}, this.list, this.shown));
+    this.ready = this.load();
+  }
+
+  makeForm() {
+    const field = (name, label, type = "number", more = {}) => h("label", {}, label, h("input", {
+      name, type, value: this.wanted[name] ?? "", step: "any", size: 8, ...more, onchange: (event) => this.set(name, event.target.value),
+    }));
+    this.reasons = h("select", { name: "finish_reason", "aria-label": "finish reason", onchange: (event) => this.set("finish_reason", event.target.value) }, h("option", { value: "" }, "any end"));
+    this.search = h("input", { type: "search", name: "text", placeholder: "text in prompt or response", "aria-label": "text", value: this.wanted.text ?? "", onchange: (event) => this.set("text", event.target.value) });
+    const sort = h("select", { "aria-label": "sort", onchange: (event) => this.set("sort", event.target.value) },
+      Object.entries(SORTS).map(([key, label]) => h("option", { value: key, selected: key === this.wanted.sort }, label)));
+    const down = h("button", { type: "button", title: "largest or smallest first", onclick: (event) => {
+      this.set("down", this.wanted.down === "0" ? "1" : "0");
+      event.target.textContent = this.wanted.down === "0" ? "↑" : "↓";
+    } }, this.wanted.down === "0" ? "↑" : "↓");
+    return h("form.bar", { onsubmit: (event) => event.preventDefault() }, this.search, field("first_step", "steps"), field("last_step", "to"),
+      field("group", "group"), field("least_reward", "reward"), field("most_reward", "to"), this.reasons, h("label", {}, "by", sort), down);
+  }
+
+  set(name, value) {
+    this.wanted[name] = value;
+    if (name !== "offset") this.wanted.offset = 0;
+    this.at = 0;
+    return this.load();
+  }
+
+  async load() {
+    const asked = (this.asked = Symbol());
+    const found = await ask("samples", { run: this.id, ...clean(this.wanted) });
+    if (asked !== this.asked) return;
+    this.found = found;
+    const known = found.known < found.files ? ` ${found.known} of ${found.files} files are read so far.` : "";
+    const late = found.complete ? "" : " There was not time enough to look for the text in all of them.";
+    const broken = found.unreadable ? ` ${found.unreadable} file(s) cannot be read.` : "";
+    this.count.textContent = found.files ? `${found.total.toLocaleString("en-US")} samples.${known}${late}${broken}` : "No samples were written yet (tracking.samples_every_steps).";
+    for (const reason of found.reasons)
+      if (![...this.reasons.options].some((option) => option.value === reason)) this.reasons.append(h("option", { value: reason }, reason));
+    this.reasons.value = this.wanted.finish_reason ?? "";
+    this.draw();
+    if (found.rows.length) await this.open(Math.min(this.at, found.rows.length - 1));
+    else this.shown.replaceChildren();
+    if (found.known < found.files) this.later = setTimeout(() => this.load(), 500);
+  }
+
+  draw() {
+    const { rows, total } = this.found;
+    const offset = Number(this.wanted.offset);
+    const turn = (by, label) => h("button", { type: "button", disabled: offset + by < 0 || offset + by >= total, onclick: () => this.set("offset", Math.max(0, offset + by)) }, label);
+    this.list.replaceChildren(
+      ...rows.map((row, index) => h(`button.line${index === this.at ? ".at" : ""}`, { type: "button", "data-step": row.step, "data-place": row.place, onclick: () => this.open(index) },
+        h("span.head", {}, h("b", {}, reward(row.reward)), h("span.faint", {}, `step ${row.step} · group ${row.group} · ${row.tokens} tokens${row.finish_reason ? ` · ${row.finish_reason}` : ""}`)),
+        h("span.excerpt", {}, excerpt(row)))),
+      h("div.bar", {}, turn(-PAGE, "earlier"), turn(PAGE, "more"), h("span.faint", {}, total ? `${offset + 1} to ${offset + rows.length}` : "")));
+  }
+
+  async open(index) {
+    this.at = index;
+    this.draw();
+    this.list.querySelector(".line.at")?.scrollIntoView({ block: "nearest" });
+    const line = this.found.rows[index];
+    const asked = (this.opened = Symbol());
+    const [sample, group] = await Promise.all([
+      ask("sample", { run: this.id, step: line.step, place: line.place }),
+      ask("samples", { run: this.id, group: line.group, first_step: line.step, last_step: line.step, sort: "reward", limit: 64 }),
+    ]);
+    if (asked !== this.opened) return;
+    this.sample = sample;
+    this.group = group.rows;
+    this.tell(line);
+  }
+
+  tell(line) {
+    const { sample } = this;
+    const task = parsed(sample.task) ?? {};
+    const said = parsed(sample.transcript);
+    const shades = h("select", { "aria-label": "colour of tokens", onchange: (event) => { this.shade = event.target.value; this.tell(line); } },
+      Object.entries(SHADES).map(([key, { title }]) => h("option", { value: key, selected: key === this.shade }, title)));
+    this.shown.replaceChildren(
+      h("h2", {}, `step ${line.step}, group ${line.group}`),
+      h("p.faint", {}, [`reward ${number(sample.reward)}`, sample.advantage === undefined ? "" : `advantage ${number(mean(sample.advantage))}`, `${line.tokens} tokens`, sample.finish_reason].filter(Boolean).join(" · ")),
+      ...(task.prompt ? [h("h3", {}, "Prompt"), h("pre.text", {}, task.prompt)] : []),
+      ...(said ? [h("h3", {}, "Conversation"), conversation(said)] : []),
+      h("h3", {}, "Tokens ", h("label.faint", {}, shades)), this.tokens(), h("p.faint.scale", {}, SHADES[this.shade].about),
+      ...(task.answer === undefined || task.answer === null ? [] : [h("h3", {}, "Answer"), h("pre.text", {}, String(task.answer))]),
+      h("h3", {}, `The group: ${this.group.length} attempts`),
+      h("div.scroll", {}, h("table", {}, h("tbody", {}, this.group.map((row) => h(`tr${row.place === line.place ? ".at" : ""}`, {},
+        h("td.number", {}, number(row.reward)), h("td.number", {}, number(row.advantage)), h("td.number", {}, String(row.tokens)),
+        h("td", {}, row.finish_reason ?? ""), h("td.wide", {}, row.response_text ?? "")))))));
+  }
+
+  tokens() {
+    const { sample } = this;
+    const ends = new Set();
+    let end = 0;
+    for (const count of sample.turn_tokens ?? []) ends.add((end += count));
+    return h("pre.tokens", {}, sample.token_texts.flatMap((text, index) => {
+      const { shade, tip } = shadeOf(this.shade, sample, index);
+      const token = h("span", { title: `${JSON.stringify(text)} ${tip}` }, text === "" ? "␣" : text);
+      if (shade) token.style.background = shade;
+      return ends.has(index) && index ? [h("span.turn", { title: "next turn" }, "¶\n"), token] : [token];
+    }));
+  }
+
+  async changed(ids) {
+    if (ids && !ids.has(this.id)) return;
+    if (this.at === 0 && Number(this.wanted.offset) === 0 && this.wanted.sort === "step") await this.load();
+  }
+
+  keys = {
+    n: ["next sample", () => this.move(1)],
+    p: ["sample before", () => this.move(-1)],
+    "/": ["look for a text", () => this.search.focus()],
+  };
+
+  async move(by) {
+    const next = this.at + by;
+    const offset = Number(this.wanted.offset);
+    if (next >= 0 && next < this.found.rows.length) return this.open(next);
+    if (next < 0 && offset > 0) {
+      this.wanted.offset = Math.max(0, offset - PAGE);
+      this.at = PAGE - 1;
+      return this.load();
+    }
+    if (next > 0 && offset + PAGE < this.found.total) return this.set("offset", offset + PAGE);
+    return undefined;
+  }
+
+  close() {
+    clearTimeout(this.later);
+  }
+}
+
+const clean = (wanted) => Object.fromEntries(Object.entries(wanted).filter(([, value]) => value !== "" && value !== null));
+
+const reward = (value) => (value === null ? "–" : number(value));
+
+const mean = (value) => (Array.isArray(value) ? value.reduce((sum, one) => sum + one, 0) / Math.max(1, value.length) : value);
+
+function parsed(text) {
+  try {
+    return JSON.parse(text);
+  } catch {
+    return null;
+  }
+}
+
+function excerpt(row) {
+  const said = row.response_text || row.transcript || "";
+  return said.replace(/\s+/g, " ").slice(0, 120) || "(nothing)";
+}
+
+/** Who said what, tools and their answers included. */
+function conversation(messages) {
+  return h("div.talk", {}, messages.map((message) => h(`div.said.${/^\w+$/.test(message.role) ? message.role : "other"}`, {},
+    h("b", {}, message.role), message.reasoning_content ? h("pre.text.faint", {}, message.reasoning_content) : null,
+    message.content ? h("pre.text", {}, typeof message.content === "string" ? message.content : JSON.stringify(message.content)) : null,
+    (message.tool_calls ?? []).map((call) => h("pre.text.call", {}, `${call.function?.name}(${JSON.stringify(call.function?.arguments)})`)))));
+}
