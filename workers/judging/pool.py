@@ -20,7 +20,7 @@ from penstock.workers.gateway.formats.choosing import make_format
 from penstock.workers.gateway.formats.format import Format
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import RolloutEngine, Sampling
-from penstock.workers.reward.outcome import Result, RewardError
+from penstock.workers.reward.outcome import Result, RewardError, in_order
 from penstock.workers.reward.rubric import Messages, Rubric, Verdicts
 from penstock.workers.rollout.factory import make_engine
 
@@ -83,10 +83,7 @@ class JudgePool:
 
     async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
         """One result for each response, in order."""
-        results: list[Result] = [RewardError("crash", "not scored")] * len(responses)
-        async for index, result in self.stream(responses, tasks):
-            results[index] = result
-        return results
+        return await in_order(self.stream(responses, tasks), len(responses))
 
     async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
         """`(index, result)` for each response, as they come. Those that are alike are judged once. Raises what the

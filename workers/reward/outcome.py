@@ -5,7 +5,7 @@ Made in the pool's child processes (`child.py`), carried by `pool.py`, counted a
 
 import math
 import traceback
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,14 @@ class RewardError:
 
 
 Result = float | RewardError
+
+
+async def in_order(stream: AsyncIterator[tuple[int, Result]], count: int) -> list[Result]:
+    """Results that come as they are known, each with its place."""
+    results: list[Result] = [RewardError("crash", "not scored")] * count
+    async for place, result in stream:
+        results[place] = result
+    return results
 
 
 def bounded(text: str, max_characters: int = MAX_TEXT) -> str:

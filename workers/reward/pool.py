@@ -13,7 +13,7 @@ from typing import Any
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.reward import RewardConfig
 from penstock.workers.concurrent_tasks import cancel_all
-from penstock.workers.reward.outcome import Result, RewardError
+from penstock.workers.reward.outcome import Result, RewardError, in_order
 from penstock.workers.reward.process import RewardProcess
 from penstock.workers.reward.registry import RewardSpec
 
@@ -92,10 +92,7 @@ class RewardPool:
 
     async def score(self, responses: Sequence[str], tasks: Sequence[str]) -> list[Result]:
         """One result for each response, in order."""
-        results: list[Result] = [RewardError("crash", "not scored")] * len(responses)
-        async for index, result in self.stream(responses, tasks):
-            results[index] = result
-        return results
+        return await in_order(self.stream(responses, tasks), len(responses))
 
     async def stream(self, responses: Sequence[str], tasks: Sequence[str]) -> AsyncIterator[tuple[int, Result]]:
         """`(index, result)` for each response, as they come. `tasks` are JSON strings, one a response.
