@@ -1,4 +1,4 @@
-"""The command line: `penstock run|validate|report|ui|status|scale|export|recipes`.
+"""The command line: `penstock run|validate|sweep|report|ui|status|scale|export|recipes`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -20,6 +20,9 @@ OVERRIDES_HELP = "recipe=NAME or recipe=DIRECTORY, algorithm=NAME, model=PRESET,
 RETRIES_HELP = "when the command itself is killed or loses its cluster, go on up to N times from the newest checkpoint"
 RUN_HELP = "the run's directory or URL"
 WISHES_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all (of each reward stage), so many less"
+SWEEP = """Run every combination, as many at a time as the machine or the cluster has room for. The same command again
+goes on where it was."""
+SWEEP_HELP = "as for run; several values as in trainer.optimizer.lr=1e-4,3e-4 or seed=range(1,4)"
 DRAIN_HELP = "seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)"
 EPILOG = """\
 examples:
@@ -71,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(command=function)
         if name == "run":
             command.add_argument("--retries", type=int, default=0, metavar="N", help=RETRIES_HELP)
+    sweep = commands.add_parser("sweep", help="many runs: keys with several values", description=SWEEP)
+    sweep.add_argument("overrides", nargs="+", metavar="key=value,…", help=SWEEP_HELP)
+    sweep.add_argument("--directory", default=None, metavar="DIR", help="for its runs (default: sweeps/RECIPE)")
+    sweep.add_argument("--jobs", type=int, default=None, metavar="N", help="side by side (default: as there is room)")
+    sweep.set_defaults(command=_sweep)
     report = commands.add_parser("report", help="rebuild report.html and the plots of a run")
     report.add_argument("run", help="the run's directory or URL, e.g. runs/arithmetic-20260101-120000")
     report.set_defaults(command=_report)
@@ -140,6 +148,22 @@ def _validate(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.configuration.validate import validate_run
 
     return validate_run(config, Console())
+
+
+def _sweep(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from penstock.orchestrator.sweeping.points import points_of
+    from penstock.orchestrator.sweeping.room import jobs_for
+    from penstock.orchestrator.sweeping.sweep import Sweep
+
+    points = points_of(arguments.overrides)
+    jobs = jobs_for(points)
+    recipe = next((word.partition("=")[2] for word in arguments.overrides if word.startswith("recipe=")), "runs")
+    directory = Path(arguments.directory or f"sweeps/{Path(recipe).name}")
+    return Sweep(points, directory, arguments.jobs or jobs, Console()).run()
 
 
 def _ui(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,102 @@
+"""The runs of a sweep, from words with several values in Hydra's grammar. Pure.
+
+seed=1,2,3        seed=range(1,4)        trainer.optimizer.lr=1e-4,3e-4        algorithm=choice(grpo,rloo)
+"""
+
+import itertools
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+
+from penstock.conf.errors import ConfigError
+
+MOST = 10_000
+"""Runs of one sweep."""
+OWN = ("name", "output_dir", "resume")
+"""Keys that the sweep sets for each of its runs."""
+SEED = "seed"
+
+
+@dataclass(frozen=True)
+class Point:
+    name: str
+    """Of its run, made of what it has other than the others: lr-0.0001_seed-1."""
+    values: dict[str, str]
+    """Of the keys that are swept."""
+    words: tuple[str, ...]
+    """All that `penstock run` is told."""
+
+    @property
+    def setting(self) -> tuple[tuple[str, str], ...]:
+        """Its values but the seed: points of one setting differ by chance alone."""
+        return tuple((key, value) for key, value in self.values.items() if key != SEED)
+
+
+def points_of(words: Sequence[str]) -> list[Point]:
+    """Every combination, the last word's values changing fastest. Raises `ConfigError`."""
+    parser = OverridesParser.create()
+    fixed: list[str] = []
+    swept: dict[str, list[str]] = {}
+    for word in words:
+        values = _values(parser, word)
+        key = word.partition("=")[0].strip().lstrip("+")
+        if key in OWN:
+            raise ConfigError(f"{word}: a sweep sets {key} of its runs itself. Its own directory is --directory DIR.")
+        if values is None:
+            fixed.append(word)
+        elif len(set(values)) < len(values):
+            raise ConfigError(f"{word}: a value is there twice.")
+        else:
+            swept[word.partition("=")[0].strip()] = values
+    if not swept:
+        raise ConfigError(
+            "nothing is swept: give a key several values, like seed=1,2,3 or trainer.max_steps=range(10,40,10)."
+        )
+    count = math.prod(map(len, swept.values()))
+    if count > MOST:
+        raise ConfigError(f"the sweep has {count:,} runs; {MOST:,} are the most.")
+    shown = _short([key.lstrip("+") for key in swept])
+    points = []
+    for chosen in itertools.product(*swept.values()):
+        own = dict(zip(swept, chosen, strict=True))
+        name = "_".join(f"{shown[key.lstrip('+')]}-{_plain(value)}" for key, value in own.items())
+        told = tuple(f"{key}={value}" for key, value in own.items())
+        points.append(Point(name, {key.lstrip("+"): value for key, value in own.items()}, (*fixed, *told)))
+    names = [point.name for point in points]
+    if len(set(names)) < len(names):
+        points = [Point(f"{number}_{point.name}", point.values, point.words) for number, point in enumerate(points, 1)]
+    return points
+
+
+def _values(parser: OverridesParser, word: str) -> list[str] | None:
+    """None for a word of one value. Raises `ConfigError`."""
+    try:
+        parsed = parser.parse_override(word)
+        return list(parsed.sweep_string_iterator()) if parsed.is_sweep_override() else None
+    except HydraException as error:
+        if re.search(r"=\s*(interval|glob)\(", word):
+            raise ConfigError(f"{word}: {str(error).splitlines()[0]}. List the values, or use range(…).") from None
+        return None  # text that is no literal, which `penstock run` takes as it is
+
+
+def _short(keys: Iterable[str]) -> dict[str, str]:
+    """The last part of each key, or as much as tells it from the others."""
+    every = list(keys)
+    found = {}
+    for key in every:
+        parts = key.split(".")
+        found[key] = next(
+            short for count in range(1, len(parts) + 1)
+            if (short := ".".join(parts[-count:])) == key
+            or sum(other == short or other.endswith(f".{short}") for other in every) == 1
+        )  # fmt: skip
+    return found
+
+
+def _plain(value: str) -> str:
+    """As part of a directory's name."""
+    return re.sub(r"[^\w.+-]+", "-", value).strip("-.")[-40:] or "empty"

@@ -1,0 +1,36 @@
+"""How many runs of a sweep the machine or the cluster has room for."""
+
+import os
+from collections.abc import Sequence
+
+from penstock.algorithms.catalogue import dataflow_of
+from penstock.orchestrator.cluster import count_local_gpus, join
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.placement.actors import needed, plan_actors
+from penstock.orchestrator.sweeping.points import Point
+from penstock.orchestrator.sweeping.sweep import room_for
+
+
+def jobs_for(points: Sequence[Point]) -> int:
+    """By the run that reserves most. Every point's words are read, so that a wrong one ends the sweep before its first
+    run. Raises `ConfigError`, `ResourceError`."""
+    needs = []
+    for point in points:
+        config = load_config([*point.words, f"name={point.name}"])
+        needs.append(needed(plan_actors(dataflow_of(config), config)))
+    cpus, gpus = max(cpus for cpus, _ in needs), max(gpus for _, gpus in needs)
+    return room_for(cpus, gpus, *_room())
+
+
+def _room() -> tuple[float, float]:
+    """CPUs and GPUs."""
+    if address := os.environ.get("RAY_ADDRESS"):
+        import ray
+
+        join(address, log_to_driver=False)
+        try:
+            found = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        finally:
+            ray.shutdown()
+        return found.get("CPU", 0.0), found.get("GPU", 0.0)
+    return float(len(os.sched_getaffinity(0))), float(count_local_gpus())
