@@ -83,7 +83,9 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument("run", help="the run's directory or URL, e.g. runs/arithmetic-20260101-120000")
     report.set_defaults(command=_report)
     ui = commands.add_parser("ui", help="a page about runs, live while they go on")
-    ui.add_argument("runs", nargs="?", default="runs", help="a directory with runs below, or a run (default: runs)")
+    ui.add_argument(
+        "runs", nargs="?", default="runs", help="a directory or URL with runs below, or a run (default: runs)"
+    )
     ui.add_argument("--host", default="127.0.0.1", help="interface; any but loopback asks visitors for a key")
     ui.add_argument("--port", type=int, default=None, help="0: any (default: the first free one from 8420 on)")
     ui.add_argument(

@@ -109,6 +109,20 @@ def find(url: str) -> list[str]:
         return sorted(name[len(root) :].lstrip("/") for name in system.find(root))
 
 
+def seen_below(url: str) -> dict[str, tuple[int, str]]:
+    """All files below by name: size, and what the file system says of the version or the time. A file for which both
+    are as before has not changed. Raises `CheckpointError`."""
+    system, root = _open(url)
+    with _told(url, "read"):
+        return {
+            name[len(root) :].lstrip("/"): (
+                int(info.get("size") or 0),
+                next((str(info[key]) for key in ("ETag", "LastModified", "mtime", "created") if info.get(key)), ""),
+            )
+            for name, info in system.find(root, detail=True).items()
+        }
+
+
 def download(url: str, directory: Path, names: Iterable[str] | None = None) -> None:
     """All files below `url`, or these, in this order. Raises `CheckpointError` if there is nothing, or it cannot be
     read."""

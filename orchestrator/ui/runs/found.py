@@ -22,6 +22,7 @@ TAIL_BYTES = 1 << 18
 DEPTH = 3
 """Directories below a place in which runs are looked for."""
 FINISHED, RUNNING, FAILED, INTERRUPTED, LOST = "finished", "running", "failed", "interrupted", "lost"
+UNFINISHED = "unfinished"
 _STATES = {"end": FINISHED, "failed": FAILED, "interrupted": INTERRUPTED}
 
 
@@ -33,7 +34,8 @@ class RunLine:
     """Its path below the place that was given; "." for the place itself."""
     name: str
     state: str
-    """running, finished, failed, interrupted; lost: its process is gone without a word."""
+    """running, finished, failed, interrupted; lost: its process is gone without a word; unfinished: of a copy, where
+    nothing tells whether somebody works in it."""
     recipe: str | None = None
     algorithm: str | None = None
     model: str | None = None
@@ -133,6 +135,8 @@ def state_of(path: Path, events: list[dict[str, Any]]) -> tuple[str, str | None]
     last = turns[-1] if turns else {}
     if state := _STATES.get(str(last.get("kind"))):
         return state, last.get("message") if state == FAILED else None
+    if not (path / LOCK).exists():
+        return UNFINISHED, None
     return (RUNNING if is_held(path / LOCK) else LOST), None
 
 
@@ -143,9 +147,9 @@ def is_held(lock: Path) -> bool:
         holder = json.loads(lock.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
-    if not isinstance(holder, dict) or holder.get("host") != socket.gethostname():
-        return isinstance(holder, dict)
-    return Path(f"/proc/{holder.get('pid')}").exists()
+    if not isinstance(holder, dict) or "pid" not in holder:
+        return False
+    return holder.get("host") != socket.gethostname() or Path(f"/proc/{holder['pid']}").exists()
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -2,12 +2,14 @@
 
 import secrets
 import socket
+import tempfile
 from pathlib import Path
 
 import uvicorn
 from rich.console import Console
 
 from penstock.conf.errors import ConfigError
+from penstock.orchestrator.ui.runs.far import Copy
 from penstock.orchestrator.ui.server.app import make_app
 from penstock.workers.files import is_url
 
@@ -23,20 +25,27 @@ def serve(
     place: str, console: Console, host: str = "127.0.0.1", port: int | None = None, key: str | None = None
 ) -> None:
     """`port`: None for the first that is free; 0 for any. `key`: that visitors need; where others than this machine
-    can reach it, there is one in any case. Raises `ConfigError`."""
+    can reach it, there is one in any case. Raises `ConfigError`, `CheckpointError` for a URL that does not answer."""
     if is_url(place):
-        raise ConfigError(f"{place}: the page reads directories; a URL is not read yet.")
+        with tempfile.TemporaryDirectory(prefix="penstock-ui-") as folder, Copy(place, Path(folder)).follow():
+            _serve(Path(folder), place, console, host, port, key)
+        return
     directory = Path(place).expanduser()
     if not directory.is_dir():
         raise ConfigError(
             f"{place}: there is no such directory. Name one with runs in it, or a run: `penstock ui runs`."
         )
+    _serve(directory, place, console, host, port, key)
+
+
+def _serve(directory: Path, place: str, console: Console, host: str, port: int | None, key: str | None) -> None:
+    """`place`: what the directory is called."""
     if key is None and host not in LOOPBACK:
         key = secrets.token_urlsafe(16)
     bound = listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{bound.getsockname()[1]}/" + (f"?key={key}" if key else "")
-    console.print(f"[bold]{directory}[/] at {address}", highlight=False, soft_wrap=True)
+    console.print(f"[bold]{place}[/] at {address}", highlight=False, soft_wrap=True)
     console.print("Ctrl-C ends it.", style="dim")
     config = uvicorn.Config(
         make_app(directory, key), log_level="warning", access_log=False, timeout_graceful_shutdown=GRACE_S

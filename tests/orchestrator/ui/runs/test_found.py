@@ -27,7 +27,8 @@ def test_a_run_is_a_line(tmp_path: Path) -> None:
         (("start",), HERE, "running"),
         (("start",), {**HERE, "pid": 2**22 + 1}, "lost"),
         (("start",), {"pid": 1, "host": "elsewhere"}, "running"),
-        (("start",), None, "lost"),
+        (("start",), {}, "lost"),
+        (("start",), None, "unfinished"),
         (("start", "failed"), None, "failed"),
         (("start", "failed", "resume"), HERE, "running"),
         (("start", "failed", "resume", "end"), None, "finished"),
@@ -69,7 +70,7 @@ def test_files_of_another_version_or_half_written_are_no_error(tmp_path: Path) -
     (run / "events.jsonl").write_text('{"kind": "future_thing"}\nnot json\n{"kind": "en')
     (run / "metrics.jsonl").write_text("")
     line = lines_of(tmp_path)["run"]
-    assert (line.name, line.state, line.step) == ("run", "lost", None)
+    assert (line.name, line.state, line.step) == ("run", "unfinished", None)
 
 
 def test_no_path_leads_out_of_the_place(tmp_path: Path) -> None:

@@ -1,0 +1,82 @@
+"""Runs behind a URL, as a copy on this machine that follows them: what the page needs, and nothing twice.
+
+Records come first, then samples, the newest first, a few at a time. A file takes its place whole.
+"""
+
+import contextlib
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from penstock.conf.errors import CheckpointError
+from penstock.workers.files import download, seen_below
+
+_LOG = logging.getLogger("penstock")
+RECORD = re.compile(r"(.*/)?(config\.yaml|events\.jsonl|metrics\.jsonl|(model|initial_model)/tokenizer\.json)")
+SAMPLES = re.compile(r"(.*/)?samples/step_(\d+)\.parquet")
+SAMPLES_AT_ONCE = 20
+"""Files of one look."""
+LOOK_S = 5.0
+"""Between two looks."""
+
+
+class Copy:
+    """Lifecycle: `follow` once; `look` by hand."""
+
+    def __init__(self, url: str, directory: Path) -> None:
+        self.url, self.directory = url.rstrip("/"), directory
+        self._has: dict[str, object] = {}
+        """By name, what was seen of the file that is here."""
+        self._stops = threading.Event()
+
+    def look(self) -> bool:
+        """Bring what is new, and say whether there is more. Raises `CheckpointError`."""
+        there = seen_below(self.url)
+        new = [name for name, seen in there.items() if self._has.get(name) != seen]
+        records = sorted(filter(RECORD.fullmatch, new))
+        samples = sorted(filter(SAMPLES.fullmatch, new), key=_step, reverse=True)
+        for name in [*records, *samples[:SAMPLES_AT_ONCE]]:
+            self._bring(name)
+            self._has[name] = there[name]
+        for name in self._has.keys() - there.keys():
+            (self.directory / name).unlink(missing_ok=True)
+            del self._has[name]
+        return len(samples) > SAMPLES_AT_ONCE
+
+    @contextlib.contextmanager
+    def follow(self) -> Iterator[None]:
+        """What is there is here in the block, and what comes follows. Raises `CheckpointError` if nothing answers."""
+        self.look()
+        thread = threading.Thread(target=self._follow, name="copy of runs", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            self._stops.set()
+
+    def _follow(self) -> None:
+        is_told = more = False
+        while not self._stops.wait(0.0 if more else LOOK_S):
+            try:
+                more, is_told = self.look(), False
+            except (CheckpointError, OSError) as error:
+                more = False
+                if not is_told:
+                    _LOG.warning("%s: %s The page shows what it was.", self.url, error)
+                is_told = True
+
+    def _bring(self, name: str) -> None:
+        target = self.directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=self.directory, prefix=".") as folder:
+            download(self.url, Path(folder), [name])
+            os.replace(Path(folder, name), target)
+
+
+def _step(name: str) -> int:
+    found = SAMPLES.fullmatch(name)
+    return int(found[2]) if found else -1
