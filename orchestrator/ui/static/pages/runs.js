@@ -1,6 +1,7 @@
 // All runs in a table: sort, filter, pick several to compare.
 import { elapsed, h, number, percent, time } from "../dom.js";
 
+const MOST_COMPARED = 32;
 const COLUMNS = [
   { key: "name", title: "Run" },
   { key: "state", title: "State" },
@@ -107,6 +108,12 @@ export class RunsPage {
     this.show();
   }
 
+  pickAll() {
+    const shown = this.lines.slice(0, MOST_COMPARED).map((line) => line.id);
+    this.picked = shown.every((id) => this.picked.has(id)) ? new Set() : new Set(shown);
+    this.show();
+  }
+
   overlay() {
     location.hash = `#/compare/${[...this.picked].map(encodeURIComponent).join(",")}`;
   }
@@ -116,6 +123,7 @@ export class RunsPage {
     k: ["run before", () => this.move(-1)],
     Enter: ["open it", () => this.lines[this.at] && (location.hash = `#/run/${encodeURIComponent(this.lines[this.at].id)}`)],
     x: ["pick it for a comparison", () => this.lines[this.at] && this.pick(this.lines[this.at].id)],
+    a: ["pick all that are shown, or none", () => this.pickAll()],
     c: ["compare those that are picked", () => this.picked.size > 1 && this.overlay()],
     "/": ["filter", () => this.search.focus()],
   };
