@@ -8,6 +8,7 @@ from penstock.conf.checkpoint import CheckpointConfig
 from penstock.conf.checks import at_least, one_of
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
 from penstock.conf.data import ENVIRONMENT, DataConfig, EvaluationConfig
+from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.faults import FaultsConfig
@@ -74,6 +75,7 @@ class RunConfig:
     store: StoreConfig = field(default_factory=StoreConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     faults: FaultsConfig = field(default_factory=FaultsConfig)
+    diagnosis: DiagnosisConfig = field(default_factory=DiagnosisConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)

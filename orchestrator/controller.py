@@ -27,6 +27,7 @@ from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.colocation import Turns
+from penstock.orchestrator.diagnosis.diagnosis import Diagnosis
 from penstock.orchestrator.elastic.ear import Ear
 from penstock.orchestrator.elastic.following import Following
 from penstock.orchestrator.elastic.members import Members, catching_up
@@ -127,6 +128,7 @@ class Controller:
         self._engines = EngineDirectory(fleet)
         self._stop = False
         self._samples = SampleLog(config, flow, directory, self._last_batch)
+        self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
         self._log = StepLog(
             fleet,
             flow,
@@ -297,6 +299,7 @@ class Controller:
         await self._versions.tell(delivery.version)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         self.outcome.last_metrics = await self._log.write(step, reports, phases, evaluated)
+        self._diagnosis.look(step, self.outcome.last_metrics)
         self._handover.written(step)
         self.outcome.num_steps = step
 

@@ -42,6 +42,7 @@ export class RunPage {
     this.top.replaceChildren(
       h("h1", {}, line.name), h("p.faint", {}, h(`span.state.${line.state}`, {}, line.state), ` ${[line.recipe, line.algorithm, time(line.started)].filter(Boolean).join(" · ")}`),
       line.error ? h("div.notice", {}, line.error) : "",
+      ...adviceOf(this.run.events),
       h("p", {}, h("a", { href: `#/rollouts/${encodeURIComponent(this.id)}` }, "Rollouts: what the policy wrote (w)")),
       h("div.cards", {},
         card("step", `${line.step ?? "–"} of ${line.max_steps ?? "?"}`), card("held-out accuracy", percent(line.accuracy)),
@@ -99,6 +100,12 @@ export function curveOf(curve, found) {
 export function marksOf(events) {
   return events.filter((event) => event.kind === "fault" && Number.isFinite(event.step))
     .map((event) => ({ step: event.step, text: `${event.member} lost` }));
+}
+
+/** What the run says is wrong with it: the newest of each rule. */
+function adviceOf(events) {
+  const newest = new Map(events.filter((event) => event.kind === "warning" || event.kind === "hint").map((event) => [event.rule, event]));
+  return [...newest.values()].map((event) => h(`div.notice.${event.kind}`, {}, h("b", {}, `step ${event.step}: `), `${event.text}. ${event.advice}`));
 }
 
 const said = (facts) => Object.entries(facts).filter(([, value]) => value !== null)

@@ -1,0 +1,41 @@
+"""When a run says that something is wrong with it."""
+
+from dataclasses import dataclass
+
+from penstock.conf.checks import above, at_least, within
+
+
+@dataclass
+class DiagnosisConfig:
+    """Each rule looks at the last `window` steps. What it finds is an event, and a line with what to do."""
+
+    enabled: bool = True
+    window: int = 10
+    """Steps that a rule looks at; before so many it says nothing. Fewer are noise."""
+    cut_off_share: float = 0.5
+    """Responses that ended at the limit of tokens, above which lengths are called out of hand."""
+    mismatch: float = 0.1
+    """Mean |log p| between trainer and engine, above which they are told to compute different policies. bfloat16 alone
+    makes 0.01."""
+    mismatch_growth: float = 10.0
+    """So many times that of the first steps, and above 0.001, is told as well."""
+    entropy_share: float = 0.02
+    """Of the first steps' entropy. Below it, without a reward that rose, the policy has collapsed."""
+    kl: float = 10.0
+    """To the reference, in nats a token, above which the policy is told to have left it."""
+    grad_norm_growth: float = 100.0
+    """So many times the median of the steps before, in half of the window."""
+    dropped_share: float = 0.3
+    """Of the samples: those that were dropped as something was wrong with them."""
+    idle_share: float = 0.5
+    """Of a step that engines or ranks waited, above which there are too many of them. Where they take turns
+    (max_staleness=0): what overlapping would hide of a step."""
+    evaluation_share: float = 0.6
+    """Of the time, above which evaluation is called expensive."""
+
+    def __post_init__(self) -> None:
+        at_least("diagnosis.window", self.window, 2)
+        for key in ("cut_off_share", "entropy_share", "dropped_share", "idle_share", "evaluation_share"):
+            within(f"diagnosis.{key}", getattr(self, key), 0.0, 1.0)
+        for key in ("mismatch", "mismatch_growth", "kl", "grad_norm_growth"):
+            above(f"diagnosis.{key}", getattr(self, key), 0)

@@ -1,0 +1,42 @@
+"""Looks at a run after each step, and tells what it finds once. Called by `controller.py`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.conf.diagnosis import DiagnosisConfig
+from penstock.orchestrator.diagnosis.rules import Finding, Seen, findings
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.progress import Progress
+
+
+class Diagnosis:
+    """Lifecycle: `look` with each step's numbers. A finding is told when it is there, and again only after it was gone
+    for a whole window."""
+
+    def __init__(
+        self, config: DiagnosisConfig, max_staleness: int, directory: RunDirectory, progress: Progress
+    ) -> None:
+        self._config, self._max_staleness = config, max_staleness
+        self._directory, self._progress = directory, progress
+        self._seen = Seen(config.window)
+        self._told: dict[str, int] = {}
+        """By rule, the step at which it was last found."""
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> list[Finding]:
+        """What is new."""
+        if not self._config.enabled:
+            return []
+        self._seen.add(metrics)
+        new = []
+        for found in findings(self._seen, self._config, self._max_staleness):
+            before = self._told.get(found.rule)
+            self._told[found.rule] = step
+            if before is None or step - before > self._config.window:
+                new.append(found)
+                self._tell(step, found)
+        return new
+
+    def _tell(self, step: int, found: Finding) -> None:
+        about = {"rule": found.rule, "text": found.text, "advice": found.advice}
+        self._directory.event(found.level, step=step, **about)
+        self._progress.note(f"{found.level}: {found.text}. {found.advice}")
