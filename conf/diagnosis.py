@@ -30,6 +30,10 @@ class DiagnosisConfig:
     idle_share: float = 0.5
     """Of a step that engines or ranks waited, above which there are too many of them. Where they take turns
     (max_staleness=0): what overlapping would hide of a step."""
+    stall_factor: float = 10.0
+    """So many times the median step, and twice the longest so far: then it is told who waits for whom."""
+    stall_least_s: float = 60.0
+    """No step is stalled before so many seconds."""
     evaluation_share: float = 0.6
     """Of the time, above which evaluation is called expensive."""
 
@@ -37,5 +41,5 @@ class DiagnosisConfig:
         at_least("diagnosis.window", self.window, 2)
         for key in ("cut_off_share", "entropy_share", "dropped_share", "idle_share", "evaluation_share"):
             within(f"diagnosis.{key}", getattr(self, key), 0.0, 1.0)
-        for key in ("mismatch", "mismatch_growth", "kl", "grad_norm_growth"):
+        for key in ("mismatch", "mismatch_growth", "kl", "grad_norm_growth", "stall_factor", "stall_least_s"):
             above(f"diagnosis.{key}", getattr(self, key), 0)

@@ -28,6 +28,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.diagnosis.diagnosis import Diagnosis
+from penstock.orchestrator.diagnosis.stall import Stalls
 from penstock.orchestrator.elastic.ear import Ear
 from penstock.orchestrator.elastic.following import Following
 from penstock.orchestrator.elastic.members import Members, catching_up
@@ -129,6 +130,11 @@ class Controller:
         self._stop = False
         self._samples = SampleLog(config, flow, directory, self._last_batch)
         self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
+        self._stalls = Stalls(
+            config.diagnosis, self._describe, self._watch.stacks,
+            {column.name: stage.name for stage in flow.stages if not stage.is_in_trainer for column in stage.writes},
+            lambda: [name for name, _ in fleet.role("trainer")], directory, progress,
+        )  # fmt: skip
         self._log = StepLog(
             fleet,
             flow,
@@ -172,6 +178,7 @@ class Controller:
             self._members.until_end(self._engines.run())
             self._members.serve("environment")
         self._take_wishes()
+        self._members.until_end(self._stalls.run())
         if not self._before and not (self._taken is not None and self._taken.metrics):
             await self._first_evaluation()
         self._log.begin()
@@ -283,9 +290,13 @@ class Controller:
         metrics = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics)
         return {"checkpoint": await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))}
 
+    async def _describe(self) -> dict[str, Any]:
+        found: dict[str, Any] = await answer(self.store.describe(), name="Store", phase="describe", timeout_s=QUICK_S)
+        return found
+
     async def _described(self) -> str:
         try:
-            return str(await answer(self.store.describe(), name="Store", phase="describe", timeout_s=QUICK_S))
+            return str(await self._describe())
         except PenstockError as error:
             return str(error)
 
@@ -300,6 +311,7 @@ class Controller:
         phases |= {"evaluation": evaluation_s} if evaluated else {}
         self.outcome.last_metrics = await self._log.write(step, reports, phases, evaluated)
         self._diagnosis.look(step, self.outcome.last_metrics)
+        self._stalls.finished(step, self.outcome.last_metrics.get("timing_s/step"))
         self._handover.written(step)
         self.outcome.num_steps = step
 

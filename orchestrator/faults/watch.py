@@ -70,6 +70,16 @@ class Watch:
         """Response tokens that these had under way at their last heartbeats."""
         return sum(self._watched[name].liveness.tokens_in_flight for name in names if name in self._watched)
 
+    async def stacks(self, names: Sequence[str]) -> list[str]:
+        """What these are at, written into the run's directory: the files' names. They go on meanwhile."""
+        known = [(name, one) for name in names if (one := self._watched.get(name)) is not None]
+        written = []
+        for name, watched in known:
+            if watched.process is not None:
+                text = await self._do(name, watched, "dump_stacks", watched.process, name)
+                written.append(self._directory.write_stacks(name, text))
+        return written
+
     def _look_around(self) -> None:
         """Who is there now: those that have come anew are watched anew."""
         there = self._present()

@@ -1,0 +1,134 @@
+"""A step that takes far longer than the others: who waits for whom is told while it does, with what they are at.
+
+    Pace       when a step is too long, by those before it                    pure
+    chain_of   whose work the oldest group lacks, from what the store says    pure
+    Stalls     looks now and then, and tells                                  run by `controller.py`
+
+Deadlines end a run that hangs for good; this says earlier, and without ending anything, where it hangs.
+"""
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.diagnosis import DiagnosisConfig
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.progress import Progress
+
+LOOK_S = 1.0
+MOST_STACKS = 8
+"""Members whose stacks are read for one stall."""
+TWICE = 2.0
+"""The longest step so far: some have an evaluation or a checkpoint in them."""
+
+
+class Pace:
+    """Of a run's steps."""
+
+    def __init__(self, config: DiagnosisConfig) -> None:
+        self._config = config
+        self._last: deque[float] = deque(maxlen=config.window)
+        self._longest = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._last.append(seconds)
+        self._longest = max(self._longest, seconds)
+
+    @property
+    def limit_s(self) -> float | None:
+        """A step that takes longer is stalled. None: there were too few to tell."""
+        if len(self._last) < self._config.window:
+            return None
+        usual = self._config.stall_factor * statistics.median(self._last)
+        return max(usual, TWICE * self._longest, self._config.stall_least_s)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Who waits for whom."""
+
+    text: str
+    members: tuple[str, ...] = ()
+    """Whose turn it is."""
+
+
+def chain_of(described: Mapping[str, Any], writers: Mapping[str, str], ranks: Sequence[str]) -> Chain:
+    """`described`: what `StoreClient.describe` says. `writers`: by column the stage that writes it, in the order of the
+    dataflow. `ranks`: of the trainer, whose turn it is where nothing is lacking."""
+    group, lacking = described.get("oldest_group"), described.get("oldest_group_waits_for") or {}
+    column = next((name for name in writers if name in lacking), None)
+    if group is None or column is None:
+        return Chain(f"no group waits for anything: it is the turn of {', '.join(ranks)}", tuple(ranks))
+    stage = writers[column]
+    leases = [lease for lease in described.get("leases", ()) if lease["stage"] == stage]
+    owners = tuple(dict.fromkeys(str(lease["owner"]) for lease in leases))
+    missing = f"the oldest group, {group}, lacks {column} of {lacking[column]} row(s), which {stage} writes"
+    if owners:
+        rows = sum(int(lease["open_rows"]) for lease in leases)
+        return Chain(f"{missing}: {', '.join(owners)} have {rows} row(s) of that stage under way", owners)
+    idle = tuple(map(str, (described.get("waiters") or {}).get(stage) or ()))
+    states = (described.get("rows") or {}).get(stage) or {}
+    if states.get("free"):
+        return Chain(f"{missing}: nobody has taken its {states['free']} row(s) that are ready", idle)
+    return Chain(f"{missing}, and nobody has it under way", idle)
+
+
+Describe = Callable[[], Awaitable[Mapping[str, Any]]]
+Stacks = Callable[[Sequence[str]], Awaitable[Sequence[str]]]
+
+
+class Stalls:
+    """Lifecycle: `finished` after each step, `run` until it is cancelled."""
+
+    def __init__(
+        self,
+        config: DiagnosisConfig,
+        describe: Describe,
+        stacks: Stacks,
+        writers: Mapping[str, str],
+        ranks: Callable[[], Sequence[str]],
+        directory: RunDirectory,
+        progress: Progress,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`stacks`: has what members are at written; the files' names. `ranks`: names of the trainer's, of now."""
+        self._config, self._describe, self._stacks = config, describe, stacks
+        self._writers, self._ranks = writers, ranks
+        self._directory, self._progress, self._clock = directory, progress, clock
+        self._pace = Pace(config)
+        self._step, self._since, self._is_told = 0, clock(), False
+
+    def finished(self, step: int, seconds: float | None) -> None:
+        """`seconds`: that the step took; None: not known."""
+        if seconds is not None:
+            self._pace.add(seconds)
+        self._step, self._since, self._is_told = step, self._clock(), False
+
+    async def run(self) -> None:
+        while self._config.enabled:
+            await asyncio.sleep(LOOK_S)
+            limit_s = self._pace.limit_s
+            waited_s = self._clock() - self._since
+            if limit_s is not None and waited_s > limit_s and not self._is_told:
+                self._is_told = True
+                await self._tell(waited_s)
+
+    async def _tell(self, waited_s: float) -> None:
+        step = self._step + 1
+        try:
+            chain = chain_of(await self._describe(), self._writers, self._ranks())
+        except PenstockError as error:
+            chain = Chain(f"the store does not say who waits for whom: {error}")
+        files = list(await self._stacks(chain.members[:MOST_STACKS]))
+        text = f"step {step} has taken {waited_s:.0f} s so far: {chain.text}"
+        advice = (
+            f"What they are at: {', '.join(files)} in the run's directory." if files else "`penstock status` says more."
+        )
+        about = {"rule": "stall", "text": text, "advice": advice}
+        self._directory.event("warning", step=step, **about, members=list(chain.members), stacks=files)
+        self._progress.note(f"warning: {text}. {advice}")
