@@ -70,7 +70,7 @@ def chain_of(described: Mapping[str, Any], writers: Mapping[str, str], ranks: Se
     missing = f"the oldest group, {group}, lacks {column} of {lacking[column]} row(s), which {stage} writes"
     if owners:
         rows = sum(int(lease["open_rows"]) for lease in leases)
-        return Chain(f"{missing}: {', '.join(owners)} have {rows} row(s) of that stage under way", owners)
+        return Chain(f"{missing}: {rows} row(s) of that stage are under way with {', '.join(owners)}", owners)
     idle = tuple(map(str, (described.get("waiters") or {}).get(stage) or ()))
     states = (described.get("rows") or {}).get(stage) or {}
     if states.get("free"):

@@ -48,7 +48,10 @@ def test_the_first_thing_that_is_lacking_names_whose_turn_it_is() -> None:
     ]
     chain = chain_of(described(leases=leases), WRITERS, RANKS)
     assert chain.members == ("Reward-1",)
-    assert "group, 7, lacks reward of 2 row(s), which reward writes: Reward-1 have 2 row(s)" in chain.text
+    assert (
+        "group, 7, lacks reward of 2 row(s), which reward writes: 2 row(s) of that stage are under way with Reward-1"
+        in chain.text
+    )
 
 
 @pytest.mark.parametrize(
