@@ -75,6 +75,10 @@ class Disturbed:
     def _do(self, fault: Fault, run: "subprocess.Popen[str]", finder: "subprocess.Popen[str]") -> Done:
         who, how = fault.target.who, fault.target.how
         self._follow(run, fault.step)
+        deadline = time.monotonic() + STEP_S
+        while not (self.directory / fault.after).exists() and time.monotonic() < deadline:
+            self._check_runs(run)
+            time.sleep(0.02)
         self._check_runs(run)
         step = self._num_steps()
         time.sleep(fault.delay_s)

@@ -23,11 +23,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Fault:
-    """Done `delay_s` after the run has made so many steps."""
+    """Done `delay_s` after the run has made so many steps, and has written the file `after`, if one is named."""
 
     target: Target
     step: int
     delay_s: float
+    after: str = ""
+    """In the run's directory."""
 
 
 def draw(seed: int, targets: Sequence[Target], num_steps: int, last: Sequence[Target] = ()) -> list[Fault]:

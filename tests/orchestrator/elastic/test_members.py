@@ -100,7 +100,7 @@ def test_whoever_joins_and_leaves_each_row_is_trained_once_within_its_bound(
     assert joined or left
     faults = [event["member"] for event in events if event["kind"] == "fault"]
     assert seed % 4 or not faults  # to leave is no fault
-    kinds = {event["kind"] for event in events}
+    kinds = {event["kind"] for event in events} - {"hint", "warning"}  # of times that are scripted
     assert kinds <= {"joined", "left", "join_failed", "fault", "recovered", "node_left"}
     assert seed % 4 < 2 or "node_left" in kinds
 

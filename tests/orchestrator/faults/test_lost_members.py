@@ -96,7 +96,8 @@ def test_a_gang_is_replaced_as_one(
 def test_what_cannot_be_replaced_alone_costs_the_steps_since_the_checkpoint_or_since_the_beginning(
     disturbed: Callable[..., Path], undisturbed: Path
 ) -> None:
-    early, later = (Fault(Target("Agent", KILL), step, 0.0) for step in (EVERY - 2, EVERY + 2))
+    saved = f"checkpoints/global_step_{EVERY}/COMPLETE"
+    early, later = Fault(Target("Agent", KILL), EVERY - 2, 0.0), Fault(Target("Agent", KILL), EVERY + 2, 0.0, saved)
     last = Fault(Target("Trainer-policy-0", KILL), 2 * EVERY + 2, 0.0)  # the checkpoint returned to is gone by then
     words = (f"checkpoint.every_steps={EVERY}", "checkpoint.keep_last=1")
     directory = disturbed(early, later, last, more=words)
