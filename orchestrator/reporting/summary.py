@@ -39,6 +39,7 @@ def cards(directory: RunDirectory) -> list[Card]:
         _dropped(metrics),
         _failed_checkpoints(directory),
         _faults(directory, metrics),
+        _warnings(directory),
     ]
     return [card for card in found if card is not None]
 
@@ -175,3 +176,12 @@ def _faults(directory: RunDirectory, metrics: Sequence[Mapping[str, Any]]) -> Ca
     effective = f"; effective training time {shares[-1]:.1%}" if shares else ""
     is_mended = all(fault.seconds is not None for fault in found)
     return Card("Members lost", f"{len(found)}", f"{roles}{effective}", is_mended)
+
+
+def _warnings(directory: RunDirectory) -> Card | None:
+    """What the run said is wrong with it: `diagnosis/`."""
+    found = [event for event in directory.read_events() if event.get("kind") == "warning"]
+    if not found:
+        return None
+    last = found[-1]
+    return Card("Warnings", f"{len(found)}", f"last, step {last.get('step')}: {last.get('text')}", False)

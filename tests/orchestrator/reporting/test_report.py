@@ -146,6 +146,15 @@ def test_checkpoints_that_failed_are_marked(tmp_path: Path) -> None:
     assert "step 2: no room" in checked(write_report(directory.path, pngs=False))
 
 
+def test_what_the_run_said_is_wrong_is_told_at_the_end(tmp_path: Path) -> None:
+    directory = make_run(tmp_path, 3, ended=None)
+    assert "Warnings" not in {card.label for card in cards(directory)}
+    directory.event("warning", rule="cut_off", step=2, text="all is cut off", advice="Raise it.")
+    directory.event("hint", rule="idle", step=2, text="it waits", advice="Wait less.")
+    (card,) = [card for card in cards(directory) if card.label == "Warnings"]
+    assert (card.value, card.detail, card.good) == ("1", "last, step 2: all is cut off", False)
+
+
 def test_numbers_that_are_missing_or_not_finite_leave_gaps(tmp_path: Path) -> None:
     directory = make_run(tmp_path, 12)
     with directory.metrics_file.open("a") as file:
