@@ -70,9 +70,31 @@ def read_lines(file: Path) -> list[dict[str, Any]]:
     return [value for value in found if value is not None]
 
 
-def _object_of(line: str) -> dict[str, Any] | None:
+def last_lines(file: Path, most: int) -> list[dict[str, Any]]:
+    """The objects of the last whole lines, from so many bytes of the file's end. Raises `OSError`."""
+    try:
+        with file.open("rb") as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - most))
+            text = opened.read()
+    except FileNotFoundError:
+        return []
+    found = map(_object_of, text.split(b"\n")[(1 if size > most else 0) : -1])
+    return [value for value in found if value is not None]
+
+
+def first_line(file: Path, most: int) -> dict[str, Any] | None:
+    """The object of the first line, of at most so many bytes. Raises `OSError`."""
+    try:
+        with file.open("rb") as opened:
+            return _object_of(opened.readline(most))
+    except FileNotFoundError:
+        return None
+
+
+def _object_of(line: str | bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except json.JSONDecodeError:
+    except ValueError:  # of bytes that are no UTF-8, too
         return None
     return value if isinstance(value, dict) else None

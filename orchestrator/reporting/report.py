@@ -17,7 +17,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from penstock.orchestrator.configuration.differences import differences_of
 from penstock.orchestrator.recording.fetching import at_place, bring_all
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.recording.turns import ENDS, STARTS
+from penstock.orchestrator.recording.turns import last_turn
 from penstock.orchestrator.reporting.fault_drawing import Timeline
 from penstock.orchestrator.reporting.faults import duration_s, faults_of
 from penstock.orchestrator.reporting.progress import elapsed
@@ -29,6 +29,7 @@ from penstock.orchestrator.ui.charts.drawn import drawn
 from penstock.orchestrator.ui.charts.pngs import write_pngs
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
+from penstock.orchestrator.ui.runs.found import ENDED
 
 TEMPLATES = Path(__file__).parent / "templates"
 SCRIPT = ("colors.js", "dom.js", "chart.js", "board.js", "report.js")
@@ -130,11 +131,8 @@ def _facts(config: Mapping[str, Any], events: Sequence[Mapping[str, Any]]) -> di
 
 
 def _state(events: Sequence[Mapping[str, Any]]) -> str:
-    """How the run ended, by its last turn: one that failed and was resumed has not failed."""
-    turns = [str(event.get("kind")) for event in events if event.get("kind") in (*STARTS, *ENDS)]
-    return {"failed": "failed", "interrupted": "interrupted", "end": "finished"}.get(
-        turns[-1] if turns else "", "not finished"
-    )
+    """How the run ended, by its last turn."""
+    return ENDED.get(str(last_turn(events).get("kind")), "not finished")
 
 
 def _event(event: Mapping[str, Any]) -> dict[str, str]:

@@ -5,6 +5,7 @@ described by what it logged last.
 """
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +16,7 @@ from penstock.conf.errors import ConfigError
 from penstock.orchestrator.recording.connection import at_run
 from penstock.orchestrator.recording.fetching import at_place
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.recording.turns import ENDS, STARTS
+from penstock.orchestrator.recording.turns import ENDS, last_turn
 from penstock.store.client.client import StoreClient
 from penstock.store.service.actor import STORE
 
@@ -36,10 +37,9 @@ def print_status(run: str, console: Console) -> None:
 
 
 def _print(directory: RunDirectory, console: Console) -> None:
-    turns = [event for event in directory.read_events() if event["kind"] in (*STARTS, *ENDS)]
-    ended = turns[-1] if turns and turns[-1]["kind"] in ENDS else None
-    if ended is not None:
-        _print_end(directory, ended, console)
+    last = last_turn(directory.read_events())
+    if last.get("kind") in ENDS:
+        _print_end(directory, last, console)
         return
     if not directory.cluster_file.is_file():
         raise ConfigError(
@@ -114,7 +114,7 @@ def _last_step(directory: RunDirectory) -> str:
     return f"step {steps[-1]['step']}" if steps else "no step yet"
 
 
-def _print_end(directory: RunDirectory, ended: dict[str, Any], console: Console) -> None:
+def _print_end(directory: RunDirectory, ended: Mapping[str, Any], console: Console) -> None:
     why = "" if ended["kind"] == "end" else escape(f": {ended.get('error', '')} {ended.get('message', '')}")
     console.print(f"[bold]{directory.path.name}[/]  {ended['kind']} at {ended['time']}, {_last_step(directory)}{why}")
     steps = directory.read_metrics()

@@ -1,5 +1,6 @@
 """How many runs of a sweep the machine or the cluster has room for."""
 
+import math
 import os
 from collections.abc import Sequence
 
@@ -8,7 +9,6 @@ from penstock.orchestrator.cluster import count_local_gpus, join
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.placement.actors import needed, plan_actors
 from penstock.orchestrator.sweeping.points import Point
-from penstock.orchestrator.sweeping.sweep import room_for
 
 
 def jobs_for(points: Sequence[Point]) -> int:
@@ -34,3 +34,13 @@ def _room() -> tuple[float, float]:
             ray.shutdown()
         return found.get("CPU", 0.0), found.get("GPU", 0.0)
     return float(len(os.sched_getaffinity(0))), float(count_local_gpus())
+
+
+def room_for(cpus: float, gpus: float, have_cpus: float, have_gpus: float) -> int:
+    """Runs side by side that need so much each; at least one.
+
+    >>> room_for(3, 0, 8, 0), room_for(3, 1, 64, 2), room_for(3, 0, 2, 0)
+    (2, 2, 1)
+    """
+    by = [have / need for have, need in ((have_cpus, cpus), (have_gpus, gpus)) if need]
+    return max(1, math.floor(min(by))) if by else max(1, os.cpu_count() or 1)

@@ -5,8 +5,6 @@ runs that have finished are not made twice. A run that fails costs itself alone.
 """
 
 import json
-import math
-import os
 import signal
 import statistics
 import subprocess
@@ -192,13 +190,3 @@ def spread(values: Sequence[float | None], say: Callable[[float | None], str] = 
         return "–"
     mean = say(statistics.fmean(known))
     return mean if len(known) == 1 else f"{mean} ({say(min(known))} to {say(max(known))})"
-
-
-def room_for(cpus: float, gpus: float, have_cpus: float, have_gpus: float) -> int:
-    """Runs side by side that need so much each; at least one.
-
-    >>> room_for(3, 0, 8, 0), room_for(3, 1, 64, 2), room_for(3, 0, 2, 0)
-    (2, 2, 1)
-    """
-    by = [have / need for have, need in ((have_cpus, cpus), (have_gpus, gpus)) if need]
-    return max(1, math.floor(min(by))) if by else max(1, os.cpu_count() or 1)

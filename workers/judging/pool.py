@@ -9,7 +9,7 @@ The reward actor hands it to `reward/worker.py` as it would a `RewardPool`. `orc
 import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from penstock.conf.environment import GatewayConfig
@@ -127,10 +127,8 @@ class JudgePool:
                     f"the judge is asked in {len(prompt_ids)} tokens, which leave no room for an answer in "
                     f"reward.judge.max_model_len={self._spec.config.max_model_len}"
                 )
-            sampling = self._sampling
-            if sampling.max_tokens > room:
-                sampling = Sampling(**{**vars(sampling), "max_tokens": room})
-            ((answer,),) = [await self._engine.generate(prompt_ids, 1, sampling)]
+            sampling = replace(self._sampling, max_tokens=min(self._sampling.max_tokens, room))
+            (answer,) = await self._engine.generate(prompt_ids, 1, sampling)
             said = self._form.read(answer.token_ids, (), prompt_ids).message
             known = self._verdicts[messages] = self._rubric.score(str(said["content"]))
         return known

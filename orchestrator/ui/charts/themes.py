@@ -4,7 +4,7 @@ Every metric is in some chart: what none of those below names comes last, togeth
 the page, by `report.html` and by the PNGs.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from penstock.orchestrator.ui.charts.chart import Chart, Curve
@@ -304,8 +304,3 @@ _MAKERS = (_learning, _lengths, _staleness, _mismatch, _time, _store, _weights, 
 
 def _file(prefix: str) -> str:
     return prefix.replace("/", "_")
-
-
-def themes_in(charts: Sequence[Chart]) -> list[str]:
-    """In the order in which people ask."""
-    return list(dict.fromkeys(chart.theme for chart in charts))

@@ -14,8 +14,9 @@ from typing import Any
 
 import yaml
 
+from penstock.orchestrator.recording.json_lines import first_line, last_lines
 from penstock.orchestrator.recording.run_lock import FILE as LOCK
-from penstock.orchestrator.recording.turns import ENDS, STARTS
+from penstock.orchestrator.recording.turns import last_turn
 
 TAIL_BYTES = 1 << 18
 """Of a file's end, in which the newest values are looked for."""
@@ -23,7 +24,8 @@ DEPTH = 3
 """Directories below a place in which runs are looked for."""
 FINISHED, RUNNING, FAILED, INTERRUPTED, LOST = "finished", "running", "failed", "interrupted", "lost"
 UNFINISHED = "unfinished"
-_STATES = {"end": FINISHED, "failed": FAILED, "interrupted": INTERRUPTED}
+ENDED = {"end": FINISHED, "failed": FAILED, "interrupted": INTERRUPTED}
+"""By the event with which a process has left it."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,8 @@ def runs_below(place: Path, depth: int = DEPTH) -> Iterator[Path]:
 def line_of(path: Path, run: str = ".") -> RunLine:
     """Raises `OSError`."""
     config = read_config(path)
-    events, metrics = tail(path / "events.jsonl"), tail(path / "metrics.jsonl")
-    first = head(path / "events.jsonl")
+    events, metrics = (last_lines(path / name, TAIL_BYTES) for name in ("events.jsonl", "metrics.jsonl"))
+    first = first_line(path / "events.jsonl", TAIL_BYTES)
     trainer, model = config.get("trainer") or {}, config.get("model") or {}
     started = first.get("time") if first else None
     state, error = state_of(path, events)
@@ -131,9 +133,8 @@ def line_of(path: Path, run: str = ".") -> RunLine:
 
 def state_of(path: Path, events: list[dict[str, Any]]) -> tuple[str, str | None]:
     """And what it failed with."""
-    turns = [event for event in events if event.get("kind") in (*STARTS, *ENDS)]
-    last = turns[-1] if turns else {}
-    if state := _STATES.get(str(last.get("kind"))):
+    last = last_turn(events)
+    if state := ENDED.get(str(last.get("kind"))):
         return state, last.get("message") if state == FAILED else None
     if not (path / LOCK).exists():
         return UNFINISHED, None
@@ -162,38 +163,8 @@ def read_config(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def tail(file: Path, most: int = TAIL_BYTES) -> list[dict[str, Any]]:
-    """The objects of a JSONL file's last whole lines."""
-    try:
-        with file.open("rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - most))
-            text = opened.read()
-    except FileNotFoundError:
-        return []
-    lines = text.split(b"\n")[(1 if size > most else 0) : -1]
-    return [value for line in lines if (value := _object(line)) is not None]
-
-
-def head(file: Path) -> dict[str, Any] | None:
-    """The object of its first line."""
-    try:
-        with file.open("rb") as opened:
-            return _object(opened.readline(TAIL_BYTES))
-    except FileNotFoundError:
-        return None
-
-
 def newest(lines: list[dict[str, Any]], key: str) -> float | None:
     return next((float(line[key]) for line in reversed(lines) if isinstance(line.get(key), int | float)), None)
-
-
-def _object(line: bytes) -> dict[str, Any] | None:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def _seen(file: Path) -> tuple[int, int] | None:

@@ -1,17 +1,18 @@
 """What the page asks for, as plain data. Pure but for the files that are read; `app.py` makes HTTP of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from penstock.orchestrator.configuration.differences import differences_of
+from penstock.orchestrator.recording.json_lines import last_lines
 from penstock.orchestrator.ui.charts.drawn import plain
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
-from penstock.orchestrator.ui.runs.found import Runs, differing, line_of, read_config, tail
+from penstock.orchestrator.ui.runs.found import TAIL_BYTES, Runs, differing, line_of, read_config
 from penstock.orchestrator.ui.runs.rollouts import Rollouts, Wanted
 from penstock.orchestrator.ui.runs.thinning import thinned
 from penstock.orchestrator.ui.runs.token_texts import TokenTexts
@@ -22,7 +23,6 @@ MAX_POINTS = 4000
 """Of a curve, whatever is asked for."""
 MAX_RUNS = 32
 """In one comparison."""
-T = TypeVar("T")
 
 
 class NoSuchRun(Exception):
@@ -52,7 +52,7 @@ class Answers:
             "description": config.get("description") or "",
             "config": config,
             "changed": differences_of(config),
-            "events": tail(path / "events.jsonl")[-MAX_EVENTS:],
+            "events": last_lines(path / "events.jsonl", TAIL_BYTES)[-MAX_EVENTS:],
             "charts": [chart.plain() for chart in charts_of(columns.keys, config)],
             "num_steps": len(columns.steps),
             "num_unreadable": columns.num_unreadable,
@@ -117,9 +117,3 @@ class Answers:
         columns = self._columns.setdefault(path, Columns(path / "metrics.jsonl"))
         columns.update()
         return columns
-
-
-def changed(before: dict[str, T], after: dict[str, T], same: Callable[[T, T], bool] = lambda a, b: a == b) -> list[str]:
-    """Names of what is new, other than it was, or gone."""
-    gone = [name for name in before if name not in after]
-    return [name for name, value in after.items() if name not in before or not same(before[name], value)] + gone

@@ -6,8 +6,6 @@ import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
-from penstock.orchestrator.ui.server.answers import changed
-
 _LOG = logging.getLogger("penstock")
 BEHIND = 8
 """Changes that wait for a slow page; then it is told to ask for everything anew."""
@@ -48,7 +46,7 @@ class Live:
         before, self._lines = self._lines, lines
         if before is None:
             return
-        names = changed(before, lines)
+        names = [name for name in before | lines if before.get(name) != lines.get(name)]
         if not names:
             return
         for queue in self._pages:

@@ -3,7 +3,6 @@ const PALETTE = ["#2f7de1", "#e08600", "#0a9f78", "#c65a9d", "#d24b2a", "#4fb0e6
 
 export const color = (index) => PALETTE[index % PALETTE.length];
 export const faded = (hex, alpha) => `${hex}${Math.round(alpha * 255).toString(16).padStart(2, "0")}`;
-export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 /** The colour of a CSS variable as the page shows it now: canvases do not know light-dark(). */
 export function shown(name) {

@@ -13,9 +13,8 @@ from rich.console import Console
 
 from penstock.conf.errors import ConfigError
 from penstock.orchestrator import cli
-from penstock.orchestrator.sweeping import sweep as sweeping
 from penstock.orchestrator.sweeping.points import points_of
-from penstock.orchestrator.sweeping.room import jobs_for
+from penstock.orchestrator.sweeping.room import jobs_for, room_for
 from penstock.orchestrator.sweeping.sweep import Sweep
 
 PRETENDER = """
@@ -136,4 +135,4 @@ def test_words_that_are_wrong_are_told_before_the_first_run(tmp_path: Path, caps
 def test_there_is_room_for_at_least_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert jobs_for(points_of(["recipe=arithmetic", "seed=1,2"])) >= 1
-    assert sweeping.room_for(3, 0, 7, 0) == 2
+    assert room_for(3, 0, 7, 0) == 2
