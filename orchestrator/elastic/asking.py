@@ -15,7 +15,7 @@ from penstock.orchestrator.elastic.wishes import Wish
 from penstock.orchestrator.recording.connection import at_run
 from penstock.orchestrator.recording.fetching import at_place
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.recording.turns import ENDS, STARTS
+from penstock.orchestrator.recording.turns import ENDS, last_turn
 
 PATIENCE_S = 60.0
 """Beyond what starting and draining may take."""
@@ -38,9 +38,9 @@ def ask(run: str, texts: Sequence[str], drain_s: float | None = None) -> tuple[l
 
 def _answer(directory: RunDirectory, texts: Sequence[str], drain_s: float | None) -> Any:
     """The controller's; None if the run ends meanwhile."""
-    turns = [event for event in directory.read_events() if event["kind"] in (*STARTS, *ENDS)]
-    if turns and turns[-1]["kind"] in ENDS:
-        raise CannotScale(f"{directory.path.name}: the run is over ({turns[-1]['kind']} at {turns[-1]['time']}).")
+    last = last_turn(directory.read_events())
+    if last.get("kind") in ENDS:
+        raise CannotScale(f"{directory.path.name}: the run is over ({last['kind']} at {last['time']}).")
     if not directory.cluster_file.is_file():
         raise CannotScale(f"{directory.path.name}: it has not started its actors yet. Ask again in a moment.")
     rollout = yaml.safe_load(directory.config_file.read_text())["rollout"]

@@ -65,7 +65,7 @@ def reward_of(flow: Dataflow, stage: str, config: RunConfig) -> tuple[str, Mappi
     """Name and options of what scores in a reward stage; no name where the dataflow brings a function."""
     found = [one for one in flow.of_kind("reward") if one.name == stage]  # none: for evaluation alone
     if found and found[0].function is not None:
-        return "", {}
+        return "", config.reward.options
     reward = found[0].rewarded if found and found[0].rewarded is not None else config.reward
     return reward.function, reward.options
 
