@@ -11,7 +11,7 @@ def test_a_function_of_the_dataflow_has_the_options_of_the_run() -> None:
     flow.rollout(samples_per_prompt=4)
     flow.reward(lambda response: 1.0)
     config = load_config(["recipe=arithmetic", "+reward.options.scale=2"])
-    assert reward_of(flow, "reward", config) == ("", {"scale": 2})
+    assert reward_of(flow, "reward", config) == ("", {"strict": True, "scale": 2})
 
 
 def test_each_of_several_rewards_has_its_own_and_a_judge_of_the_run_has_devices() -> None:
