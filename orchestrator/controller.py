@@ -42,6 +42,7 @@ from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.faults.watch import Watch
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
+from penstock.orchestrator.monitoring.step_trace import StepTrace
 from penstock.orchestrator.nodes.kept_states import KeptStates
 from penstock.orchestrator.ownership.owners import ThisProcess
 from penstock.orchestrator.ray_calls import answer, answers, translate
@@ -135,6 +136,9 @@ class Controller:
             {column.name: stage.name for stage in flow.stages if not stage.is_in_trainer for column in stage.writes},
             lambda: [name for name, _ in fleet.role("trainer")], directory, progress,
         )  # fmt: skip
+        self._trace = StepTrace(
+            directory, self._asked_work, lambda role: [name for name, _ in fleet.role(role)], flow.samples_per_prompt
+        )
         self._log = StepLog(
             fleet,
             flow,
@@ -182,6 +186,7 @@ class Controller:
         if not self._before and not (self._taken is not None and self._taken.metrics):
             await self._first_evaluation()
         self._log.begin()
+        self._trace.begin()
         self._recoveries.time.begin(self._before, len(self.fleet.role("rollout")), time.monotonic())
         finishing: asyncio.Task[None] | None = None
         unwritten = dict(self._taken.unwritten) if self._taken is not None else {}
@@ -197,10 +202,12 @@ class Controller:
             finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
+            await self._trace.close(step)
             if self._stop:
                 break
         if finishing is not None:
             await finishing
+        await self._trace.finish()
         if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
             await self._saving.begin(self.outcome.num_steps, self.outcome.last_metrics, is_last=True)
         await self._end()
@@ -262,7 +269,6 @@ class Controller:
     async def _update(self, step: int) -> list[StepReport]:
         self._supervisor.step = step
         calls = [(name, handle.step.remote(step)) for name, handle in self.fleet.role("trainer")]
-        start = time.time()
         try:
             reports = await answers(calls, phase=f"step {step}", timeout_s=self.config.trainer.step_timeout_s)
         except DeadlineExceeded as error:
@@ -270,9 +276,7 @@ class Controller:
         if any(report is None for report in reports):
             raise PartnerGone(f"step {step}: the store closed while the trainers waited for their batch.")
         end = time.time()
-        train_s = max(report.train_s for report in reports)
-        self.directory.timeline.span("trainer", "wait for batch", start, end - train_s, step=step)
-        self.directory.timeline.span("trainer", "update", end - train_s, end, step=step)
+        self._trace.updated(step, reports, end)
         for problem in dict.fromkeys(report.not_kept for report in reports if report.not_kept):
             self.directory.event("state_not_kept", step=step, reason=problem)
             self.progress.note(problem)
@@ -287,11 +291,17 @@ class Controller:
         """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
         if not self._saving.is_due(step):
             return {}
-        metrics = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics)
-        return {"checkpoint": await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))}
+        metrics, start = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics), time.time()
+        seconds = await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))
+        self.directory.timeline.span("trainer", "save", start, time.time(), step=step)
+        return {"checkpoint": seconds}
 
     async def _describe(self) -> dict[str, Any]:
         found: dict[str, Any] = await answer(self.store.describe(), name="Store", phase="describe", timeout_s=QUICK_S)
+        return found
+
+    async def _asked_work(self) -> dict[str, Any]:
+        found: dict[str, Any] = await answer(self.store.work(), name="Store", phase="work", timeout_s=QUICK_S)
         return found
 
     async def _described(self) -> str:

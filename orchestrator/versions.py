@@ -73,7 +73,8 @@ class Versions:
                     if self._on_its_way is delivery:
                         raise
         self._on_its_way = None
-        self._timeline.span("engines", "load weights", start, start + seconds, version=delivery.version)
+        for name, end in self._weights.loaded.items():
+            self._timeline.span(name, "load weights", start, end, version=delivery.version)
         return seconds
 
     async def tell(self, version: int) -> None:

@@ -10,7 +10,7 @@ What the two sides do is `workers/weights/`'s business; here are the order of th
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any, cast
 
 from penstock.conf.errors import DeadlineExceeded, NotStarted, WeightError, WorkerDied
@@ -40,6 +40,8 @@ class WeightSync:
         self._relays: WeightRelays | None = None
         self._newest: Delivery | None = None
         """What engines load, or have loaded, last."""
+        self.loaded: dict[str, float] = {}
+        """When each engine had loaded it, in seconds since the epoch."""
 
     async def connect(self) -> None:
         """Let trainers and engines meet, where they need to: once they are started, and when the trainer's ranks are
@@ -91,11 +93,17 @@ class WeightSync:
             await self._between_nodes.wait(delivery.version)
             self._newest = delivery
             phase = f"load version {delivery.version}"
-            calls = [(name, handle.load.remote(delivery)) for name, handle in self._engines]
+            self.loaded = {}
+            calls = [(name, self._timed(name, handle.load.remote(delivery))) for name, handle in self._engines]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
             self._end_those_that(dict(zip([name for name, _ in calls], results, strict=True)))
             await self._between_nodes.reclaim()
         return time.time() - start
+
+    async def _timed(self, name: str, call: Awaitable[Any]) -> Any:
+        result = await call
+        self.loaded[name] = time.time()
+        return result
 
     async def catch_up(self, members: Members) -> None:
         """Engines that have just started load the version that the others serve. From when this returns until they are

@@ -13,10 +13,13 @@ from typing import NamedTuple
 from penstock.orchestrator.recording.turns import ENDS, STARTS
 
 RECORD = "mirror.json"
-EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
+EVENTS, METRICS, SPANS = "events.jsonl", "metrics.jsonl", "spans.jsonl"
+LOGS, STATE = "logs", "state.json"
 NOT_MIRRORED = frozenset({"run.lock", "resumed_store", "checkpoints", RECORD})
 """At any depth: runs before the run lie below its directory. Checkpoints go to the URL by themselves."""
-NOT_FETCHED = NOT_MIRRORED | {"samples", "plots", "tensorboard", "stacks", "report.html", "cluster.json"}
+NOT_FETCHED = NOT_MIRRORED | {
+    "samples", "plots", "tensorboard", "stacks", "report.html", "cluster.json", LOGS, STATE,
+}  # fmt: skip
 """Of a run at a URL that goes on elsewhere."""
 PACE_BYTES = 2**20
 """A file that is appended to is uploaded whole each time: every so many bytes of it make it wait once more."""
@@ -46,7 +49,8 @@ def is_fetched(name: str) -> bool:
 
 
 def is_lines(name: str) -> bool:
-    return PurePosixPath(name).name in (EVENTS, METRICS)
+    path = PurePosixPath(name)
+    return path.name in (EVENTS, METRICS, SPANS) or path.parent.name == LOGS
 
 
 def is_appended(name: str) -> bool:
@@ -72,6 +76,8 @@ def due(
         if uploaded.get(name) == seen[name]:
             return False
         if everything:
+            return True
+        if PurePosixPath(name).name == STATE:  # it takes its place whole, and never stays the same for long
             return True
         if is_appended(name):
             return waited_s.get(name, math.inf) >= every_s * (seen[name].num_bytes // PACE_BYTES)

@@ -2,10 +2,12 @@
 
     config.yaml     resolved                  metrics.jsonl   one object a step
     events.jsonl    start, failures, …        samples/        step_N.parquet: what was trained
-    timeline.json   Chrome trace              model/          final weights as a HF model
+    spans.jsonl     who was busy when         model/          final weights as a HF model
+    timeline.json   the same, Chrome trace    state.json      who waits for whom, of now
     report.html     plots/                    tensorboard/
     cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
     run.lock        who works in it           stacks/         of members that did not answer any more
+    logs/           what actors printed
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
 (`appended_file.py`), any other file written whole (`workers/whole_files.py`): a run that is killed leaves whole files,
@@ -37,16 +39,16 @@ from penstock.orchestrator.recording.json_lines import cut_lines, line_of, open_
 from penstock.orchestrator.recording.losses import Losses
 from penstock.orchestrator.recording.mirror import Mirror
 from penstock.orchestrator.recording.mirror_record import url_of
-from penstock.orchestrator.recording.mirrored import RECORD
+from penstock.orchestrator.recording.mirrored import EVENTS, LOGS, METRICS, RECORD, SPANS, STATE
 from penstock.orchestrator.recording.run_lock import RunLock
 from penstock.orchestrator.recording.run_place import RunPlace, cannot_make, checked_name, new_place
 from penstock.orchestrator.recording.run_url import has_begun_at, made_free
-from penstock.orchestrator.recording.timeline import Timeline
+from penstock.orchestrator.recording.timeline import Timeline, chrome_trace
 from penstock.workers.whole_files import replacing, write_whole
 
 MADE_AT_START = (
-    "config.yaml", "events.jsonl", "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
-    "resumed_store", "resumed_models", "tensorboard", "metrics.jsonl", RECORD,
+    "config.yaml", EVENTS, "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
+    "resumed_store", "resumed_models", "tensorboard", METRICS, RECORD, SPANS, STATE, LOGS,
 )  # fmt: skip
 """What may be there of a run that has come to nothing yet."""
 
@@ -170,9 +172,8 @@ class RunDirectory:
             return step is None or int(line.get("step", 0)) <= step
 
         try:
-            kept = cut_lines(self.metrics_file, is_kept)
-            if (file := self._files.get("metrics.jsonl")) is not None:
-                kept += map(json.loads, file.rewind(lambda line: is_kept(json.loads(line))))
+            self._rewind(SPANS, is_kept)
+            kept = self._rewind(METRICS, is_kept)
             if (text := to_yaml(config)) != self.config_file.read_text(encoding="utf-8"):
                 self.write_text("config.yaml", text)
         except OSError as error:
@@ -182,6 +183,13 @@ class RunDirectory:
             ) from None
         if metrics and all(line.get("step") != step for line in kept):
             self.log_metrics(metrics)
+
+    def _rewind(self, name: str, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
+        """Cut a file of lines, and what waits to be written to it; what stays. Raises `OSError`."""
+        kept = cut_lines(self.path / name, is_kept)
+        if (file := self._files.get(name)) is not None:
+            kept += map(json.loads, file.rewind(lambda line: is_kept(json.loads(line))))
+        return kept
 
     def discard(self) -> None:
         """Close, and remove what was made: the name is free again. Files that something else wrote stay."""
@@ -211,7 +219,7 @@ class RunDirectory:
     def _close_files(self) -> None:
         with contextlib.ExitStack() as let_go:
             let_go.callback(self._files.clear)
-            for name in ("events.jsonl", "metrics.jsonl"):  # from the last one on: the other's trouble is an event
+            for name in (EVENTS, METRICS, SPANS):  # from the last one on: the others' trouble is an event
                 let_go.callback(self._close_file, name)
 
     def _close_file(self, name: str) -> None:
@@ -233,11 +241,11 @@ class RunDirectory:
 
     @property
     def metrics_file(self) -> Path:
-        return self.path / "metrics.jsonl"
+        return self.path / METRICS
 
     @property
     def events_file(self) -> Path:
-        return self.path / "events.jsonl"
+        return self.path / EVENTS
 
     @property
     def samples(self) -> Path:
@@ -278,12 +286,21 @@ class RunDirectory:
 
     def log_metrics(self, metrics: Mapping[str, Any]) -> None:
         """Append one step. Values that are no finite numbers become null."""
-        self._append("metrics.jsonl", metrics)
+        self._append(METRICS, metrics)
 
     def event(self, kind: str, **fields: Any) -> None:
         """Append to events.jsonl with the time in UTC."""
         stamp = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-        self._append("events.jsonl", {"time": stamp, "kind": kind, **fields})
+        self._append(EVENTS, {"time": stamp, "kind": kind, **fields})
+
+    def log_spans(self, line: Mapping[str, Any]) -> None:
+        """Append one step of the timeline (`monitoring/step_trace.py`)."""
+        self._append(SPANS, line)
+
+    def write_state(self, state: Mapping[str, Any]) -> None:
+        """Who is there and who waits for whom, at this moment."""
+        with self.losses.tolerating("state"):
+            self.write_text(STATE, line_of(state))
 
     def write_samples(self, step: int, table: Any) -> None:
         """Write a `pyarrow.Table`, or `Rows` with their ids, as samples/step_N.parquet."""
@@ -312,7 +329,8 @@ class RunDirectory:
 
     def write_timeline(self) -> None:
         with self.losses.tolerating("timeline", "It is lost."):
-            self.write_text("timeline.json", self.timeline.to_json())
+            steps = [*read_lines(self.path / SPANS), *self.timeline.rest()]
+            self.write_text("timeline.json", chrome_trace(steps))
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
         with self._appending:

@@ -261,6 +261,10 @@ class StoreClient:
         """Rows by stage and state, the oldest group, who holds which lease, who waits for what, the last drops."""
         return dict(await self._link.call("describe"))
 
+    async def work(self) -> dict[str, Any]:
+        """Who has worked on what since the last call of anybody: see `WorkLog.take`."""
+        return dict(await self._link.call("work"))
+
     async def close(self, reason: str = "closed") -> None:
         """Waiting leases return None, waiting producers raise `StoreClosed`."""
         await self._link.call("close", reason)

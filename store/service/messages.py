@@ -24,7 +24,7 @@ from penstock.store.service.calls import Call, Result
 CALLS = (
     "spec", "put", "withdraw_put", "lease", "withdraw", "lease_shared", "batch_ready", "complete_shared", "write",
     "drop", "release", "renew", "abandon", "settle", "lost", "published", "last_batch", "cut", "snapshot", "stats",
-    "describe", "close", "become_source", "catch_up", "retire", "answered",
+    "describe", "work", "close", "become_source", "catch_up", "retire", "answered",
 )  # fmt: skip
 """What clients call."""
 MANY = "many"

@@ -1,5 +1,7 @@
 """What the store says of itself: numbers for the metrics of a step, and a table for people. Changes nothing."""
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from penstock.store.data.segments import Segments
@@ -62,8 +64,9 @@ def _rows_with_response(ledger: Ledger, admitted: int) -> int:
     return ledger.counters[f"completed/{writer}"] if writer else admitted
 
 
-def describe(ledger: Ledger, now: float) -> Described:
-    """Rows by stage and state, the oldest group, who holds what until when. Walks all groups: for people only."""
+def describe(ledger: Ledger, now: float, since: Callable[[int], float | None] = lambda lease: None) -> Described:
+    """Rows by stage and state, the oldest group, who holds what since and until when. Walks all groups: for people
+    only. `since`: when a lease was granted, in seconds since the epoch."""
     residents = ledger.residents
     names = [stage.name for stage in residents.readiness.stages]
     oldest = min(residents.waiting, default=None)
@@ -79,6 +82,7 @@ def describe(ledger: Ledger, now: float) -> Described:
                 "stage": names[lease.stage],
                 "owner": lease.owner,
                 "open_rows": sum(mask.bit_count() for mask in lease.open.values()),
+                "held_s": None if (begun := since(lease.id)) is None else round(time.time() - begun, 3),
                 "expires_in_s": None if lease.deadline is None else round(lease.deadline - now, 3),
             }
             for lease in residents.leases.held.values()

@@ -37,6 +37,7 @@ from penstock.store.service.waiting.pump import Pump
 from penstock.store.service.waiting.puts import Puts
 from penstock.store.service.waiting.slow import Slow
 from penstock.store.service.waiting.waiters import Waiters
+from penstock.store.service.work_log import WorkLog
 from penstock.store.spec import StoreSpec
 
 Clock = Callable[[], float]
@@ -83,7 +84,8 @@ class Store:
         self._server: Server | None = None
         self._clients = Clients(self.ledger)
         self._pump = pump = Pump(self._blocks)
-        self._puts = Puts(self.ledger, self._blocks, self._intake, clock, pump.wake_puts, pump.carry_out)
+        self._work = work = WorkLog()
+        self._puts = Puts(self.ledger, self._blocks, self._intake, clock, pump.wake_puts, pump.carry_out, work.admitted)
         nearness: Nearness = Nowhere()
         if segments is not None and segments.nodes.by_id:
             nearness = OnNodes(self.ledger, self._blocks, segments)
@@ -159,6 +161,8 @@ class Store:
 
         def take() -> list[Granted] | None:
             leases = consumers.take(ask, self._clock())
+            for lease in leases:
+                self._work.granted(lease.id, ask.stage, ask.owner)
             return [self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)) for lease in leases] or None
 
         return await consumers.wait(take, ask)
@@ -192,6 +196,7 @@ class Store:
             self._pump.carry_out(effects)
             if made is None:
                 return None
+            self._work.granted(made.lease_id, stage, owner)
             return self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
 
         granted = await self._ranks[stage].wait(take)
@@ -220,6 +225,7 @@ class Store:
         try:
             kept, effects = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
             self._blocks.add_rows(one.row_ids, kept, block, one.names)
+            self._work.wrote(one.lease_id, self._groups_of(one.row_ids), len(one.row_ids))
             self._pump.carry_out(effects)
         finally:
             self._blocks.unpin(block)
@@ -309,9 +315,13 @@ class Store:
             numbers |= of_server(self._server)
         return numbers
 
+    async def work(self) -> dict[str, Any]:
+        """Who has worked on what since the last call: see `WorkLog.take`."""
+        return self._work.take(self.ledger.residents.leases.held)
+
     async def describe(self) -> dict[str, Any]:
         return {
-            **describe(self.ledger, self._clock()),
+            **describe(self.ledger, self._clock(), self._work.since),
             **self._waiters.describe(),
             "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
             "closed": self._closed,
@@ -341,6 +351,10 @@ class Store:
         names = self._reads[stage] if names is None else names
         self._pump.schedule()
         return Granted(lease_id, stage, names, gather(self._blocks, rows, names), version)
+
+    def _groups_of(self, row_ids: Sequence[int]) -> set[int]:
+        size = self._spec.group_size
+        return {row // size for row in row_ids}
 
     def _release_all(self, lease_ids: Iterable[int]) -> None:
         for lease_id in lease_ids:

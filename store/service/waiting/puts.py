@@ -36,11 +36,14 @@ class Puts:
         clock: Callable[[], float],
         schedule: Callable[[], None],
         carry_out: Callable[[Effects], None],
+        admitted: Callable[[int], None],
     ) -> None:
-        """`schedule`: has `wake` called soon. `carry_out`: does what the ledger's events ask for."""
+        """`schedule`: has `wake` called soon. `carry_out`: does what the ledger's events ask for. `admitted`: hears of
+        each group."""
         self._spec, self._ledger = ledger.spec, ledger
         self._blocks, self._intake = blocks, intake
         self._clock, self._schedule, self._carry_out = clock, schedule, carry_out
+        self._admitted = admitted
         self._queue = WaitQueue(schedule)
         self._under_way: dict[str, _UnderWay] = {}
         """By client."""
@@ -87,6 +90,7 @@ class Puts:
                     break
                 self._blocks.add_group(group, block, number, names)
                 self._carry_out(effects)
+                self._admitted(group)
                 admitted.append(group)
             return admitted if len(admitted) == num_groups else None
 

@@ -15,7 +15,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.cluster import namespace_of
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.recording.timeline import Timeline
+from penstock.orchestrator.recording.timeline import Timeline, chrome_trace
 from penstock.store.data.rows import Rows
 
 
@@ -201,7 +201,7 @@ def test_the_timeline_is_a_chrome_trace_in_microseconds_with_named_tracks() -> N
     timeline = Timeline()
     timeline.span("trainer", "update", 100.0, 101.5, step=3)
     timeline.span("engines", "load weights", 101.5, 101.6)
-    trace = json.loads(timeline.to_json())
+    trace = json.loads(chrome_trace(timeline.rest()))
     names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [(names[span["tid"]], span["name"], span["ts"], span["dur"]) for span in spans] == [
