@@ -42,6 +42,8 @@ from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.faults.watch import Watch
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
+from penstock.orchestrator.monitoring.logs import Logs
+from penstock.orchestrator.monitoring.state import StateLog
 from penstock.orchestrator.monitoring.step_trace import StepTrace
 from penstock.orchestrator.nodes.kept_states import KeptStates
 from penstock.orchestrator.ownership.owners import ThisProcess
@@ -139,6 +141,10 @@ class Controller:
         self._trace = StepTrace(
             directory, self._asked_work, lambda role: [name for name, _ in fleet.role(role)], flow.samples_per_prompt
         )
+        self._state = StateLog(
+            fleet, flow, lambda: self.store.describe(), self._versions.state, lambda: self._supervisor.step, directory
+        )
+        self._logs = Logs(fleet, directory)
         self._log = StepLog(
             fleet,
             flow,
@@ -158,6 +164,8 @@ class Controller:
                 if self._taken is not None:
                     await self._stores.adopt()
                 self._members.until_end(self._handover.run())
+                self._members.until_end(self._state.run())
+                self._members.until_end(self._logs.run())
                 self._members.until_end(self._stores.take_snapshots())
                 self._members.serve("prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))

@@ -11,6 +11,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+from ray.exceptions import RayError
+
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
@@ -24,6 +26,7 @@ from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import End, Recoveries
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.fleet.growth import takes_newcomers
+from penstock.orchestrator.monitoring.logs import Logs
 from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
@@ -108,7 +111,7 @@ class Training:
             self._plan, config, self._flow, self._model_path, self._namespace, agents, resumed=self._resumed,
             owner=owner,
         )  # fmt: skip
-        is_anothers = False
+        logs, is_anothers = Logs(fleet, self._directory), False
         try:
             if left is not None:
                 fleet.adopt(left.state.fleet, left.handles)
@@ -118,6 +121,7 @@ class Training:
             began = time.monotonic()
             fleet.create()
             self._directory.event("placed", actors=fleet.reservation.assignment.titles)
+            logs.meet()
             fleet.start()
             self._directory.event("serving", seconds=round(time.monotonic() - began, 3))
             self._has_started = True
@@ -132,6 +136,8 @@ class Training:
             if is_anothers:
                 fleet.let_go()
             else:
+                with contextlib.suppress(PenstockError, RayError):  # of a fleet that was never there
+                    logs.last()
                 fleet.close()
 
     def _new_owner(self) -> Owner:

@@ -10,7 +10,7 @@ Which calls that takes is `weight_sync.py`; how ranks are replaced, `faults/trai
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.colocation import Turns
@@ -49,6 +49,11 @@ class Versions:
         self._on_its_way: Delivery | None = None
         """That engines are about to load."""
         self._renewing = asyncio.Lock()
+
+    def state(self) -> dict[str, Any]:
+        """Which version is told, and which serves where: for people."""
+        on_its_way = self._on_its_way.version if self._on_its_way is not None else None
+        return {"told": self._told, "loading": on_its_way, "serving": dict(self._weights.serving)}
 
     async def publish(self, version: int) -> tuple[Delivery, float]:
         """The ranks' weights as this version; seconds. Once it returns they may go on to the next step."""

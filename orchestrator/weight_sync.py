@@ -42,6 +42,8 @@ class WeightSync:
         """What engines load, or have loaded, last."""
         self.loaded: dict[str, float] = {}
         """When each engine had loaded it, in seconds since the epoch."""
+        self.serving: dict[str, int] = {}
+        """By engine, the version that it has loaded last."""
 
     async def connect(self) -> None:
         """Let trainers and engines meet, where they need to: once they are started, and when the trainer's ranks are
@@ -94,15 +96,18 @@ class WeightSync:
             self._newest = delivery
             phase = f"load version {delivery.version}"
             self.loaded = {}
-            calls = [(name, self._timed(name, handle.load.remote(delivery))) for name, handle in self._engines]
+            calls = [
+                (name, self._timed(name, delivery.version, handle.load.remote(delivery)))
+                for name, handle in self._engines
+            ]
             results = await outcomes(calls, phase=phase, timeout_s=SYNC_PHASES * self._timeout_s)
             self._end_those_that(dict(zip([name for name, _ in calls], results, strict=True)))
             await self._between_nodes.reclaim()
         return time.time() - start
 
-    async def _timed(self, name: str, call: Awaitable[Any]) -> Any:
+    async def _timed(self, name: str, version: int, call: Awaitable[Any]) -> Any:
         result = await call
-        self.loaded[name] = time.time()
+        self.loaded[name], self.serving[name] = time.time(), version
         return result
 
     async def catch_up(self, members: Members) -> None:
@@ -115,6 +120,7 @@ class WeightSync:
             loaded = self._newest
             try:
                 await self._all(members, "load", (loaded,), f"load version {loaded.version}", SYNC_PHASES)
+                self.serving |= dict.fromkeys((name for name, _ in members), loaded.version)
             except WeightError:
                 if loaded is self._newest:
                     raise  # else its file has been used again meanwhile

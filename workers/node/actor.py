@@ -4,6 +4,7 @@
 
 import asyncio
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_set import FileSet
 from penstock.workers.node.mailbox import Mailbox
+from penstock.workers.node.output import Lines, Output
 from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
 from penstock.workers.stacks import register
@@ -35,6 +37,8 @@ class NodeAgent:
         self._agent = agent.NodeAgent(root, node, ray.util.get_node_ip_address(), token, span, files_dir, spill_dir)
         self._closed = asyncio.Event()
         self._mailbox = Mailbox()
+        self._output = Output()
+        self._reading = threading.Lock()
 
     async def facts(self) -> NodeFacts:
         return self._agent.facts
@@ -112,6 +116,15 @@ class NodeAgent:
         """What all threads of an actor's process on this node are at, within half a minute; or why that is not known.
         200 kB at most."""
         return await asyncio.to_thread(stacks.dump, process, self._agent.root / agent.STACKS, name)
+
+    async def take_output(self, processes: dict[str, ProcessId]) -> dict[str, Lines]:
+        """What members of this node have printed since the last call, by name. `processes`: of those that are there."""
+
+        def take() -> dict[str, Lines]:
+            with self._reading:
+                return self._output.take(processes)
+
+        return await asyncio.to_thread(take)
 
     async def kill(self, process: ProcessId) -> bool:
         """End an actor's process on this node and all that it has started. False if one of them will not end."""

@@ -1,0 +1,93 @@
+"""What actors print, brought into the run's directory while they do: `logs/NAME.log`, a line a line.
+
+    an actor's stdout and stderr ─▶ files of Ray's on its node ─ the node's agent ─▶ Logs ─▶ logs/Rollout-0.log
+
+So the last words of an actor that died are there with its run, whatever became of its node's files. Used by
+`training.py` from before the actors start, and run by `controller.py`.
+"""
+
+import asyncio
+import os
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from penstock.orchestrator.fleet.fleet import Fleet
+from penstock.orchestrator.ray_calls import outcomes
+from penstock.orchestrator.recording.mirrored import LOGS
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.workers.processes import ProcessId
+
+LOOK_S = 2.0
+"""Between two looks."""
+ANSWER_S = 2.0
+"""For a member to say which process it is; one that is busy is asked again."""
+READ_S = 10.0
+"""For an agent to read what its node's members printed."""
+MEET_S = 60.0
+"""For all actors to be there, before they load anything."""
+MOST_BYTES = 1 << 24
+"""Of a member's file. A longer one becomes NAME.before.log, and that of before is gone."""
+
+
+class Logs:
+    """Lifecycle: `meet` once the actors are created, `run` until it is cancelled, `look` a last time."""
+
+    def __init__(self, fleet: Fleet, directory: RunDirectory) -> None:
+        self._fleet, self._directory = fleet, directory
+        self._known: dict[str, tuple[Any, ProcessId]] = {}
+        """By name: handle and process of the member that has it now."""
+
+    def meet(self) -> None:
+        """Learn which processes there are, and keep what they have printed so far. Waits for those that start; one that
+        fails to is told of by whoever starts it."""
+        asyncio.run(self._look(MEET_S))
+
+    def last(self) -> None:
+        """The same for what was printed until now, from where no loop runs."""
+        asyncio.run(self._look(ANSWER_S))
+
+    async def run(self) -> None:
+        while True:
+            await self._look(ANSWER_S)
+            await asyncio.sleep(LOOK_S)
+
+    async def _look(self, timeout_s: float) -> None:
+        await self._learn(timeout_s)
+        by_agent: dict[str, tuple[Any, dict[str, ProcessId]]] = {}
+        for name, (_, process) in self._known.items():
+            if (found := self._fleet.agent_of(name)) is not None:
+                by_agent.setdefault(found[0], (found[1], {}))[1][name] = process
+        calls = [(agent, handle.take_output.remote(processes)) for agent, (handle, processes) in by_agent.items()]
+        for told in await outcomes(calls, phase="logs", timeout_s=READ_S):
+            if not isinstance(told, Exception):  # a node that is gone has nothing more to say
+                for name, lines in told.items():
+                    self._append(name, lines)
+
+    async def _learn(self, timeout_s: float) -> None:
+        there = {name: handle for role, name, handle in self._fleet.watched if role != "agent"}
+        self._known = {name: known for name, known in self._known.items() if there.get(name) is known[0]}
+        new = [(name, handle) for name, handle in there.items() if name not in self._known]
+        calls = [(name, handle.process.remote(self._fleet.stacks_root)) for name, handle in new]
+        said = await outcomes(calls, phase="logs", timeout_s=timeout_s)
+        for (name, handle), process in zip(new, said, strict=True):
+            if isinstance(process, tuple):  # the store's, which knows no such class
+                self._known[name] = handle, ProcessId(*process)
+            elif isinstance(process, ProcessId):
+                self._known[name] = handle, process
+
+    def _append(self, name: str, lines: Sequence[tuple[str, str]]) -> None:
+        stamp = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+        text = "".join(f"{stamp} {stream} {line}\n" for stream, line in lines)
+        with self._directory.losses.tolerating("logs"):
+            file = self._directory.path / LOGS / f"{name}.log"
+            file.parent.mkdir(exist_ok=True)
+            _make_room(file)
+            with file.open("a", encoding="utf-8", errors="replace") as opened:
+                opened.write(text)
+
+
+def _make_room(file: Path) -> None:
+    if file.exists() and file.stat().st_size > MOST_BYTES:
+        os.replace(file, file.with_name(f"{file.stem}.before.log"))

@@ -1,0 +1,123 @@
+"""The state of a run that goes on, written to `state.json` every few seconds: who is there and what each does, the rows
+of the store by stage, who holds which lease, who waits for whom, and which version of the weights serves where.
+
+Read by the page's *Cluster*. Run by `controller.py`; what does not answer in time is left out, and the run never waits.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from penstock.algorithms.graph.dataflow import Dataflow
+from penstock.conf.errors import PenstockError
+from penstock.orchestrator.fleet.fleet import Fleet
+from penstock.orchestrator.monitoring.waits import StageView, waits_of
+from penstock.orchestrator.ray_calls import answer, outcomes
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.workers.progress import SERVING, Progress
+
+LEAST_S = 2.0
+"""Between two looks."""
+MEMBER_S = 0.02
+"""More for each member: a thousand are asked every twenty seconds."""
+SHARE = 50.0
+"""A look that takes long is followed by a pause of so many times that."""
+ANSWER_S = 2.0
+"""For members to say what they do."""
+MOST_LEASES = 200
+"""That are written."""
+
+
+class StateLog:
+    """Lifecycle: `run` until it is cancelled."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        flow: Dataflow,
+        describe: Callable[[], Awaitable[Mapping[str, Any]]],
+        weights: Callable[[], Mapping[str, Any]],
+        step: Callable[[], int],
+        directory: RunDirectory,
+    ) -> None:
+        """`describe`: of the store. `weights`: versions that are published, told, and served by engine. `step`: that is
+        under way."""
+        self._fleet, self._flow, self._directory = fleet, flow, directory
+        self._describe, self._weights, self._step = describe, weights, step
+        self._pids: dict[str, tuple[Any, int]] = {}
+        """Of those that have said it: handle and process."""
+
+    async def run(self) -> None:
+        while True:
+            began = time.monotonic()
+            self._directory.write_state(await self._state())
+            took = time.monotonic() - began
+            await asyncio.sleep(max(LEAST_S, MEMBER_S * len(self._fleet.watched), SHARE * took))
+
+    async def _state(self) -> dict[str, Any]:
+        members = await self._members()
+        described = await self._described()
+        views = self._views()
+        state = {
+            "time": time.time(),
+            "step": self._step(),
+            "nodes": [
+                {"id": node.id, "name": node.name, "address": node.address, "cpus": node.cpus, "gpus": node.gpus}
+                for node in self._fleet.reservation.assignment.nodes
+            ],
+            "members": members,
+            "stages": [asdict(view) for view in views],
+            "weights": dict(self._weights()),
+        }
+        if described is None:
+            return state | {"store": None, "waits": []}
+        leases = sorted(described["leases"], key=lambda lease: -(lease["held_s"] or 0.0))
+        waits = [asdict(wait) for wait in waits_of(described, views)]
+        return state | {"store": {**described, "leases": leases[:MOST_LEASES]}, "waits": waits}
+
+    async def _members(self) -> list[dict[str, Any]]:
+        watched = self._fleet.watched
+        calls = [(name, handle.progress.remote()) for _, name, handle in watched]
+        answers = await outcomes(calls, phase="state", timeout_s=ANSWER_S)
+        stage_of = {actor.name: actor.stage for actor in self._fleet.plan}
+        node_of = self._fleet.reservation.assignment.node_of
+        found = []
+        for (role, name, _), said in zip(watched, answers, strict=True):
+            progress = None if isinstance(said, Exception) else (said or Progress(SERVING, 0.0))
+            facts = {
+                "name": name,
+                "role": role,
+                "stage": stage_of.get(name),
+                "node": getattr(node_of.get(name), "id", None),
+            }
+            found.append(facts | ({"phase": None} if progress is None else asdict(progress)))
+        return found
+
+    async def _described(self) -> Mapping[str, Any] | None:
+        try:
+            return await answer(self._describe(), name="Store", phase="state", timeout_s=ANSWER_S)  # type: ignore[no-any-return]
+        except PenstockError:  # it is being replaced, or busy: the page says that it does not answer
+            return None
+
+    def _views(self) -> list[StageView]:
+        serving: dict[str, list[str]] = {}
+        for actor in self._fleet.plan:
+            if actor.stage is not None and actor.name in self._fleet.actors:
+                serving.setdefault(actor.stage, []).append(actor.name)
+        return views_of(self._flow, serving)
+
+
+def views_of(flow: Dataflow, serving: Mapping[str, Sequence[str]]) -> list[StageView]:
+    """The stages that rows pass, the source first and the train stage last. `serving`: members by stage."""
+    stages = [stage for stage in flow.stages if stage.kind in ("source", "train") or not stage.is_in_trainer]
+    return [
+        StageView(
+            stage.name,
+            tuple(stage.reads),
+            tuple(column.name for column in stage.writes),
+            tuple(serving.get(stage.name, ())),
+        )
+        for stage in stages
+    ]

@@ -1,0 +1,84 @@
+"""Who waits for whom, from what the store says of its leases and of who asks for some. Pure.
+
+an engine without prompts ─▶ Prompts ─▶ ranks that have not published ─▶ the reward that has the last rows ─▶ …
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+SOURCE = "source"
+
+
+@dataclass(frozen=True)
+class StageView:
+    """A stage as the page draws it."""
+
+    name: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    members: tuple[str, ...]
+    """Actors that serve it now."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    who: str
+    on: str
+    what: str
+
+
+def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[Wait]:
+    """`described`: what `StoreClient.describe` says. `stages`: in the order of the dataflow, its source and its train
+    stage among them. Each wait once."""
+    found: dict[Wait, None] = {}
+    by_name = {stage.name: stage for stage in stages}
+    for name, count in (described.get("waiting") or {}).items():
+        if not count:
+            continue
+        if name == "put":
+            found |= dict.fromkeys(_for_credits(described, stages))
+        elif name in by_name:
+            for who in _waiters(described, by_name[name], count):
+                for on, what in _blockers(described, stages, by_name[name], frozenset()):
+                    if on != who:
+                        found[Wait(who, on, what)] = None
+    return list(found)
+
+
+def _waiters(described: Mapping[str, Any], stage: StageView, count: int) -> list[str]:
+    """Ranks that share rounds are counted by the store and not named: all of them ask for each."""
+    named = list(dict.fromkeys((described.get("waiters") or {}).get(stage.name) or ()))
+    return named if named or not count else list(stage.members)
+
+
+def _blockers(
+    described: Mapping[str, Any], stages: Sequence[StageView], stage: StageView, seen: frozenset[str]
+) -> Iterator[tuple[str, str]]:
+    """Who has what the stage lacks: those that hold it, or else those before them."""
+    before = [one for one in stages if set(one.writes) & set(stage.reads) and one.name not in seen | {stage.name}]
+    for one in before:
+        if one.name == SOURCE:
+            if not any(other.name != SOURCE for other in before):
+                yield from ((member, "a prompt") for member in one.members)
+            continue
+        owners: dict[str, int] = {}
+        for lease in described.get("leases") or ():
+            if lease["stage"] == one.name:
+                owners[lease["owner"]] = owners.get(lease["owner"], 0) + int(lease["open_rows"])
+        free = int(((described.get("rows") or {}).get(one.name) or {}).get("free") or 0)
+        if owners:
+            yield from ((owner, f"{rows} row(s) of {one.name}") for owner, rows in owners.items())
+        elif free:
+            yield from ((member, f"{free} row(s) that {one.name} has not taken") for member in one.members)
+        else:
+            yield from _blockers(described, stages, one, seen | {stage.name})
+
+
+def _for_credits(described: Mapping[str, Any], stages: Sequence[StageView]) -> Iterator[Wait]:
+    """Prompts wait until a version is out that trained what is under way."""
+    credits = described.get("credits") or {}
+    what = f"version {int(credits.get('published') or 0) + 1}: {credits.get('active')} of {credits.get('max')} groups"
+    for source in (stage for stage in stages if stage.name == SOURCE):
+        for member in source.members:
+            yield from (Wait(member, rank, what) for rank in stages[-1].members)

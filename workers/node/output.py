@@ -1,0 +1,107 @@
+"""What the processes of a node have printed since it was last asked: for the run's directory, so that it can be read
+where the node is not. Used by `actor.py`.
+
+A process says where it prints itself: its standard output and error are files of Ray's, which `/proc` names.
+"""
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from penstock.workers.processes import ProcessId
+
+MOST_BYTES = 1 << 18
+"""Of one file in one look. What is more is left out of the middle, and counted."""
+STREAMS = {1: "out", 2: "err"}
+MARKERS = re.compile(r":(actor_name|job_id|task_name):")
+"""Lines that Ray writes into these files for itself."""
+
+Lines = list[tuple[str, str]]
+"""Stream and text."""
+
+
+@dataclass
+class _File:
+    path: Path
+    offset: int = 0
+    rest: bytes = b""
+    """Of a line that is not whole yet."""
+
+    def take(self) -> list[str]:
+        """Whole lines since the last time."""
+        try:
+            with self.path.open("rb") as opened:
+                size = opened.seek(0, os.SEEK_END)
+                skipped = max(0, size - self.offset - MOST_BYTES)
+                opened.seek(self.offset + skipped)
+                data = opened.read(MOST_BYTES)
+        except OSError:
+            return []
+        self.offset += skipped + len(data)
+        if skipped:
+            self.rest = b""
+            data = data[data.find(b"\n") + 1 :]
+        *whole, self.rest = (self.rest + data).split(b"\n")
+        if len(self.rest) > MOST_BYTES:
+            whole, self.rest = [*whole, self.rest], b""
+        lines = [line.decode(errors="replace") for line in whole]
+        return [f"… {skipped:,} bytes left out …", *lines] if skipped else lines
+
+    def end(self) -> list[str]:
+        """The same, and what was never ended."""
+        lines, rest = self.take(), self.rest
+        self.rest = b""
+        return [*lines, rest.decode(errors="replace")] if rest else lines
+
+
+@dataclass
+class _Printing:
+    process: ProcessId
+    files: dict[str, _File] = field(default_factory=dict)
+    """By stream."""
+
+
+class Output:
+    """Lifecycle: `take` now and then, from one thread at a time."""
+
+    def __init__(self) -> None:
+        self._printing: dict[str, list[_Printing]] = {}
+        """By name: several processes have had it, one after the other."""
+
+    def take(self, processes: Mapping[str, ProcessId]) -> dict[str, Lines]:
+        """What members of this node have printed since the last time. `processes`: of those that are there now, by
+        name. Of those that are not any more the rest is told once."""
+        for name, process in processes.items():
+            known = self._printing.setdefault(name, [])
+            if all(one.process != process for one in known):
+                known.append(_Printing(process, _files_of(process)))
+        found = {}
+        for name in list(self._printing):
+            lines: Lines = []
+            for one in self._printing[name]:
+                is_over = processes.get(name) != one.process or not one.process.is_alive
+                for stream, file in one.files.items():
+                    lines += [(stream, text) for text in (file.end() if is_over else file.take())]
+            self._printing[name] = [one for one in self._printing[name] if processes.get(name) == one.process]
+            if not self._printing[name]:
+                del self._printing[name]
+            if kept := [(stream, text) for stream, text in lines if text and not MARKERS.match(text)]:
+                found[name] = kept
+        return found
+
+
+def _files_of(process: ProcessId) -> dict[str, _File]:
+    """None where it prints to no file, or where this process may not look."""
+    found: dict[str, _File] = {}
+    if not process.is_alive:
+        return found
+    for number, stream in STREAMS.items():
+        try:
+            path = Path(os.readlink(f"/proc/{process.pid}/fd/{number}"))
+        except OSError:
+            continue
+        if path.is_file() and all(file.path != path for file in found.values()):
+            found[stream] = _File(path)
+    return found
