@@ -1,6 +1,7 @@
 """The spans of a step by lane, few enough to be kept of every step. Pure.
 
-Engines keep a span a group, as stragglers are to be seen; what other stages do in a row becomes one span.
+Engines keep groups apart that took different times, as stragglers are to be seen; what other stages do in a row becomes
+one span.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -8,8 +9,8 @@ from typing import Any
 
 from penstock.orchestrator.recording.spans import Span, Work
 
-MOST_GROUPS = 64
-"""Of an engine in a step; where there are more, those that touch become one."""
+FINE = 150
+"""Groups of an engine are one span if they begin and end in the same one of so many parts of the step."""
 TOUCH_S = 0.005
 """Work with no longer gap between is one span."""
 SEPARATE = "rollout"
@@ -24,16 +25,30 @@ def lanes_of(spans: Iterable[Span], work: Sequence[Work], members: Mapping[str, 
     for span in spans:
         for lane in members.get(span.lane, (span.lane,)):
             lanes.setdefault(lane, []).append(Span(lane, span.name, span.start, span.end, span.details))
+    length = max((one.end for one in work), default=0.0) - min((one.start for one in work), default=0.0)
     for owner in dict.fromkeys(one.owner for one in work):
         for stage in dict.fromkeys(one.stage for one in work if one.owner == owner):
             own = [one for one in work if one.owner == owner and one.stage == stage]
-            lanes.setdefault(owner, []).extend(_spans(owner, stage, own))
+            spans_of = _alike(owner, stage, own, length / FINE) if stage == SEPARATE else _joined(owner, stage, own)
+            lanes.setdefault(owner, []).extend(spans_of)
     return {lane: sorted(found, key=lambda span: span.start) for lane, found in sorted(lanes.items())}
 
 
-def _spans(owner: str, stage: str, work: Sequence[Work]) -> list[Span]:
-    if stage == SEPARATE and len(work) <= MOST_GROUPS:
-        return [Span(owner, stage, one.start, one.end, {"group": one.group, "rows": round(one.rows)}) for one in work]
+def _alike(owner: str, stage: str, work: Sequence[Work], part_s: float) -> list[Span]:
+    """`group`: the last one of those that a span stands for."""
+    parts: dict[tuple[int, int], list[Work]] = {}
+    for one in work:
+        place = (round(one.start / part_s), round(one.end / part_s)) if part_s else (0, 0)
+        parts.setdefault(place, []).append(one)
+    found = []
+    for same in parts.values():
+        last = max(same, key=lambda one: one.end)
+        details = {"group": last.group, "groups": len(same), "rows": round(sum(one.rows for one in same))}
+        found.append(Span(owner, stage, min(one.start for one in same), last.end, details))
+    return found
+
+
+def _joined(owner: str, stage: str, work: Sequence[Work]) -> list[Span]:
     found: list[list[Any]] = []
     for one in sorted(work, key=lambda one: one.start):
         if found and one.start <= found[-1][1] + TOUCH_S:

@@ -39,17 +39,19 @@ def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[
         if name == "put":
             found |= dict.fromkeys(_for_credits(described, stages))
         elif name in by_name:
-            for who in _waiters(described, by_name[name], count):
+            for who in _idle(described, by_name[name]):
                 for on, what in _blockers(described, stages, by_name[name], frozenset()):
                     if on != who:
                         found[Wait(who, on, what)] = None
     return list(found)
 
 
-def _waiters(described: Mapping[str, Any], stage: StageView, count: int) -> list[str]:
-    """Ranks that share rounds are counted by the store and not named: all of them ask for each."""
-    named = list(dict.fromkeys((described.get("waiters") or {}).get(stage.name) or ()))
-    return named if named or not count else list(stage.members)
+def _idle(described: Mapping[str, Any], stage: StageView) -> list[str]:
+    """Those that ask for rows of a stage and hold none of it. Ranks that share rounds are counted by the store and not
+    named: all of them ask for each."""
+    busy = {lease["owner"] for lease in described.get("leases") or () if lease["stage"] == stage.name}
+    named = dict.fromkeys((described.get("waiters") or {}).get(stage.name) or stage.members)
+    return [name for name in named if name not in busy]
 
 
 def _blockers(

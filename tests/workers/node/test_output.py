@@ -1,0 +1,84 @@
+"""What the processes of a node have printed."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from penstock.workers.node.output import MOST_BYTES, Output
+from penstock.workers.processes import ProcessId
+
+TALKER = "import sys\nfor line in sys.stdin:\n  exec(line)\n  sys.stdout.flush(); print('done', file=sys.__stderr__)"
+
+
+@contextmanager
+def talker(folder: Path) -> Iterator["subprocess.Popen[str]"]:
+    """A process that prints into a file what it is told to, as Ray's workers do."""
+    with (folder / "worker.out").open("a") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-c", TALKER], stdin=subprocess.PIPE, stdout=out, stderr=subprocess.PIPE, text=True
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def do(process: "subprocess.Popen[str]", code: str) -> None:
+    assert process.stdin is not None
+    assert process.stderr is not None
+    process.stdin.write(code + "\n")
+    process.stdin.flush()
+    assert process.stderr.readline() == "done\n"
+
+
+def test_lines_are_told_once_and_only_when_they_are_whole(tmp_path: Path) -> None:
+    output = Output()
+    with talker(tmp_path) as process:
+        there = {"Rollout-0": ProcessId.of(process.pid)}
+        do(process, "print('one'); print('tw', end='')")
+        assert output.take(there) == {"Rollout-0": [("out", "one")]}
+        do(process, "print('o'); print(':actor_name:Rollout')")
+        assert output.take(there) == {"Rollout-0": [("out", "two")]}
+        assert output.take(there) == {}
+
+
+def test_the_last_words_of_a_process_that_died_are_told(tmp_path: Path) -> None:
+    output = Output()
+    with talker(tmp_path) as process:
+        there = {"Rollout-0": ProcessId.of(process.pid)}
+        output.take(there)
+        do(process, "print('no room', end='')")
+    assert output.take(there) == {"Rollout-0": [("out", "no room")]}
+    assert output.take({}) == {}
+
+
+def test_another_in_its_place_goes_on_under_its_name(tmp_path: Path) -> None:
+    output = Output()
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with talker(tmp_path / "a") as first, talker(tmp_path / "b") as second:
+        output.take({"Rollout-0": ProcessId.of(first.pid)})
+        do(first, "print('the first')")
+        do(second, "print('the second')")
+        told = output.take({"Rollout-0": ProcessId.of(second.pid)})
+    assert told == {"Rollout-0": [("out", "the first"), ("out", "the second")]}
+
+
+def test_a_flood_loses_its_middle_and_says_so(tmp_path: Path) -> None:
+    output = Output()
+    with talker(tmp_path) as process:
+        there = {"Rollout-0": ProcessId.of(process.pid)}
+        do(process, f"print(('x' * 99 + '\\n') * {MOST_BYTES // 50}, end=''); print('the end')")
+        [(_, first), *_, last] = output.take(there)["Rollout-0"]
+    assert "bytes left out" in first
+    assert last == ("out", "the end")
+
+
+def test_a_process_of_another_machine_is_left_alone() -> None:
+    stranger = ProcessId(os.getpid(), ("another", str(time.time())))
+    assert Output().take({"Rollout-0": stranger}) == {}
