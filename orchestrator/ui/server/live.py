@@ -3,10 +3,13 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 _LOG = logging.getLogger("penstock")
+SHARE = 4
+"""Times as long as a look took is the least that the next one waits: many runs on a slow disk keep no core busy."""
 BEHIND = 8
 """Changes that wait for a slow page; then it is told to ask for everything anew."""
 ANEW = {"anew": True}
@@ -24,12 +27,13 @@ class Live:
 
     async def run(self, look: Callable[[], Awaitable[Table]]) -> None:
         while True:
+            started = time.monotonic()
             if self._pages:
                 try:
                     self._tell({line["id"]: line for line in await look()})
                 except OSError as error:
                     _LOG.warning("the runs cannot be looked at: %s", error)
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(max(self._look_s, SHARE * (time.monotonic() - started)))
 
     async def events(self) -> AsyncIterator[dict[str, str]]:
         """`{"runs": {id: its line, or null}}` of runs that changed."""
