@@ -61,4 +61,4 @@ class Live:
 
 
 def _event(value: dict[str, Any]) -> dict[str, str]:
-    return {"data": json.dumps(value, ensure_ascii=False)}
+    return {"data": json.dumps(value)}

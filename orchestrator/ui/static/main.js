@@ -11,6 +11,7 @@ const place = (id) => document.getElementById(id);
 class App {
   lines = new Map();
   page = null;
+  trouble = h("div.notice", { role: "alert" });
 
   async start() {
     this.paint(localStorage.getItem("theme"));
@@ -31,17 +32,22 @@ class App {
   }
 
   async heard({ anew, runs }) {
-    if (anew) await this.anew();
-    for (const [id, line] of Object.entries(runs ?? {})) line ? this.lines.set(id, line) : this.lines.delete(id);
-    const ids = anew ? null : new Set(Object.keys(runs));
-    await this.page?.changed(ids);
+    try {
+      if (anew) await this.anew();
+      for (const [id, line] of Object.entries(runs ?? {})) line ? this.lines.set(id, line) : this.lines.delete(id);
+      await this.page?.changed(anew ? null : new Set(Object.keys(runs)));
+      this.trouble.remove();
+    } catch (error) {
+      this.trouble.textContent = error.message; // what is shown stays: the run may have been removed
+      place("page").prepend(this.trouble);
+    }
   }
 
   open() {
     const [, kind, rest = ""] = location.hash.match(/^#\/(\w*)\/?(.*)$/) ?? [];
     this.page?.close();
     const [names, query] = rest.split("?");
-    const ids = names.split(",").map(decodeURIComponent);
+    const ids = names.split(",").map(decoded);
     const pages = {
       run: () => new RunPage(this, ids[0]), rollouts: () => new RolloutsPage(this, ids[0], query), compare: () => new ComparePage(this, ids),
     };
@@ -89,6 +95,15 @@ class App {
   paint(theme) {
     document.documentElement.classList.remove("light", "dark");
     if (theme) document.documentElement.classList.add(theme);
+  }
+}
+
+/** Of an address; as it is where somebody has typed what is no escape. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
   }
 }
 
