@@ -15,7 +15,7 @@ from penstock.orchestrator.recording.json_lines import last_lines
 from penstock.orchestrator.ui.charts.drawn import plain
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
-from penstock.orchestrator.ui.runs.found import TAIL_BYTES, line_of, read_config
+from penstock.orchestrator.ui.runs.found import MAX_CHARACTERS, TAIL_BYTES, line_of, read_config
 from penstock.orchestrator.ui.runs.rollouts import Rollouts, Wanted
 from penstock.orchestrator.ui.runs.thinning import thinned
 from penstock.orchestrator.ui.runs.token_texts import TokenTexts
@@ -44,7 +44,7 @@ class OpenRun:
         keys, num_steps, num_unreadable = self._read()
         return {
             "line": asdict(line_of(self._path, self._run)),
-            "description": config.get("description") or "",
+            "description": str(config.get("description") or "")[:MAX_CHARACTERS],
             "config": config,
             "changed": differences_of(config),
             "events": last_lines(self._path / "events.jsonl", TAIL_BYTES)[-MAX_EVENTS:],

@@ -11,6 +11,7 @@ const place = (id) => document.getElementById(id);
 class App {
   lines = new Map();
   page = null;
+  wasOff = false; // what is shown may be old, or an error
   trouble = h("div.notice", { role: "alert" });
 
   async start() {
@@ -22,20 +23,26 @@ class App {
     await this.anew();
     this.open();
     listen((change) => this.heard(change), (state) => {
+      if (state === "off") this.wasOff = true;
       place("live").className = `live ${state}`;
       place("live").textContent = state === "on" ? "live" : "not connected";
     });
   }
 
+  /** Asks for all lines; ids of the runs that have changed. */
   async anew() {
+    const before = this.lines;
     this.lines = new Map((await ask("runs")).map((line) => [line.id, line]));
+    const ids = [...new Set([...before.keys(), ...this.lines.keys()])];
+    return ids.filter((id) => JSON.stringify(before.get(id)) !== JSON.stringify(this.lines.get(id)));
   }
 
   async heard({ anew, runs }) {
     try {
-      if (anew) await this.anew();
+      const ids = new Set(anew ? await this.anew() : Object.keys(runs));
       for (const [id, line] of Object.entries(runs ?? {})) line ? this.lines.set(id, line) : this.lines.delete(id);
-      await this.page?.changed(anew ? null : new Set(Object.keys(runs)));
+      if (ids.size || this.wasOff) await this.page?.changed(this.wasOff ? null : ids);
+      this.wasOff = false;
       this.trouble.remove();
     } catch (error) {
       this.trouble.textContent = error.message; // what is shown stays: the run may have been removed

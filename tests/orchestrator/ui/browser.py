@@ -1,6 +1,7 @@
 """Chromium for tests and benchmarks of the page, and what a page must not do in it."""
 
 import contextlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -56,8 +57,11 @@ class Witness:
 
 
 @contextlib.contextmanager
-def visit(browser: Browser, size: tuple[int, int] = WIDE, scheme: str = "light") -> Iterator[Page]:
-    """A page in a profile of its own, that must not complain. `scheme`: light, dark."""
+def visit(
+    browser: Browser, size: tuple[int, int] = WIDE, scheme: str = "light", refusal: int | None = None
+) -> Iterator[Page]:
+    """A page in a profile of its own, that must not complain. `scheme`: light, dark. `refusal`: the status of an answer
+    that it is to get; Chromium itself writes such a line into the console."""
     width, height = size
     context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)  # type: ignore[arg-type]
     try:
@@ -65,6 +69,14 @@ def visit(browser: Browser, size: tuple[int, int] = WIDE, scheme: str = "light")
         page.set_default_timeout(PATIENCE_MS)
         witness = Witness(page)
         yield page
-        assert not witness.complaints
+        assert not [complaint for complaint in witness.complaints if f"status of {refusal} " not in complaint]
     finally:
         context.close()
+
+
+def until(page: Page, expression: str) -> None:
+    """Wait until it is true. Playwright's own way has the page evaluate text, which its policy forbids."""
+    deadline = time.monotonic() + PATIENCE_MS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < deadline, f"not within {PATIENCE_MS} ms: {expression}"
+        page.wait_for_timeout(20)

@@ -18,9 +18,7 @@ PAGES = {
     "no samples": ("#/rollouts/failed", "p.faint"),
 }
 """By name: its address, and what is there once it is."""
-SHOWN_AS = pytest.mark.parametrize(
-    ("size", "scheme"), [(WIDE, "light"), (WIDE, "dark"), (PHONE, "light"), (PHONE, "dark")]
-)
+SHOWN_AS = pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -39,17 +37,14 @@ def test_pages_are_quiet_and_as_wide_as_the_screen(
 
 
 @SHOWN_AS
-@pytest.mark.parametrize("run", ["done", "failed"])
-def test_a_report_is_quiet_where_it_lies(
-    browser: Browser, place: Path, run: str, size: tuple[int, int], scheme: str
-) -> None:
-    report = write_report(place / run, pngs=False)
+def test_a_report_is_quiet_where_it_lies(browser: Browser, place: Path, size: tuple[int, int], scheme: str) -> None:
     with visit(browser, size, scheme) as page:
-        page.goto(report.as_uri())
-        expect(page.locator("#chart-reward canvas")).to_be_visible()
-        assert page.evaluate(OVERFLOW) <= 0
-        assert page.evaluate("window.hacked") is None
-        assert is_dark(page) == (scheme == "dark")
+        for run in ("done", "failed", "live"):
+            page.goto(write_report(place / run, pngs=False).as_uri())
+            expect(page.locator("#chart-reward canvas")).to_be_visible()
+            assert page.evaluate(OVERFLOW) <= 0
+            assert page.evaluate("window.hacked") is None
+            assert is_dark(page) == (scheme == "dark")
 
 
 def test_the_keys_of_a_page_are_shown_and_light_and_dark_are_kept(page: Page, address: str) -> None:
