@@ -12,7 +12,8 @@ from penstock.orchestrator.configuration.known_algorithms import known_algorithm
 
 def differences_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a resolved config.yaml that differ from the defaults. The algorithm's name is always among them."""
-    algorithm = config.get("algorithm") or {}
+    found = config.get("algorithm")
+    algorithm = found if isinstance(found, Mapping) else {}
     defaults = asdict(RunConfig()) | {"algorithm": _algorithm_defaults(str(algorithm.get("name")))}
     changed = _changed(config, defaults)
     if "name" in algorithm:

@@ -95,6 +95,6 @@ def first_line(file: Path, most: int) -> dict[str, Any] | None:
 def _object_of(line: str | bytes) -> dict[str, Any] | None:
     try:
         value = json.loads(line)
-    except ValueError:  # of bytes that are no UTF-8, too
+    except (ValueError, RecursionError):  # of bytes that are no UTF-8, too
         return None
     return value if isinstance(value, dict) else None

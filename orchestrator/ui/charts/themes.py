@@ -176,7 +176,7 @@ def _staleness(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
         curves,
         "versions",
         bottom=0,
-        bound=config.get("max_staleness"),
+        bound=_bound(config.get("max_staleness")),
         about="The dashed line is max_staleness; no token is ever above it.",
     )
     yield Chart("staleness_tokens", "Samples by their staleness", "staleness", names.below("staleness/"), bottom=0)
@@ -304,3 +304,7 @@ _MAKERS = (_learning, _lengths, _staleness, _mismatch, _time, _store, _weights, 
 
 def _file(prefix: str) -> str:
     return prefix.replace("/", "_")
+
+
+def _bound(value: Any) -> float | None:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -6,7 +6,8 @@ Nothing is read twice that has not changed, so a look at hundreds of runs costs 
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,8 +23,12 @@ TAIL_BYTES = 1 << 18
 """Of a file's end, in which the newest values are looked for."""
 DEPTH = 3
 """Directories below a place in which runs are looked for."""
+MAX_RUNS = 2000
+"""Of one place; of more, those that were made or changed last."""
+MAX_CHARACTERS = 2000
+"""Of a text of a run's files, in its line."""
 FINISHED, RUNNING, FAILED, INTERRUPTED, LOST = "finished", "running", "failed", "interrupted", "lost"
-UNFINISHED = "unfinished"
+UNFINISHED, UNREADABLE = "unfinished", "unreadable"
 ENDED = {"end": FINISHED, "failed": FAILED, "interrupted": INTERRUPTED}
 """By the event with which a process has left it."""
 
@@ -37,7 +42,7 @@ class RunLine:
     name: str
     state: str
     """running, finished, failed, interrupted; lost: its process is gone without a word; unfinished: of a copy, where
-    nothing tells whether somebody works in it."""
+    nothing tells whether somebody works in it; unreadable: its files may not be read, `error` says why."""
     recipe: str | None = None
     algorithm: str | None = None
     model: str | None = None
@@ -51,11 +56,11 @@ class RunLine:
     reward: float | None = None
     samples_per_s: float | None = None
     error: str | None = None
-    """What it failed with."""
+    """What it failed with, or why it cannot be read."""
 
 
 class Runs:
-    """Those below one place. `lines` as often as one likes."""
+    """Those below one place, `MAX_RUNS` at most. `lines` as often as one likes."""
 
     def __init__(self, place: Path) -> None:
         self.place = place.expanduser().resolve()
@@ -64,15 +69,17 @@ class Runs:
     def lines(self) -> list[RunLine]:
         """The newest first."""
         found = {}
-        for path in runs_below(self.place):
+        for path in newest_of(runs_below(self.place), MAX_RUNS):
+            known = self._known.get(path)
             try:
                 seen = tuple(_seen(path / name) for name in ("config.yaml", "events.jsonl", "metrics.jsonl", LOCK))
-                known = self._known.get(path)
                 # A process may die without a word, so a run that goes on is looked at each time.
-                if known is None or known[0] != seen or known[1].state == RUNNING:
+                if known is None or known[0] != seen or known[1].state in (RUNNING, UNREADABLE):
                     known = (seen, line_of(path, self.id_of(path)))
-            except OSError:  # it is being removed
+            except FileNotFoundError:  # it is being removed
                 continue
+            except OSError as error:
+                known = ((), RunLine(self.id_of(path), path.name, UNREADABLE, error=_text(error)))
             found[path] = known
         self._known = found
         return sorted((line for _, line in found.values()), key=lambda line: line.started or "", reverse=True)
@@ -91,8 +98,10 @@ class Runs:
 
 
 def runs_below(place: Path, depth: int = DEPTH) -> Iterator[Path]:
-    """Directories with a config.yaml; a run's own warm start among them."""
-    if (place / "config.yaml").is_file():
+    """Directories with a config.yaml. Below a run only its own warm start is looked for: its samples may be many
+    files."""
+    is_run = has_config(place)
+    if is_run:
         yield place
     if depth == 0:
         return
@@ -101,29 +110,42 @@ def runs_below(place: Path, depth: int = DEPTH) -> Iterator[Path]:
     except OSError:
         return
     for name in below:
-        if not name.startswith("."):
+        if not name.startswith(".") and (not is_run or has_config(place / name)):
             yield from runs_below(place / name, depth - 1)
+
+
+def has_config(path: Path) -> bool:
+    """Whether the directory is a run's; one that may not be read is none."""
+    try:
+        return (path / "config.yaml").is_file()
+    except OSError:
+        return False
+
+
+def newest_of(paths: Iterable[Path], most: int) -> list[Path]:
+    """Of many directories, those in which something was made or removed last."""
+    found = list(paths)
+    return found if len(found) <= most else sorted(found, key=_changed_at)[-most:]
 
 
 def line_of(path: Path, run: str = ".") -> RunLine:
     """Raises `OSError`."""
     config = read_config(path)
     events, metrics = (last_lines(path / name, TAIL_BYTES) for name in ("events.jsonl", "metrics.jsonl"))
-    first = first_line(path / "events.jsonl", TAIL_BYTES)
-    trainer, model = config.get("trainer") or {}, config.get("model") or {}
-    started = first.get("time") if first else None
+    first = first_line(path / "events.jsonl", TAIL_BYTES) or {}
     state, error = state_of(path, events)
+    step, max_steps = newest(metrics[-1:], "step"), newest([section(config, "trainer")], "max_steps")
     return RunLine(
         id=run,
-        name=str(config.get("name") or path.name),
+        name=_text(config.get("name")) or path.name,
         state=state,
         recipe=_last_part(config.get("recipe")),
-        algorithm=(config.get("algorithm") or {}).get("name"),
-        model=_last_part(model.get("path")),
-        started=started,
-        seconds=_seconds(started, events[-1].get("time") if events else None),
-        step=int(metrics[-1]["step"]) if metrics and isinstance(metrics[-1].get("step"), int | float) else None,
-        max_steps=trainer.get("max_steps"),
+        algorithm=_text(section(config, "algorithm").get("name")),
+        model=_last_part(section(config, "model").get("path")),
+        started=_text(first.get("time")),
+        seconds=_seconds(first.get("time"), events[-1].get("time") if events else None),
+        step=None if step is None else int(step),
+        max_steps=None if max_steps is None else int(max_steps),
         accuracy=newest(metrics, "accuracy/heldout"),
         reward=newest(metrics, "reward/mean"),
         samples_per_s=newest(metrics, "perf/samples_per_s"),
@@ -135,7 +157,7 @@ def state_of(path: Path, events: list[dict[str, Any]]) -> tuple[str, str | None]
     """And what it failed with."""
     last = last_turn(events)
     if state := ENDED.get(str(last.get("kind"))):
-        return state, last.get("message") if state == FAILED else None
+        return state, _text(last.get("message")) if state == FAILED else None
     if not (path / LOCK).exists():
         return UNFINISHED, None
     return (RUNNING if is_held(path / LOCK) else LOST), None
@@ -158,13 +180,24 @@ def read_config(path: Path) -> dict[str, Any]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         found = yaml.load((path / "config.yaml").read_text(encoding="utf-8", errors="replace"), loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def newest(lines: list[dict[str, Any]], key: str) -> float | None:
-    return next((float(line[key]) for line in reversed(lines) if isinstance(line.get(key), int | float)), None)
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Of a configuration; empty where it is none, as in one of another version."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def newest(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
+    """The last value that is a finite number."""
+    return next((float(line[key]) for line in reversed(lines) if is_number(line.get(key))), None)
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def _seen(file: Path) -> tuple[int, int] | None:
@@ -175,14 +208,23 @@ def _seen(file: Path) -> tuple[int, int] | None:
     return status.st_mtime_ns, status.st_size
 
 
+def _changed_at(path: Path) -> int:
+    seen = _seen(path)
+    return seen[0] if seen else 0
+
+
+def _text(value: Any) -> str | None:
+    return None if value is None else str(value)[:MAX_CHARACTERS]
+
+
 def _last_part(path: Any) -> str | None:
-    return Path(str(path)).name if path else None
+    return Path(str(path)[-MAX_CHARACTERS:]).name if path else None
 
 
 def _seconds(start: Any, end: Any) -> float | None:
     try:
         return (datetime.fromisoformat(str(end)) - datetime.fromisoformat(str(start))).total_seconds()
-    except ValueError:
+    except (ValueError, TypeError):  # TypeError: one of them without a time zone
         return None
 
 

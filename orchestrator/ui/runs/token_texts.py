@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.orchestrator.ui.runs.found import section
+
 PLACES = ("model", "initial_model")
 """In a run's directory."""
 FILE = "tokenizer.json"
@@ -13,7 +15,7 @@ class TokenTexts:
     """Of one run."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        own = (config.get("model") or {}).get("path")
+        own = section(config, "model").get("path")
         places = [path / name for name in PLACES] + ([Path(str(own)).expanduser()] if own else [])
         self._file = next((place / FILE for place in places if (place / FILE).is_file()), None)
         self._tokenizer: Any = None

@@ -1,18 +1,15 @@
 """HTTP of `penstock ui`: the page, its data as JSON, and what changes as a stream of events.
 
-    GET /                 the page; /static/ its files          GET /api/compare    several runs: run=…&run=…
-    GET /api/runs         all runs, one line each               GET /api/series     numbers of charts: key=…
-    GET /api/run          one run: run=…                        GET /api/live       events: runs that changed
-    GET /api/samples      of a run, by what they are            GET /api/sample     one with its tokens
+    GET /             the page              GET /api/NAME    an answer of `questions.py`, as JSON
+    GET /static/…     its files             GET /api/live    events: runs that changed
 
-Files are read in threads, one at a time. Who may see it: `door.py`.
+Files are read in threads. Who may see it: `door.py`.
 """
 
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,117 +20,84 @@ from starlette.datastructures import QueryParams
 from starlette.middleware import Middleware
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from penstock.orchestrator.ui.runs.rollouts import Wanted
+from penstock.orchestrator.recording.json_lines import plain
 from penstock.orchestrator.ui.server.answers import Answers, NoSuchRun
 from penstock.orchestrator.ui.server.door import Door
 from penstock.orchestrator.ui.server.live import Live
+from penstock.orchestrator.ui.server.questions import QUESTIONS
 
 STATIC = Path(__file__).parent.parent / "static"
 LOOK_S = 1.0
 """Between two looks at what has changed."""
 PING_S = 15
 """Between signs of life of a stream."""
-DEFAULT_POINTS = 1000
-WANTED: dict[str, Callable[[str], Any]] = {
-    "first_step": int, "last_step": int, "group": int, "least_reward": float, "most_reward": float,
-    "least_tokens": int, "most_tokens": int, "finish_reason": str, "text": str, "sort": str, "offset": int,
-    "limit": int,
-}  # fmt: skip
-"""Fields of `Wanted`, as an address has them."""
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> Starlette:
     """`place`: a run, or a directory with runs below. `key`: that visitors need; None: whoever reaches the port may
     see it, by a name of this machine's loopback."""
-    answers, reading = Answers(place), threading.Lock()
-    live = Live(look_s)
+    answers, live = Answers(place), Live(look_s)
+    return Starlette(
+        routes=[
+            Route("/", _page),
+            *(Route(f"/api/{name}", answering(answers, question)) for name, question in QUESTIONS.items()),
+            Route("/api/live", streaming(live)),
+            Mount("/static", StaticFiles(directory=STATIC)),
+        ],
+        middleware=[Middleware(Door, key=key), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)],
+        exception_handlers={
+            NoSuchRun: _refused(404), LookupError: _refused(404), ValueError: _refused(400), OSError: _refused(503),
+        },
+        lifespan=lambda app: _looking(live, answers),
+    )  # fmt: skip
 
-    async def read(call: Callable[[], Any]) -> Any:
-        def alone() -> Any:
-            with reading:
-                return call()
 
-        return await run_in_threadpool(alone)
+def answering(answers: Answers, question: Callable[[Answers, QueryParams], Any]) -> Handler:
+    """The question is answered and written as JSON in a thread."""
 
-    async def runs(request: Request) -> Response:
-        return JSONResponse(await read(answers.table))
+    async def answer(request: Request) -> Response:
+        return await run_in_threadpool(lambda: as_json(question(answers, request.query_params)))
 
-    async def run(request: Request) -> Response:
-        name = request.query_params.get("run", "")
-        return _json(await read(lambda: answers.run(name)))
+    return answer
 
-    async def compare(request: Request) -> Response:
-        names = request.query_params.getlist("run")
-        return _json(await read(lambda: answers.compared(names)))
 
-    async def series(request: Request) -> Response:
-        asked = request.query_params
-        name, keys = asked.get("run", ""), asked.getlist("key")
-        points = int(asked.get("points", DEFAULT_POINTS))
-        first, last = float(asked.get("first", "-inf")), float(asked.get("last", "inf"))
-        return JSONResponse(await read(lambda: answers.series(name, keys, points, first, last)))
-
-    async def samples(request: Request) -> Response:
-        wanted = wanted_of(request.query_params)
-        name = request.query_params.get("run", "")
-        return _json(await read(lambda: answers.samples(name, wanted)))
-
-    async def sample(request: Request) -> Response:
-        asked = request.query_params
-        name, step, place = asked.get("run", ""), int(asked.get("step", "")), int(asked.get("place", ""))
-        return _json(await read(lambda: answers.sample(name, step, place)))
-
+def streaming(live: Live) -> Handler:
     async def stream(request: Request) -> Response:
         return EventSourceResponse(live.events(), ping=PING_S)
 
-    @contextlib.asynccontextmanager
-    async def looking(app: Starlette) -> AsyncIterator[None]:
-        task = asyncio.create_task(live.run(lambda: read(answers.table)))
-        try:
-            yield
-        finally:
-            task.cancel()
-
-    return Starlette(
-        routes=[
-            Route("/", lambda request: FileResponse(STATIC / "index.html")),
-            Route("/api/runs", runs),
-            Route("/api/run", run),
-            Route("/api/compare", compare),
-            Route("/api/series", series),
-            Route("/api/samples", samples),
-            Route("/api/sample", sample),
-            Route("/api/live", stream),
-            Mount("/static", StaticFiles(directory=STATIC)),
-        ],
-        middleware=[Middleware(Door, key=key), Middleware(GZipMiddleware, minimum_size=2000)],
-        exception_handlers={NoSuchRun: _not_there, LookupError: _not_there, ValueError: _bad_value},
-        lifespan=looking,
-    )
+    return stream
 
 
-def wanted_of(asked: QueryParams) -> Wanted:
-    """What of a run's samples is asked for. Raises `ValueError`."""
-    found: dict[str, Any] = {}
-    for name, kind in WANTED.items():
-        if (value := asked.get(name, "")) != "":
-            found[name] = kind(value)
-    return Wanted(**found, down=asked.get("down", "1") != "0")
+def as_json(value: Any, status: int = 200) -> Response:
+    """Of what others wrote: what YAML and Python have and JSON lacks becomes text or null; no character stops it."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError):
+        text = json.dumps(plain(value), ensure_ascii=False)
+    return Response(text.encode(errors="replace"), status, media_type="application/json")
 
 
-def _json(value: Any) -> Response:
-    """Of what others wrote: whatever YAML makes that JSON lacks becomes text."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return Response(text.encode(errors="replace"), media_type="application/json")
+@contextlib.asynccontextmanager
+async def _looking(live: Live, answers: Answers) -> AsyncIterator[None]:
+    task = asyncio.create_task(live.run(lambda: run_in_threadpool(answers.table)))
+    try:
+        yield
+    finally:
+        task.cancel()
 
 
-async def _not_there(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=404)
+async def _page(request: Request) -> Response:
+    return FileResponse(STATIC / "index.html")
 
 
-async def _bad_value(request: Request, error: Exception) -> Response:
-    return JSONResponse({"error": str(error)}, status_code=400)
+def _refused(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def refusal(request: Request, error: Exception) -> Response:
+        return as_json({"error": str(error)}, status)
+
+    return refusal

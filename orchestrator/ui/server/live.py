@@ -3,10 +3,13 @@
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 _LOG = logging.getLogger("penstock")
+SHARE = 4
+"""Times as long as a look took is the least that the next one waits: many runs on a slow disk keep no core busy."""
 BEHIND = 8
 """Changes that wait for a slow page; then it is told to ask for everything anew."""
 ANEW = {"anew": True}
@@ -20,41 +23,44 @@ class Live:
     def __init__(self, look_s: float) -> None:
         self._look_s = look_s
         self._pages: set[asyncio.Queue[dict[str, Any]]] = set()
-        self._lines: dict[str, dict[str, Any]] | None = None
+        self._new: set[asyncio.Queue[dict[str, Any]]] = set()
+        """Those of `_pages` that have not been told anything: what they have asked for may be older than a look."""
+        self._lines: dict[str, dict[str, Any]] = {}
 
     async def run(self, look: Callable[[], Awaitable[Table]]) -> None:
         while True:
+            started = time.monotonic()
             if self._pages:
                 try:
                     self._tell({line["id"]: line for line in await look()})
                 except OSError as error:
                     _LOG.warning("the runs cannot be looked at: %s", error)
-            await asyncio.sleep(self._look_s)
+            await asyncio.sleep(max(self._look_s, SHARE * (time.monotonic() - started)))
 
     async def events(self) -> AsyncIterator[dict[str, str]]:
-        """`{"runs": {id: its line, or null}}` of runs that changed."""
+        """`{"runs": {id: its line, or null}}` of runs that changed; `ANEW` first, after the first look."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._pages.add(queue)
+        self._new.add(queue)
         try:
-            yield _event(ANEW)
             while True:
                 yield _event(await queue.get())
         finally:
             self._pages.discard(queue)
+            self._new.discard(queue)
 
     def _tell(self, lines: dict[str, dict[str, Any]]) -> None:
         before, self._lines = self._lines, lines
-        if before is None:
-            return
         names = [name for name in before | lines if before.get(name) != lines.get(name)]
-        if not names:
-            return
         for queue in self._pages:
-            if queue.qsize() < BEHIND:
+            if queue in self._new:
+                self._new.discard(queue)
+                queue.put_nowait(ANEW)
+            elif names and queue.qsize() < BEHIND:
                 queue.put_nowait({"runs": {name: lines.get(name) for name in names}})
-            elif queue.qsize() == BEHIND:
+            elif names and queue.qsize() == BEHIND:
                 queue.put_nowait(ANEW)
 
 
 def _event(value: dict[str, Any]) -> dict[str, str]:
-    return {"data": json.dumps(value, ensure_ascii=False)}
+    return {"data": json.dumps(value)}

@@ -10,11 +10,21 @@ export async function ask(path, parameters = {}) {
   return answer;
 }
 
-/** Calls `heard` with {runs: {id: line or null}} or {anew: true}; `state` with "on" or "off". */
+/** Calls `heard` with {runs: {id: line or null}} or {anew: true}; `state` with "on" or "off". A page that nobody sees does
+ *  not listen: browsers have six connections to a server, for all of its pages together. Seen again it hears {anew}. */
 export function listen(heard, state) {
-  const source = new EventSource("/api/live");
-  source.onopen = () => state("on");
-  source.onerror = () => state("off"); // it tries again by itself
-  source.onmessage = (event) => heard(JSON.parse(event.data));
-  return source;
+  let source = null;
+  const open = () => {
+    source = new EventSource("/api/live");
+    source.onopen = () => state("on");
+    source.onerror = () => state("off"); // it tries again by itself
+    source.onmessage = (event) => heard(JSON.parse(event.data));
+  };
+  const look = () => {
+    source?.close();
+    source = null;
+    if (!document.hidden) open();
+  };
+  document.addEventListener("visibilitychange", look);
+  look();
 }

@@ -10,15 +10,15 @@ export class Board {
   constructor(charts, load, marks = []) {
     this.views = charts.map((chart) => new ChartView(chart, load, marks));
     this.seen = new Set();
+    this.range = [-Infinity, Infinity];
     this.eye = new IntersectionObserver((entries) => entries.forEach((entry) => this.look(entry)), { rootMargin: "200px" });
     this.views.forEach((view) => this.eye.observe(view.element));
     const themes = [...new Set(charts.map((chart) => chart.theme))];
-    const smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, "aria-label": "smoothing" });
-    smoothing.addEventListener("input", () => this.each((view) => view.smooth(Number(smoothing.value))));
+    this.smoothing = h("input", { type: "range", min: 0, max: 0.99, step: 0.01, value: 0, "aria-label": "smoothing", oninput: () => this.smooth() });
     this.whole = h("button", { type: "button", disabled: true, title: "double click on a chart", onclick: () => this.zoom([-Infinity, Infinity]) }, "Whole run");
     this.element = h("div", {},
       h("nav.themes", { "aria-label": "themes" }, themes.map((theme) => h("a", { href: "#", onclick: (event) => this.go(event, theme) }, theme))),
-      h("div.bar", {}, h("label", {}, "smoothing", smoothing), this.whole, h("span.faint.less", {}, "Drag over a chart to zoom in.")),
+      h("div.bar", {}, h("label", {}, "smoothing", this.smoothing), this.whole, h("span.faint.less", {}, "Drag over a chart to zoom in.")),
       themes.map((theme) => h("details", { "data-theme": theme, open: !QUIET.has(theme) }, h("summary", {}, h("h2", {}, theme[0].toUpperCase() + theme.slice(1))),
         h("div.charts", {}, this.views.filter((view) => view.chart.theme === theme).map((view) => view.element)))));
     this.element.addEventListener("zoom", (event) => this.zoom(event.detail));
@@ -50,9 +50,25 @@ export class Board {
   }
 
   zoom(range) {
+    this.range = range;
     this.each((view) => (view.range = range));
     this.whole.disabled = range[0] === -Infinity;
     this.refresh();
+  }
+
+  smooth() {
+    this.each((view) => view.smooth(Number(this.smoothing.value)));
+  }
+
+  /** Zoom, smoothing, hidden curves and closed themes of the board in whose place it comes. */
+  follow(old) {
+    this.smoothing.value = old.smoothing.value;
+    this.smooth();
+    this.zoom(old.range);
+    const before = new Map(old.views.map((view) => [view.chart.name, view.hidden]));
+    this.each((view) => (view.hidden = before.get(view.chart.name) ?? view.hidden));
+    for (const theme of this.element.querySelectorAll("details"))
+      theme.open = old.element.querySelector(`[data-theme="${theme.dataset.theme}"]`)?.open ?? theme.open;
   }
 
   redraw() {

@@ -11,6 +11,8 @@ const place = (id) => document.getElementById(id);
 class App {
   lines = new Map();
   page = null;
+  wasOff = false; // what is shown may be old, or an error
+  trouble = h("div.notice", { role: "alert" });
 
   async start() {
     this.paint(localStorage.getItem("theme"));
@@ -21,27 +23,38 @@ class App {
     await this.anew();
     this.open();
     listen((change) => this.heard(change), (state) => {
+      if (state === "off") this.wasOff = true;
       place("live").className = `live ${state}`;
       place("live").textContent = state === "on" ? "live" : "not connected";
     });
   }
 
+  /** Asks for all lines; ids of the runs that have changed. */
   async anew() {
+    const before = this.lines;
     this.lines = new Map((await ask("runs")).map((line) => [line.id, line]));
+    const ids = [...new Set([...before.keys(), ...this.lines.keys()])];
+    return ids.filter((id) => JSON.stringify(before.get(id)) !== JSON.stringify(this.lines.get(id)));
   }
 
   async heard({ anew, runs }) {
-    if (anew) await this.anew();
-    for (const [id, line] of Object.entries(runs ?? {})) line ? this.lines.set(id, line) : this.lines.delete(id);
-    const ids = anew ? null : new Set(Object.keys(runs));
-    await this.page?.changed(ids);
+    try {
+      const ids = new Set(anew ? await this.anew() : Object.keys(runs));
+      for (const [id, line] of Object.entries(runs ?? {})) line ? this.lines.set(id, line) : this.lines.delete(id);
+      if (ids.size || this.wasOff) await this.page?.changed(this.wasOff ? null : ids);
+      this.wasOff = false;
+      this.trouble.remove();
+    } catch (error) {
+      this.trouble.textContent = error.message; // what is shown stays: the run may have been removed
+      place("page").prepend(this.trouble);
+    }
   }
 
   open() {
     const [, kind, rest = ""] = location.hash.match(/^#\/(\w*)\/?(.*)$/) ?? [];
     this.page?.close();
     const [names, query] = rest.split("?");
-    const ids = names.split(",").map(decodeURIComponent);
+    const ids = names.split(",").map(decoded);
     const pages = {
       run: () => new RunPage(this, ids[0]), rollouts: () => new RolloutsPage(this, ids[0], query), compare: () => new ComparePage(this, ids),
     };
@@ -89,6 +102,15 @@ class App {
   paint(theme) {
     document.documentElement.classList.remove("light", "dark");
     if (theme) document.documentElement.classList.add(theme);
+  }
+}
+
+/** Of an address; as it is where somebody has typed what is no escape. */
+function decoded(text) {
+  try {
+    return decodeURIComponent(text);
+  } catch {
+    return text;
   }
 }
 

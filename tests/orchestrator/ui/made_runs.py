@@ -14,6 +14,9 @@ HERE = {"pid": os.getpid(), "host": socket.gethostname()}
 """As run.lock says of a run that goes on."""
 TIME = "2026-01-01T00:00:{:02d}.000Z"
 
+MORE = ("response_ids", "task", "advantage", "behavior_logprobs", "token_versions", "transcript", "turn_tokens")
+"""Columns of samples that are as rows say them, if any does."""
+
 
 def make_run(
     path: Path,
@@ -42,7 +45,7 @@ def steps(count: int) -> list[dict[str, Any]]:
 
 
 def write_samples(directory: Path, step: int, rows: list[dict[str, Any]]) -> None:
-    """Rows of {group, reward, text, tokens, finish}."""
+    """Rows of {group, reward, text, tokens, finish}, and columns of `MORE`."""
     directory.mkdir(exist_ok=True)
     table = {
         "group_id": [row["group"] for row in rows],
@@ -54,4 +57,11 @@ def write_samples(directory: Path, step: int, rows: list[dict[str, Any]]) -> Non
         "reward": [row["reward"] for row in rows],
         "advantage": [0.5 for _ in rows],
     }
+    table |= {name: [row.get(name) for row in rows] for name in MORE if any(name in row for row in rows)}
     parquet.write_table(pa.table(table), directory / f"step_{step}.parquet")
+
+
+def append(file: Path, line: Mapping[str, Any]) -> None:
+    """A whole line, as a run writes it."""
+    with file.open("a") as opened:
+        opened.write(json.dumps(line) + "\n")

@@ -4,6 +4,11 @@ import { h, number } from "../dom.js";
 import { shadeOf, SHADES } from "../shades.js";
 
 const PAGE = 50;
+/** Tokens and characters that are shown of one sample, for a browser to stay quick. */
+const MOST_TOKENS = 8192;
+const MOST_CHARACTERS = 100_000;
+/** Between two looks while files are being read. */
+const LATER_MS = 400;
 const SORTS = { step: "newest", reward: "reward", advantage: "advantage", tokens: "length", group: "group" };
 
 export class RolloutsPage {
@@ -43,14 +48,20 @@ export class RolloutsPage {
   set(name, value) {
     this.wanted[name] = value;
     if (name !== "offset") this.wanted.offset = 0;
-    this.at = 0;
-    return this.load();
+    [this.at, this.chosen] = [0, null];
+    return this.again();
+  }
+
+  /** What cannot be answered is told above the list. */
+  again() {
+    return this.load().catch((error) => (this.count.textContent = error.message));
   }
 
   async load() {
     const asked = (this.asked = Symbol());
+    clearTimeout(this.later);
     const found = await ask("samples", { run: this.id, ...clean(this.wanted) });
-    if (asked !== this.asked) return;
+    if (asked !== this.asked || this.isClosed) return;
     this.found = found;
     const known = found.known < found.files ? ` ${found.known} of ${found.files} files are read so far.` : "";
     const late = found.complete ? "" : " There was not time enough to look for the text in all of them.";
@@ -59,10 +70,14 @@ export class RolloutsPage {
     for (const reason of found.reasons)
       if (![...this.reasons.options].some((option) => option.value === reason)) this.reasons.append(h("option", { value: reason }, reason));
     this.reasons.value = this.wanted.finish_reason ?? "";
+    if (this.chosen) this.at = Math.max(0, found.rows.findIndex((row) => isSame(row, this.chosen)));
+    this.at = Math.min(this.at, Math.max(0, found.rows.length - 1));
     this.draw();
-    if (found.rows.length) await this.open(Math.min(this.at, found.rows.length - 1));
-    else this.shown.replaceChildren();
-    if (found.known < found.files) this.later = setTimeout(() => this.load(), 500);
+    if (found.known < found.files) this.later = setTimeout(() => this.again(), LATER_MS);
+    if (!found.rows.length) {
+      this.line = null;
+      this.shown.replaceChildren();
+    } else if (!isSame(this.line, this.chosen ?? found.rows[this.at])) await this.open(this.at);
   }
 
   draw() {
@@ -70,23 +85,33 @@ export class RolloutsPage {
     const offset = Number(this.wanted.offset);
     const turn = (by, label) => h("button", { type: "button", disabled: offset + by < 0 || offset + by >= total, onclick: () => this.set("offset", Math.max(0, offset + by)) }, label);
     this.list.replaceChildren(
-      ...rows.map((row, index) => h(`button.line${index === this.at ? ".at" : ""}`, { type: "button", "data-step": row.step, "data-place": row.place, onclick: () => this.open(index) },
+      ...rows.map((row, index) => h(`button.line${index === this.at ? ".at" : ""}`, { type: "button", "data-step": row.step, "data-place": row.place, "aria-current": index === this.at, onclick: () => this.choose(index) },
         h("span.head", {}, h("b", {}, reward(row.reward)), h("span.faint", {}, `step ${row.step} · group ${row.group} · ${row.tokens} tokens${row.finish_reason ? ` · ${row.finish_reason}` : ""}`)),
         h("span.excerpt", {}, excerpt(row)))),
       h("div.bar", {}, turn(-PAGE, "earlier"), turn(PAGE, "more"), h("span.faint", {}, total ? `${offset + 1} to ${offset + rows.length}` : "")));
   }
 
+  /** By a person: it stays open while others are written. */
+  choose(index) {
+    this.chosen = this.found.rows[index];
+    return this.open(index).catch((error) => (this.count.textContent = error.message));
+  }
+
   async open(index) {
     this.at = index;
-    this.draw();
-    this.list.querySelector(".line.at")?.scrollIntoView({ block: "nearest" });
-    const line = this.found.rows[index];
+    const lines = this.list.querySelectorAll(".line");
+    lines.forEach((button, place) => {
+      button.classList.toggle("at", place === index);
+      button.setAttribute("aria-current", place === index);
+    });
+    scrolledTo(lines[index], this.list);
+    const line = (this.line = this.found.rows[index]);
     const asked = (this.opened = Symbol());
     const [sample, group] = await Promise.all([
       ask("sample", { run: this.id, step: line.step, place: line.place }),
       ask("samples", { run: this.id, group: line.group, first_step: line.step, last_step: line.step, sort: "reward", limit: 64 }),
     ]);
-    if (asked !== this.opened) return;
+    if (asked !== this.opened || this.isClosed) return;
     this.sample = sample;
     this.group = group.rows;
     this.tell(line);
@@ -95,16 +120,17 @@ export class RolloutsPage {
   tell(line) {
     const { sample } = this;
     const task = parsed(sample.task) ?? {};
-    const said = parsed(sample.transcript);
+    const messages = parsed(sample.transcript);
+    const said = Array.isArray(messages) ? messages.filter(Boolean) : null;
     const shades = h("select", { "aria-label": "colour of tokens", onchange: (event) => { this.shade = event.target.value; this.tell(line); } },
       Object.entries(SHADES).map(([key, { title }]) => h("option", { value: key, selected: key === this.shade }, title)));
     this.shown.replaceChildren(
       h("h2", {}, `step ${line.step}, group ${line.group}`),
       h("p.faint", {}, [`reward ${number(sample.reward)}`, sample.advantage === undefined ? "" : `advantage ${number(mean(sample.advantage))}`, `${line.tokens} tokens`, sample.finish_reason].filter(Boolean).join(" · ")),
-      ...(task.prompt ? [h("h3", {}, "Prompt"), h("pre.text", {}, task.prompt)] : []),
+      ...(task.prompt ? [h("h3", {}, "Prompt"), h("pre.text", {}, clipped(task.prompt))] : []),
       ...(said ? [h("h3", {}, "Conversation"), conversation(said)] : []),
       h("h3", {}, "Tokens ", h("label.faint", {}, shades)), this.tokens(), h("p.faint.scale", {}, SHADES[this.shade].about),
-      ...(task.answer === undefined || task.answer === null ? [] : [h("h3", {}, "Answer"), h("pre.text", {}, String(task.answer))]),
+      ...(task.answer === undefined || task.answer === null ? [] : [h("h3", {}, "Answer"), h("pre.text", {}, clipped(task.answer))]),
       h("h3", {}, `The group: ${this.group.length} attempts`),
       h("div.scroll", {}, h("table", {}, h("tbody", {}, this.group.map((row) => h(`tr${row.place === line.place ? ".at" : ""}`, {},
         h("td.number", {}, number(row.reward)), h("td.number", {}, number(row.advantage)), h("td.number", {}, String(row.tokens)),
@@ -116,17 +142,19 @@ export class RolloutsPage {
     const ends = new Set();
     let end = 0;
     for (const count of sample.turn_tokens ?? []) ends.add((end += count));
-    return h("pre.tokens", {}, sample.token_texts.flatMap((text, index) => {
+    const few = sample.token_texts.slice(0, MOST_TOKENS);
+    const left = sample.token_texts.length - few.length;
+    return h("pre.tokens", {}, few.flatMap((text, index) => {
       const { shade, tip } = shadeOf(this.shade, sample, index);
       const token = h("span", { title: `${JSON.stringify(text)} ${tip}` }, text === "" ? "␣" : text);
       if (shade) token.style.background = shade;
       return ends.has(index) && index ? [h("span.turn", { title: "next turn" }, "¶\n"), token] : [token];
-    }));
+    }), left ? h("span.turn", {}, ` … and ${number(left)} more tokens`) : null);
   }
 
   async changed(ids) {
     if (ids && !ids.has(this.id)) return;
-    if (this.at === 0 && Number(this.wanted.offset) === 0 && this.wanted.sort === "step") await this.load();
+    if (Number(this.wanted.offset) === 0) await this.load();
   }
 
   keys = {
@@ -138,19 +166,34 @@ export class RolloutsPage {
   async move(by) {
     const next = this.at + by;
     const offset = Number(this.wanted.offset);
-    if (next >= 0 && next < this.found.rows.length) return this.open(next);
+    if (next >= 0 && next < this.found.rows.length) return this.choose(next);
     if (next < 0 && offset > 0) {
       this.wanted.offset = Math.max(0, offset - PAGE);
-      this.at = PAGE - 1;
-      return this.load();
+      [this.at, this.chosen] = [PAGE - 1, null];
+      return this.again();
     }
     if (next > 0 && offset + PAGE < this.found.total) return this.set("offset", offset + PAGE);
     return undefined;
   }
 
   close() {
+    this.isClosed = true;
     clearTimeout(this.later);
   }
+}
+
+const isSame = (one, other) => Boolean(one && other && one.step === other.step && one.place === other.place);
+
+/** Within its own box alone: the page does not move. */
+function scrolledTo(element, box) {
+  const [inner, outer] = [element.getBoundingClientRect(), box.getBoundingClientRect()];
+  if (inner.top < outer.top) box.scrollTop -= outer.top - inner.top;
+  else if (inner.bottom > outer.bottom) box.scrollTop += inner.bottom - outer.bottom;
+}
+
+function clipped(text) {
+  const all = String(text);
+  return all.length > MOST_CHARACTERS ? `${all.slice(0, MOST_CHARACTERS)} … and ${number(all.length - MOST_CHARACTERS)} more characters` : all;
 }
 
 const clean = (wanted) => Object.fromEntries(Object.entries(wanted).filter(([, value]) => value !== "" && value !== null));
@@ -175,7 +218,7 @@ function excerpt(row) {
 /** Who said what, tools and their answers included. */
 function conversation(messages) {
   return h("div.talk", {}, messages.map((message) => h(`div.said.${/^\w+$/.test(message.role) ? message.role : "other"}`, {},
-    h("b", {}, message.role), message.reasoning_content ? h("pre.text.faint", {}, message.reasoning_content) : null,
-    message.content ? h("pre.text", {}, typeof message.content === "string" ? message.content : JSON.stringify(message.content)) : null,
-    (message.tool_calls ?? []).map((call) => h("pre.text.call", {}, `${call.function?.name}(${JSON.stringify(call.function?.arguments)})`)))));
+    h("b", {}, message.role), message.reasoning_content ? h("pre.text.faint", {}, clipped(message.reasoning_content)) : null,
+    message.content ? h("pre.text", {}, clipped(typeof message.content === "string" ? message.content : JSON.stringify(message.content))) : null,
+    (message.tool_calls ?? []).map((call) => h("pre.text.call", {}, clipped(`${call.function?.name}(${JSON.stringify(call.function?.arguments)})`))))));
 }

@@ -64,6 +64,7 @@ export class RunPage {
     if (names(this.run.charts) !== before) {
       const old = this.board;
       this.makeBoard();
+      this.board.follow(old);
       old.element.replaceWith(this.board.element);
       old.close();
     } else this.board.refresh();

@@ -2,6 +2,8 @@
 import { elapsed, h, number, percent, time } from "../dom.js";
 
 const MOST_COMPARED = 32;
+/** Rows at once: with words to filter by, nobody scrolls through more. */
+const MOST_SHOWN = 300;
 const COLUMNS = [
   { key: "name", title: "Run" },
   { key: "state", title: "State" },
@@ -68,15 +70,24 @@ export class RunsPage {
   show() {
     const lines = sorted(matching([...this.app.lines.values()], this.words), this.key, this.down);
     this.lines = lines;
-    this.at = Math.max(0, Math.min(this.at, lines.length - 1));
+    this.at = Math.max(0, Math.min(this.at, lines.length - 1, MOST_SHOWN - 1));
     this.head.replaceChildren(h("th", {}), ...COLUMNS.map((column) => h(`th${column.number ? ".number" : ""}${column.less ? ".less" : ""}`, {
       "aria-sort": column.key === this.key ? (this.down ? "descending" : "ascending") : null,
     }, h("button", { type: "button", onclick: () => this.sort(column) }, column.title, column.key === this.key ? (this.down ? " ↓" : " ↑") : ""))));
-    this.body.replaceChildren(...lines.map((line, index) => this.row(line, index)));
+    this.fill(lines.slice(0, MOST_SHOWN));
     if (!lines.length) this.body.append(h("tr", {}, h("td.wide", { colspan: COLUMNS.length + 1 }, this.app.lines.size ? "No run matches." : "There is no run here yet. `penstock run recipe=arithmetic` makes one.")));
-    this.count.textContent = `${lines.length} of ${this.app.lines.size} runs`;
+    const more = lines.length > MOST_SHOWN ? `, the first ${MOST_SHOWN} are shown` : "";
+    this.count.textContent = `${lines.length} of ${this.app.lines.size} runs${more}`;
     this.compare.disabled = this.picked.size < 2;
     this.compare.textContent = this.picked.size ? `Compare ${this.picked.size}` : "Compare";
+  }
+
+  /** The rows anew; what has the focus keeps it. */
+  fill(lines) {
+    const held = this.body.contains(document.activeElement) ? document.activeElement : null;
+    const run = held?.closest("tr")?.dataset.run;
+    this.body.replaceChildren(...lines.map((line, index) => this.row(line, index)));
+    if (run) this.body.querySelector(`tr[data-run="${CSS.escape(run)}"] ${held.tagName}`)?.focus({ preventScroll: true });
   }
 
   row(line, index) {

@@ -26,7 +26,6 @@ def test_changes_of_runs_are_told_and_nothing_else() -> None:
         running = asyncio.create_task(live.run(look))
         events = live.events()
         assert await heard(events) == ANEW
-        await asyncio.sleep(0.05)
         table[0] = line("a", 2)
         assert await heard(events) == {"runs": {"a": line("a", 2)}}
         table[1:] = [line("c", 0)]
@@ -40,7 +39,11 @@ def test_a_page_that_is_slow_is_told_to_ask_for_everything_anew() -> None:
     async def scenario() -> list[Any]:
         live = Live(0.01)
         events = live.events()
-        await heard(events)
+        first = asyncio.create_task(heard(events))
+        while not live._pages:
+            await asyncio.sleep(0)
+        live._tell({})
+        assert await first == ANEW
         for step in range(5 * BEHIND):
             live._tell({"a": line("a", step)})
         return [await heard(events) for _ in range(BEHIND + 1)]

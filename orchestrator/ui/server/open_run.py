@@ -1,0 +1,99 @@
+"""One run that somebody looks at: what was read of its files so far, and answers from that. Made by `answers.py`.
+
+Its metrics and its samples have a lock each. So a look for a text in a million samples holds up neither the charts of
+the same run nor anything of another.
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from penstock.orchestrator.configuration.differences import differences_of
+from penstock.orchestrator.recording.json_lines import last_lines
+from penstock.orchestrator.ui.charts.drawn import plain
+from penstock.orchestrator.ui.charts.themes import charts_of
+from penstock.orchestrator.ui.runs.columns import Columns
+from penstock.orchestrator.ui.runs.found import MAX_CHARACTERS, TAIL_BYTES, line_of, read_config
+from penstock.orchestrator.ui.runs.rollouts import Rollouts, Wanted
+from penstock.orchestrator.ui.runs.thinning import thinned
+from penstock.orchestrator.ui.runs.token_texts import TokenTexts
+
+MAX_EVENTS = 500
+"""The newest, that are shown."""
+MAX_POINTS = 4000
+"""Of a curve, whatever is asked for."""
+INDEX_S = 0.2
+"""Of one answer, for taking up new files of samples."""
+
+
+class OpenRun:
+    """Lifecycle: any of its answers, at any time, by any thread."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self._path, self._run = path, run
+        self._reading_metrics, self._reading_samples = threading.Lock(), threading.Lock()
+        self._columns = Columns(path / "metrics.jsonl")
+        self._rollouts = Rollouts(path / "samples")
+        self._texts: TokenTexts | None = None
+
+    def described(self) -> dict[str, Any]:
+        """Its line, what it was told, what happened, which charts it has."""
+        config = read_config(self._path)
+        keys, num_steps, num_unreadable = self._read()
+        return {
+            "line": asdict(line_of(self._path, self._run)),
+            "description": str(config.get("description") or "")[:MAX_CHARACTERS],
+            "config": config,
+            "changed": differences_of(config),
+            "events": last_lines(self._path / "events.jsonl", TAIL_BYTES)[-MAX_EVENTS:],
+            "charts": [chart.plain() for chart in charts_of(keys, config)],
+            "num_steps": num_steps,
+            "num_unreadable": num_unreadable,
+        }
+
+    def metrics(self) -> list[str]:
+        """Those that have a value at some step."""
+        return self._read()[0]
+
+    def series(self, keys: Sequence[str], points: int, first: float, last: float) -> dict[str, Any]:
+        """By metric: steps and values, and where there are more than `points`, the range around each."""
+        with self._reading_metrics:
+            self._columns.update()
+            steps, columns = self._columns.steps, {key: self._columns[key] for key in keys}
+        found = {}
+        for key, values in columns.items():
+            few = thinned(steps, values, max(1, min(points, MAX_POINTS)), first, last)
+            found[key] = {"steps": plain(few.steps), "mean": plain(few.mean)}
+            if few.low is not None and few.high is not None:
+                found[key] |= {"low": plain(few.low), "high": plain(few.high)}
+        return found
+
+    def samples(self, wanted: Wanted) -> dict[str, Any]:
+        """A page of its samples, and how far its files are known."""
+        with self._reading_samples:
+            rollouts = self._rollouts
+            rollouts.update(INDEX_S)
+            known, every = rollouts.num_files
+            return {
+                **rollouts.find(wanted),
+                "known": known,
+                "files": every,
+                "unreadable": rollouts.num_unreadable,
+                "reasons": list(rollouts.reasons),
+            }
+
+    def sample(self, step: int, place: int) -> dict[str, Any]:
+        """One sample with its tokens. Raises `LookupError`."""
+        with self._reading_samples:
+            row = self._rollouts.sample(step, place)
+            if self._texts is None:
+                self._texts = TokenTexts(self._path, read_config(self._path))
+            return {**row, "token_texts": self._texts.of(row.get("response_ids") or [])}
+
+    def _read(self) -> tuple[list[str], int, int]:
+        """Metrics, steps, and lines that are none."""
+        with self._reading_metrics:
+            self._columns.update()
+            return self._columns.keys, len(self._columns.steps), self._columns.num_unreadable

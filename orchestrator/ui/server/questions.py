@@ -1,0 +1,76 @@
+"""What the page may ask for below /api/: by name, what an address's words mean and who answers. Used by `app.py`.
+
+Another page's data is a function here and a line in `QUESTIONS`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from starlette.datastructures import QueryParams
+
+from penstock.orchestrator.ui.runs.rollouts import Wanted
+from penstock.orchestrator.ui.server.answers import Answers
+
+DEFAULT_POINTS = 1000
+WANTED: dict[str, Callable[[str], Any]] = {
+    "first_step": int, "last_step": int, "group": int, "least_reward": float, "most_reward": float,
+    "least_tokens": int, "most_tokens": int, "finish_reason": str, "text": str, "sort": str, "offset": int,
+    "limit": int,
+}  # fmt: skip
+"""Fields of `Wanted`, as an address has them."""
+
+
+def runs(answers: Answers, asked: QueryParams) -> Any:
+    """All runs, one line each."""
+    return answers.table()
+
+
+def run(answers: Answers, asked: QueryParams) -> Any:
+    """run=…"""
+    return answers.run(_run_of(asked))
+
+
+def compare(answers: Answers, asked: QueryParams) -> Any:
+    """run=…&run=…"""
+    return answers.compared(asked.getlist("run"))
+
+
+def series(answers: Answers, asked: QueryParams) -> Any:
+    """Numbers of charts: run=…&key=…&key=…, points=…, first=…, last=…"""
+    first, last = float(asked.get("first", "-inf")), float(asked.get("last", "inf"))
+    points = int(asked.get("points", DEFAULT_POINTS))
+    return answers.series(_run_of(asked), asked.getlist("key"), points, first, last)
+
+
+def samples(answers: Answers, asked: QueryParams) -> Any:
+    """Of a run, by what they are: run=…, fields of `Wanted`."""
+    return answers.samples(_run_of(asked), wanted_of(asked))
+
+
+def sample(answers: Answers, asked: QueryParams) -> Any:
+    """One, with its tokens: run=…&step=…&place=…"""
+    return answers.sample(_run_of(asked), int(asked.get("step", "")), int(asked.get("place", "")))
+
+
+QUESTIONS: dict[str, Callable[[Answers, QueryParams], Any]] = {
+    "runs": runs,
+    "run": run,
+    "compare": compare,
+    "series": series,
+    "samples": samples,
+    "sample": sample,
+}
+"""A question raises `NoSuchRun` or `LookupError` for what is not there, `ValueError` for words that mean nothing."""
+
+
+def wanted_of(asked: QueryParams) -> Wanted:
+    """What of a run's samples is asked for. Raises `ValueError`."""
+    found: dict[str, Any] = {}
+    for name, kind in WANTED.items():
+        if (value := asked.get(name, "")) != "":
+            found[name] = kind(value)
+    return Wanted(**found, down=asked.get("down", "1") != "0")
+
+
+def _run_of(asked: QueryParams) -> str:
+    return asked.get("run", "")
