@@ -47,10 +47,12 @@ class StepTrace:
         work: Callable[[], Awaitable[Mapping[str, Any]]],
         names: Callable[[str], Sequence[str]],
         group_size: int,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         """`work`: asks the store what was done. `names`: of the members of a role, now."""
         self._directory, self._work, self._names, self._group_size = directory, work, names, group_size
-        self._began = time.time()
+        self._clock = clock
+        self._began = clock()
         self._rank: list[Span] = []
         """What the slowest rank did in this step."""
         self._groups: set[int] = set()
@@ -58,7 +60,7 @@ class StepTrace:
         self._writing: asyncio.Task[None] | None = None
 
     def begin(self) -> None:
-        self._began = time.time()
+        self._began = self._clock()
 
     def updated(self, step: int, reports: Sequence[StepReport], end: float) -> None:
         """All ranks have made the step's update, at `end`."""
@@ -81,7 +83,7 @@ class StepTrace:
     async def close(self, step: int) -> None:
         """The step is over. Its line is written while the next one is made."""
         await self.finish()
-        now = time.time()
+        now = self._clock()
         closed = ClosedStep(step, self._began, now, self._rank, self._groups)
         self._began, self._rank, self._groups = now, [], set()
         self._writing = asyncio.create_task(self._write(closed))
@@ -93,7 +95,7 @@ class StepTrace:
 
     async def _write(self, closed: "ClosedStep") -> None:
         try:
-            told = Worked.of(await self._work(), time.time())
+            told = Worked.of(await self._work(), self._clock())
         except PenstockError:  # the step's line says that it lacks the store's part
             told = None
         spans = self._directory.timeline.take()

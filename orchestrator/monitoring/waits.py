@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 SOURCE = "source"
+A_PROMPT = "a prompt"
+"""What is waited for where nothing is under way."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,9 @@ def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[
             found |= dict.fromkeys(_for_credits(described, stages))
         elif name in by_name:
             for who in _idle(described, by_name[name]):
-                for on, what in _blockers(described, stages, by_name[name], frozenset()):
-                    if on != who:
-                        found[Wait(who, on, what)] = None
+                before = list(_blockers(described, stages, by_name[name], frozenset()))
+                of_stages = [one for one in before if one[1] != A_PROMPT]
+                found |= {Wait(who, on, what): None for on, what in of_stages or before if on != who}
     return list(found)
 
 
@@ -61,8 +63,7 @@ def _blockers(
     before = [one for one in stages if set(one.writes) & set(stage.reads) and one.name not in seen | {stage.name}]
     for one in before:
         if one.name == SOURCE:
-            if not any(other.name != SOURCE for other in before):
-                yield from ((member, "a prompt") for member in one.members)
+            yield from ((member, A_PROMPT) for member in one.members)
             continue
         owners: dict[str, int] = {}
         for lease in described.get("leases") or ():

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.store.errors import StoreUnreachable
 from penstock.workers.trainer.report import StepReport, TrainedRows
 
+NOW = 1_000_000.0
 NAMES = {"trainer": ["Trainer-policy-0", "Trainer-policy-1"], "rollout": ["Rollout-0"]}
 
 
@@ -34,9 +34,10 @@ def traced(tmp_path: Path, told: Mapping[str, Any] | Exception) -> dict[str, Any
         return told
 
     async def step() -> None:
-        trace = StepTrace(directory, work, lambda role: NAMES[role], group_size=4)
-        trace._began = time.time() - 3.0
-        trace.updated(1, [report(1.5, 1.5, [8, 9]), report(0.5, 1.5, [10, 11])], time.time())
+        times = iter((0.0, NOW - 3.0, NOW, NOW))
+        trace = StepTrace(directory, work, lambda role: NAMES[role], group_size=4, clock=lambda: next(times))
+        trace.begin()
+        trace.updated(1, [report(1.5, 1.5, [8, 9]), report(0.5, 1.5, [10, 11])], NOW)
         await trace.close(1)
         await trace.finish()
 
@@ -48,10 +49,9 @@ def traced(tmp_path: Path, told: Mapping[str, Any] | Exception) -> dict[str, Any
 
 
 def test_a_step_leaves_who_was_busy_and_what_it_waited_for(tmp_path: Path) -> None:
-    now = time.time()
     told = {
-        "now": now, "missed": 0, "admitted": [[2, now - 4]],
-        "leases": [["rollout", "Rollout-0", 2, now - 4, now - 1.5, 4]],
+        "now": NOW, "missed": 0, "admitted": [[2, NOW - 4]],
+        "leases": [["rollout", "Rollout-0", 2, NOW - 4, NOW - 1.5, 4]],
     }  # fmt: skip
     line = traced(tmp_path, told)
     assert line["step"] == 1
