@@ -81,7 +81,8 @@ def _blockers(
 def _for_credits(described: Mapping[str, Any], stages: Sequence[StageView]) -> Iterator[Wait]:
     """Prompts wait until a version is out that trained what is under way."""
     credits = described.get("credits") or {}
-    what = f"version {int(credits.get('published') or 0) + 1}: {credits.get('active')} of {credits.get('max')} groups"
+    under_way = f"{credits.get('active')} of {credits.get('max')} groups are under way"
+    what = f"version {int(credits.get('published') or 0) + 1} ({under_way})"
     for source in (stage for stage in stages if stage.name == SOURCE):
         for member in source.members:
             yield from (Wait(member, rank, what) for rank in stages[-1].members)

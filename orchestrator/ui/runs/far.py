@@ -16,7 +16,9 @@ from penstock.conf.errors import CheckpointError
 from penstock.workers.files import download, seen_below
 
 _LOG = logging.getLogger("penstock")
-RECORD = re.compile(r"(.*/)?(config\.yaml|events\.jsonl|metrics\.jsonl|(model|initial_model)/tokenizer\.json)")
+RECORD = re.compile(
+    r"(.*/)?(config\.yaml|events\.jsonl|metrics\.jsonl|spans\.jsonl|state\.json|logs/[^/]+\.log|(model|initial_model)/tokenizer\.json)"
+)
 SAMPLES = re.compile(r"(.*/)?samples/step_(\d+)\.parquet")
 SAMPLES_AT_ONCE = 20
 """Files of one look."""

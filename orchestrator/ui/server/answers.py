@@ -66,6 +66,18 @@ class Answers:
         """One sample with its tokens. Raises `LookupError`."""
         return self._opened(run).sample(step, place)
 
+    def timeline(self, run: str, first: int | None, last: int | None) -> dict[str, Any]:
+        """Who was busy when."""
+        return self._opened(run).timeline(first, last)
+
+    def state(self, run: str) -> dict[str, Any]:
+        """Who is there and who waits for whom."""
+        return self._opened(run).state()
+
+    def logs(self, run: str, member: str, text: str, only_trouble: bool) -> dict[str, Any]:
+        """What actors printed. Raises `LookupError`."""
+        return self._opened(run).logs(member, text, only_trouble)
+
     def _path(self, run: str) -> Path:
         path = self.runs.path_of(run)
         if path is None:

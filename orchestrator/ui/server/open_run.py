@@ -4,6 +4,7 @@ Its metrics and its samples have a lock each. So a look for a text in a million 
 the same run nor anything of another.
 """
 
+import json
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,14 +17,23 @@ from penstock.orchestrator.ui.charts.drawn import plain
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
 from penstock.orchestrator.ui.runs.found import MAX_CHARACTERS, TAIL_BYTES, line_of, read_config
+from penstock.orchestrator.ui.runs.printed import printed
 from penstock.orchestrator.ui.runs.rollouts import Rollouts, Wanted
 from penstock.orchestrator.ui.runs.thinning import thinned
 from penstock.orchestrator.ui.runs.token_texts import TokenTexts
+from penstock.orchestrator.ui.runs.traced import Traced
 
 MAX_EVENTS = 500
 """The newest, that are shown."""
 MAX_POINTS = 4000
 """Of a curve, whatever is asked for."""
+LAST_STEPS = 3
+"""Of the timeline, where none are asked for."""
+MARKED = ("fault", "ended", "replaced", "returned", "warning")
+"""Events that the timeline marks."""
+FAILURES = ("fault", "ended", "failed", "return_failed")
+"""Events that tell of something that went wrong."""
+MOST_FAILURES = 20
 INDEX_S = 0.2
 """Of one answer, for taking up new files of samples."""
 
@@ -34,8 +44,10 @@ class OpenRun:
     def __init__(self, path: Path, run: str) -> None:
         self._path, self._run = path, run
         self._reading_metrics, self._reading_samples = threading.Lock(), threading.Lock()
+        self._reading_spans = threading.Lock()
         self._columns = Columns(path / "metrics.jsonl")
         self._rollouts = Rollouts(path / "samples")
+        self._traced = Traced(path / "spans.jsonl")
         self._texts: TokenTexts | None = None
 
     def described(self) -> dict[str, Any]:
@@ -47,7 +59,7 @@ class OpenRun:
             "description": str(config.get("description") or "")[:MAX_CHARACTERS],
             "config": config,
             "changed": differences_of(config),
-            "events": last_lines(self._path / "events.jsonl", TAIL_BYTES)[-MAX_EVENTS:],
+            "events": self._events(),
             "charts": [chart.plain() for chart in charts_of(keys, config)],
             "num_steps": num_steps,
             "num_unreadable": num_unreadable,
@@ -91,6 +103,35 @@ class OpenRun:
             if self._texts is None:
                 self._texts = TokenTexts(self._path, read_config(self._path))
             return {**row, "token_texts": self._texts.of(row.get("response_ids") or [])}
+
+    def timeline(self, first: int | None, last: int | None) -> dict[str, Any]:
+        """Who was busy when in these steps; None: the last few. Members that were lost meanwhile."""
+        with self._reading_spans:
+            self._traced.update()
+            if (bounds := self._traced.bounds) is None:
+                return {"bounds": None, "steps": [], "events": []}
+            last = bounds[1] if last is None else last
+            first = last - LAST_STEPS + 1 if first is None else first
+            steps = self._traced.lines(first, last)
+        events = [event for event in self._events() if event.get("kind") in MARKED]
+        return {"bounds": bounds, "steps": steps, "events": events}
+
+    def state(self) -> dict[str, Any]:
+        """Who is there and who waits for whom, as the run has told last."""
+        line = asdict(line_of(self._path, self._run))
+        try:
+            state = json.loads((self._path / "state.json").read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            state = None
+        return {"line": line, "state": state}
+
+    def logs(self, member: str, text: str, only_trouble: bool) -> dict[str, Any]:
+        """What actors printed, and what the run failed with. Raises `LookupError`."""
+        failed = [event for event in self._events() if event.get("kind") in FAILURES]
+        return {**printed(self._path / "logs", member, text, only_trouble), "failures": failed[-MOST_FAILURES:]}
+
+    def _events(self) -> list[dict[str, Any]]:
+        return last_lines(self._path / "events.jsonl", TAIL_BYTES)[-MAX_EVENTS:]
 
     def _read(self) -> tuple[list[str], int, int]:
         """Metrics, steps, and lines that are none."""

@@ -52,6 +52,22 @@ def sample(answers: Answers, asked: QueryParams) -> Any:
     return answers.sample(_run_of(asked), int(asked.get("step", "")), int(asked.get("place", "")))
 
 
+def timeline(answers: Answers, asked: QueryParams) -> Any:
+    """Of some steps: run=…&first=…&last=…"""
+    first, last = (int(asked[name]) if asked.get(name) else None for name in ("first", "last"))
+    return answers.timeline(_run_of(asked), first, last)
+
+
+def state(answers: Answers, asked: QueryParams) -> Any:
+    """run=…"""
+    return answers.state(_run_of(asked))
+
+
+def logs(answers: Answers, asked: QueryParams) -> Any:
+    """run=…&member=…&text=…&trouble=1"""
+    return answers.logs(_run_of(asked), asked.get("member", ""), asked.get("text", ""), asked.get("trouble") == "1")
+
+
 QUESTIONS: dict[str, Callable[[Answers, QueryParams], Any]] = {
     "runs": runs,
     "run": run,
@@ -59,6 +75,9 @@ QUESTIONS: dict[str, Callable[[Answers, QueryParams], Any]] = {
     "series": series,
     "samples": samples,
     "sample": sample,
+    "timeline": timeline,
+    "state": state,
+    "logs": logs,
 }
 """A question raises `NoSuchRun` or `LookupError` for what is not there, `ValueError` for words that mean nothing."""
 

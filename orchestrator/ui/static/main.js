@@ -1,10 +1,13 @@
 // Which page the address names, what every page shares: the table of runs, live changes, keys, light and dark.
 import { ask, listen } from "./api.js";
 import { h } from "./dom.js";
+import { ClusterPage } from "./pages/cluster.js";
 import { ComparePage } from "./pages/compare.js";
+import { LogsPage } from "./pages/logs.js";
 import { RolloutsPage } from "./pages/rollouts.js";
 import { RunPage } from "./pages/run.js";
 import { RunsPage } from "./pages/runs.js";
+import { TimelinePage } from "./pages/timeline.js";
 
 const place = (id) => document.getElementById(id);
 
@@ -57,6 +60,7 @@ class App {
     const ids = names.split(",").map(decoded);
     const pages = {
       run: () => new RunPage(this, ids[0]), rollouts: () => new RolloutsPage(this, ids[0], query), compare: () => new ComparePage(this, ids),
+      timeline: () => new TimelinePage(this, ids[0], query), cluster: () => new ClusterPage(this, ids[0]), logs: () => new LogsPage(this, ids[0], query),
     };
     this.page = Object.hasOwn(pages, kind ?? "") ? pages[kind]() : new RunsPage(this);
     document.title = this.page.title ? `${this.page.title} – Penstock` : "Penstock";

@@ -47,5 +47,5 @@ def test_with_nothing_under_way_the_chain_ends_with_the_prompts_and_theirs_with_
     assert waits_of(told, STAGES) == [
         Wait("Rollout-0", "Prompts", "a prompt"),
         Wait("Rollout-1", "Prompts", "a prompt"),
-        Wait("Prompts", "Trainer-policy-0", "version 5: 32 of 32 groups"),
+        Wait("Prompts", "Trainer-policy-0", "version 5 (32 of 32 groups are under way)"),
     ]

@@ -2,6 +2,7 @@
 import { ask } from "../api.js";
 import { h, number } from "../dom.js";
 import { shadeOf, SHADES } from "../shades.js";
+import { tabKeys, tabs } from "../tabs.js";
 
 const PAGE = 50;
 /** Tokens and characters that are shown of one sample, for a browser to stay quick. */
@@ -24,7 +25,7 @@ export class RolloutsPage {
     this.list = h("div.samples");
     this.shown = h("div.sample");
     this.element = h("div", {},
-      h("p", {}, h("a", { href: `#/run/${encodeURIComponent(id)}` }, "← charts")), this.form, this.count,
+      tabs(id, "rollouts"), this.form, this.count,
       h("div.split", {}, this.list, this.shown));
     this.ready = this.load();
   }
@@ -157,11 +158,14 @@ export class RolloutsPage {
     if (Number(this.wanted.offset) === 0) await this.load();
   }
 
-  keys = {
-    n: ["next sample", () => this.move(1)],
-    p: ["sample before", () => this.move(-1)],
-    "/": ["look for a text", () => this.search.focus()],
-  };
+  get keys() {
+    return {
+      ...tabKeys(this.id),
+      n: ["next sample", () => this.move(1)],
+      p: ["sample before", () => this.move(-1)],
+      "/": ["look for a text", () => this.search.focus()],
+    };
+  }
 
   async move(by) {
     const next = this.at + by;

@@ -2,6 +2,7 @@
 import { ask } from "../api.js";
 import { Board } from "../board.js";
 import { elapsed, h, number, percent, time } from "../dom.js";
+import { tabKeys, tabs } from "../tabs.js";
 
 export class RunPage {
   constructor(app, id) {
@@ -40,10 +41,9 @@ export class RunPage {
     const line = this.app.lines.get(this.id) ?? this.run.line;
     const card = (label, value) => h("div.card", {}, h("b", {}, value), h("span", {}, label));
     this.top.replaceChildren(
-      h("h1", {}, line.name), h("p.faint", {}, h(`span.state.${line.state}`, {}, line.state), ` ${[line.recipe, line.algorithm, time(line.started)].filter(Boolean).join(" · ")}`),
+      tabs(this.id, "run"), h("h1", {}, line.name), h("p.faint", {}, h(`span.state.${line.state}`, {}, line.state), ` ${[line.recipe, line.algorithm, time(line.started)].filter(Boolean).join(" · ")}`),
       line.error ? h("div.notice", {}, line.error) : "",
       ...adviceOf(this.run.events),
-      h("p", {}, h("a", { href: `#/rollouts/${encodeURIComponent(this.id)}` }, "Rollouts: what the policy wrote (w)")),
       h("div.cards", {},
         card("step", `${line.step ?? "–"} of ${line.max_steps ?? "?"}`), card("held-out accuracy", percent(line.accuracy)),
         card("reward", number(line.reward)), card("samples a second", number(line.samples_per_s)), card("time", elapsed(line.seconds))));
@@ -74,10 +74,12 @@ export class RunPage {
     this.board?.redraw();
   }
 
-  keys = {
-    r: ["the whole run again", () => this.board.zoom([-Infinity, Infinity])],
-    w: ["what the policy wrote", () => (location.hash = `#/rollouts/${encodeURIComponent(this.id)}`)],
-  };
+  get keys() {
+    return {
+      r: ["the whole run again", () => this.board.zoom([-Infinity, Infinity])],
+      ...tabKeys(this.id),
+    };
+  }
 
   close() {
     this.board?.close();

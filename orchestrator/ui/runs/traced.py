@@ -1,0 +1,60 @@
+"""`spans.jsonl` by step, while it is being written: where each line lies is remembered, and only those that are shown
+are read.
+"""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+HEAD = re.compile(rb'\{"step": ?(\d+),')
+MOST_STEPS = 40
+"""Of one answer."""
+
+
+class Traced:
+    """Lifecycle: `update` now and then, `lines` in between."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._identity: tuple[int, int] | None = None
+        self._end = 0
+        self._places: dict[int, tuple[int, int]] = {}
+        """By step: offset and length of its newest line."""
+
+    @property
+    def bounds(self) -> tuple[int, int] | None:
+        """First and last step."""
+        return (min(self._places), max(self._places)) if self._places else None
+
+    def update(self) -> None:
+        try:
+            with self._file.open("rb") as opened:
+                status = os.fstat(opened.fileno())
+                identity = (status.st_dev, status.st_ino)
+                if identity != self._identity or status.st_size < self._end:  # cut by a run that goes on from before
+                    self._identity, self._end, self._places = identity, 0, {}
+                opened.seek(self._end)
+                for line in opened:
+                    if not line.endswith(b"\n"):
+                        break
+                    if found := HEAD.match(line):
+                        self._places[int(found[1])] = (self._end, len(line))
+                    self._end += len(line)
+        except FileNotFoundError:
+            self._identity, self._end, self._places = None, 0, {}
+
+    def lines(self, first: int, last: int) -> list[dict[str, Any]]:
+        """Of those steps, the last `MOST_STEPS` of them. One that is no JSON is left out."""
+        steps = [step for step in sorted(self._places) if first <= step <= last][-MOST_STEPS:]
+        found = []
+        with self._file.open("rb") as opened:
+            for step in steps:
+                offset, length = self._places[step]
+                opened.seek(offset)
+                try:
+                    found.append(json.loads(opened.read(length)))
+                except ValueError:
+                    continue
+        return found
