@@ -201,6 +201,7 @@ class Controller:
                 break
         if finishing is not None:
             await finishing
+        await self._samples.flush()
         if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
             await self._saving.begin(self.outcome.num_steps, self.outcome.last_metrics, is_last=True)
         await self._end()
@@ -287,6 +288,7 @@ class Controller:
         """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
         if not self._saving.is_due(step):
             return {}
+        await self._samples.flush()
         metrics = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics)
         return {"checkpoint": await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))}
 
