@@ -216,6 +216,7 @@ class Controller:
         if finishing is not None:
             await finishing
         await self._trace.finish()
+        await self._samples.flush()
         if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
             await self._saving.begin(self.outcome.num_steps, self.outcome.last_metrics, is_last=True)
         await self._end()
@@ -299,6 +300,7 @@ class Controller:
         """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
         if not self._saving.is_due(step):
             return {}
+        await self._samples.flush()
         metrics, start = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics), time.time()
         seconds = await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))
         self.directory.timeline.span("trainer", "save", start, time.time(), step=step)

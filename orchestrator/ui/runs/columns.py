@@ -91,7 +91,7 @@ class Columns:
         for line in lines.splitlines():
             try:
                 value = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 value = None
             if isinstance(value, dict) and _is_number(value.get("step")):
                 found.append(value)
