@@ -142,7 +142,7 @@ class Trainer(Protocol):
 
     def update(self, rows: Rows, loss: Loss, recorder: Any = None) -> UpdateReport:
         """One policy update (`num_minibatches` optimizer steps) over the union of all ranks' rows. `recorder`: is told
-        of each token (`trainer/update/token_values.py`)."""
+        of each token (`trainer/update/token_recorder.py`)."""
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""

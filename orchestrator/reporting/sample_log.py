@@ -1,7 +1,7 @@
 """Some steps' samples, written for people to read. Used by `controller.py`.
 
 Columns are those that the store has of the batch, and two that the trainer's ranks know of it alone
-(`workers/trainer/update/token_values.py`): `trainer_logprobs` and `loss_mask`, one value a token.
+(`workers/trainer/update/token_recorder.py`): `trainer_logprobs` and `loss_mask`, one value a token.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -16,7 +16,7 @@ from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.step_log import QUICK_S
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.report import TokenValues
+from penstock.workers.trainer.token_values import TokenValues
 
 COLUMNS = (
     "task", "prompt_ids", "response_ids", "response_text", "finish_reason", "reward", "advantage", "token_versions",

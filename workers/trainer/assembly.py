@@ -20,7 +20,7 @@ from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.old_turns import without_old_turns
-from penstock.workers.trainer.update.token_values import PLACES
+from penstock.workers.trainer.update.token_recorder import PLACES
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 

@@ -1,7 +1,7 @@
 """What a rank says of a step: numbers small enough to send to the controller. Made by `worker.py`; the step's
 metrics are made of it (`orchestrator/reporting/metrics.py`).
 
-Legend: _N rows (samples) of this rank, T_i sampled tokens of row i.
+Legend: _N rows (samples) of this rank.
 """
 
 from dataclasses import dataclass, field
@@ -81,17 +81,3 @@ class StepReport:
     """Of the batch: what the store is to be told is trained. None: another rank speaks for these rows."""
     not_kept: str | None = None
     """Why this rank keeps no copies of its state from this step on: once. None: it does, or this has been told."""
-
-
-@dataclass(frozen=True)
-class TokenValues:
-    """What one rank's update knew of each sampled token (`update/token_values.py`). Too large for each step's report:
-    it is asked for where samples are written."""
-
-    row_ids: np.ndarray
-    """`[N]` int64."""
-    trainer_logprobs: list[np.ndarray | None]
-    """`[T_i]` float32, NaN for a token of an old turn. None: the row came after an optimizer step of its own update,
-    and the loss asked for no log-probabilities of before."""
-    loss_mask: list[np.ndarray]
-    """`[T_i]` bool."""

@@ -23,7 +23,7 @@ from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.loss_inputs import LossInputs
 from penstock.workers.trainer.update.minibatches import Minibatch
 from penstock.workers.trainer.update.tally import Tally
-from penstock.workers.trainer.update.token_values import TokenRecorder
+from penstock.workers.trainer.update.token_recorder import TokenRecorder
 
 
 class ScalarTrainer(PolicyTrainer):

@@ -39,7 +39,7 @@ from penstock.workers.trainer.update.loss_inputs import LossInputs
 from penstock.workers.trainer.update.minibatches import Cutter, Minibatch
 from penstock.workers.trainer.update.schedule import learning_rate
 from penstock.workers.trainer.update.tally import Tally, add_mismatch
-from penstock.workers.trainer.update.token_values import TokenRecorder
+from penstock.workers.trainer.update.token_recorder import TokenRecorder
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout

@@ -9,6 +9,8 @@ import numpy as np
 
 from penstock.orchestrator.configuration.differences import differences_of
 from penstock.orchestrator.recording.json_lines import last_lines
+from penstock.orchestrator.summary.cards import cards
+from penstock.orchestrator.summary.marks import marks_of
 from penstock.orchestrator.ui.charts.drawn import plain
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
@@ -43,16 +45,20 @@ class Answers:
         return [asdict(line) for line in self.runs.lines()]
 
     def run(self, run: str) -> dict[str, Any]:
-        """One run: its line, what it was told, what happened, which charts it has."""
+        """One run: its line and cards, what it was told, what happened, which charts it has."""
         path = self._path(run)
         config = read_config(path)
         columns = self._read(path)
+        line = line_of(path, run)
+        events = last_lines(path / "events.jsonl", TAIL_BYTES)
         return {
-            "line": asdict(line_of(path, run)),
+            "line": asdict(line),
+            "cards": [asdict(card) for card in cards(columns, config, events, line.seconds or 0.0)],
             "description": config.get("description") or "",
             "config": config,
             "changed": differences_of(config),
-            "events": last_lines(path / "events.jsonl", TAIL_BYTES)[-MAX_EVENTS:],
+            "events": events[-MAX_EVENTS:],
+            "marks": [mark.plain() for mark in marks_of(events)],
             "charts": [chart.plain() for chart in charts_of(columns.keys, config)],
             "num_steps": len(columns.steps),
             "num_unreadable": columns.num_unreadable,
