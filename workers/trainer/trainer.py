@@ -38,7 +38,7 @@ from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.loss_inputs import LossInputs
 from penstock.workers.trainer.update.minibatches import Cutter, Minibatch
 from penstock.workers.trainer.update.schedule import learning_rate
-from penstock.workers.trainer.update.tally import Tally, add_mismatch
+from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
 from penstock.workers.trainer.update.token_recorder import TokenRecorder
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
@@ -191,7 +191,8 @@ class PolicyTrainer:
             skipped += not math.isfinite(norms[-1])
         self.num_updates += 1
         with self._phase(f"update {self.num_updates}, metrics"):
-            metrics = tally.reduced(self.ranks)
+            tally.add_padding(minibatches)
+            metrics = with_padding_share(tally.reduced(self.ranks), self.metrics_prefix)
         metrics |= {
             f"{self.metrics_prefix}/lr": rate,
             f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.orchestrator.diagnosis.rules import HINT, Finding, Seen, findings
+from penstock.orchestrator.diagnosis.rules import findings
+from penstock.orchestrator.diagnosis.seen import HINT, Finding, Seen
 
 CONFIG = DiagnosisConfig()
 Change = Callable[[int], dict[str, Any]]
