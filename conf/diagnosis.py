@@ -27,6 +27,18 @@ class DiagnosisConfig:
     """So many times the median of the steps before, in half of the window."""
     dropped_share: float = 0.3
     """Of the samples: those that were dropped as something was wrong with them."""
+    filtered_share: float = 0.8
+    """Of the samples: those that the algorithm's own filter drops, as their groups agree on the reward. Half of them is
+    usual late in a run; four fifths make a step five times as long."""
+    engine_share: float = 0.25
+    """Of the groups that an engine samples on the average: one that samples less is told to be held up. Chance and
+    unequal lengths make a half."""
+    rank_slowdown: float = 2.0
+    """So many times the forward passes of the other ranks, of one and the same rank, and a tenth of the step more: the
+    others wait for it. Uneven rows make 1.3."""
+    padding_share: float = 0.6
+    """Of the tokens that micro-batches have room for: those that only pad shorter rows. Rows of few tokens are a third
+    padding, as one more micro-batch costs more than that."""
     idle_share: float = 0.5
     """Of a step that engines or ranks waited, above which there are too many of them. Where they take turns
     (max_staleness=0): what overlapping would hide of a step."""
@@ -39,7 +51,11 @@ class DiagnosisConfig:
 
     def __post_init__(self) -> None:
         at_least("diagnosis.window", self.window, 2)
-        for key in ("cut_off_share", "entropy_share", "dropped_share", "idle_share", "evaluation_share"):
+        for key in (
+            "cut_off_share", "entropy_share", "dropped_share", "filtered_share", "engine_share", "padding_share",
+            "idle_share", "evaluation_share",
+        ):  # fmt: skip
             within(f"diagnosis.{key}", getattr(self, key), 0.0, 1.0)
+        at_least("diagnosis.rank_slowdown", self.rank_slowdown, 1)
         for key in ("mismatch", "mismatch_growth", "kl", "grad_norm_growth", "stall_factor", "stall_least_s"):
             above(f"diagnosis.{key}", getattr(self, key), 0)

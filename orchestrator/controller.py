@@ -131,7 +131,7 @@ class Controller:
         )  # fmt: skip
         self._engines = EngineDirectory(fleet)
         self._stop = False
-        self._samples = SampleLog(config, flow, directory, self._last_batch)
+        self._samples = SampleLog(config, flow, directory, self._last_batch, lambda: fleet.role("trainer"))
         self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
         self._stalls = Stalls(
             config.diagnosis, self._describe, self._watch.stacks,
@@ -277,7 +277,8 @@ class Controller:
 
     async def _update(self, step: int) -> list[StepReport]:
         self._supervisor.step = step
-        calls = [(name, handle.step.remote(step)) for name, handle in self.fleet.role("trainer")]
+        due = self._samples.is_due(step)
+        calls = [(name, handle.step.remote(step, due)) for name, handle in self.fleet.role("trainer")]
         try:
             reports = await answers(calls, phase=f"step {step}", timeout_s=self.config.trainer.step_timeout_s)
         except DeadlineExceeded as error:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from pyarrow import parquet
+
 
 def metrics_of(directory: str | Path) -> list[dict[str, Any]]:
     """The lines of `metrics.jsonl`, every one of them whole."""
@@ -13,3 +15,17 @@ def metrics_of(directory: str | Path) -> list[dict[str, Any]]:
 def events_of(directory: str | Path) -> list[dict[str, Any]]:
     """The lines of `events.jsonl`."""
     return [json.loads(line) for line in (Path(directory) / "events.jsonl").read_text().splitlines()]
+
+
+def sampled_difference(directory: str | Path, step: int) -> float:
+    """Mean |log p of the trainer - log p of the engine| over the tokens that a step trained, by its samples."""
+    rows = samples_of(directory, step)
+    pairs = [pair for row in rows for pair in zip(row["trainer_logprobs"], row["behavior_logprobs"], strict=True)]
+    found = [abs(trainer - engine) for trainer, engine in pairs if trainer is not None]
+    return sum(found) / len(found)
+
+
+def samples_of(directory: str | Path, step: int) -> list[dict[str, Any]]:
+    """The rows of `samples/step_N.parquet`."""
+    rows: list[dict[str, Any]] = parquet.read_table(Path(directory) / "samples" / f"step_{step}.parquet").to_pylist()
+    return rows

@@ -140,8 +140,9 @@ class Trainer(Protocol):
     def logprobs(self, rows: Rows) -> list[np.ndarray]:
         """`[T_i]` float32 for each row: log-probabilities of the response tokens under the current weights."""
 
-    def update(self, rows: Rows, loss: Loss) -> UpdateReport:
-        """One policy update (`num_minibatches` optimizer steps) over the union of all ranks' rows."""
+    def update(self, rows: Rows, loss: Loss, recorder: Any = None) -> UpdateReport:
+        """One policy update (`num_minibatches` optimizer steps) over the union of all ranks' rows. `recorder`: is told
+        of each token (`trainer/update/token_recorder.py`)."""
 
     def publish(self, directory: str, version: int) -> Publication:
         """Write the weights into shared memory, each rank its own shard."""

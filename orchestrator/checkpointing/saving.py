@@ -100,7 +100,7 @@ class CheckpointWriter:
         except (OSError, CheckpointError, ResourceError) as error:
             begun, why_not = False, f"{place}: cannot be written: {error}"
         if not begun:
-            self._writing = asyncio.create_task(self._not_begun(why_not))
+            self._writing = asyncio.create_task(self._not_begun(step, why_not))
             return time.monotonic() - started
         self._newest = step
         try:
@@ -177,15 +177,15 @@ class CheckpointWriter:
         self._left.add(step)
         with contextlib.suppress(OSError, CheckpointError):  # the next run sweeps what cannot be removed now
             await asyncio.to_thread(self._clear, step)
-        return self._failed(failure)
+        return self._failed(step, failure)
 
-    async def _not_begun(self, why: str) -> PenstockError:
-        return self._failed(CheckpointError(why))
+    async def _not_begun(self, step: int, why: str) -> PenstockError:
+        return self._failed(step, CheckpointError(why))
 
-    def _failed(self, failure: PenstockError) -> PenstockError:
+    def _failed(self, step: int, failure: PenstockError) -> PenstockError:
         """Counted and told."""
         self.failed += 1
-        self._directory.event("checkpoint_failed", error=type(failure).__name__, message=str(failure))
+        self._directory.event("checkpoint_failed", step=step, error=type(failure).__name__, message=str(failure))
         self._progress.note(f"a checkpoint could not be written, the one before stays: {failure}")
         return failure
 

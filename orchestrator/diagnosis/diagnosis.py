@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.orchestrator.diagnosis.rules import Finding, Seen, findings
+from penstock.orchestrator.diagnosis.rules import findings
+from penstock.orchestrator.diagnosis.seen import Finding, Seen
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 

@@ -147,7 +147,8 @@ class Members:
                         names.append(await self._fleet.growth.enlarge(role, stage))
                 except PenstockError as error:
                     done.problems.append(str(error))
-                    self._directory.event("join_failed", role=role, error=type(error).__name__, message=str(error))
+                    about = {"role": role, "step": self._supervisor.step, "error": type(error).__name__}
+                    self._directory.event("join_failed", **about, message=str(error))
                     return names
         return names
 
@@ -162,7 +163,8 @@ class Members:
             if self._is_planned(name):
                 await self._fleet.end(*self._fleet.take_out(name))
             if isinstance(error, PenstockError):
-                facts = {"role": role, "member": name, "node": place, "error": type(error).__name__}
+                facts = {"role": role, "member": name, "node": place, "step": self._supervisor.step}
+                facts["error"] = type(error).__name__
                 self._directory.event("join_failed", **facts, message=str(error))
                 self._progress.note(f"{name} cannot join: {first_line(error)}")
             raise

@@ -11,7 +11,7 @@ from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.run_place import RunPlace
-from penstock.orchestrator.reporting.summary import cards
+from penstock.orchestrator.reporting.summary import cards_of
 
 
 def print_summary(directory: Path, config: RunConfig, console: Console | None = None) -> None:
@@ -19,7 +19,7 @@ def print_summary(directory: Path, config: RunConfig, console: Console | None = 
     console = console or Console(highlight=False)
     try:
         run = RunDirectory.open(directory)
-        found = cards(run)
+        found = cards_of(run)
     except (OSError, ConfigError) as error:  # a lost mount; the run has come to its end all the same
         console.print(f"\nThe run has ended, and its directory cannot be read: {error}", markup=False, soft_wrap=True)
         return

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.orchestrator.reporting.faults import Fault
-from penstock.orchestrator.reporting.progress import elapsed
+from penstock.orchestrator.summary.elapsed import elapsed
+from penstock.orchestrator.summary.faults import Fault
 
 MIN_WIDTH = 3.0
 GAP = 7.0

@@ -19,6 +19,8 @@ PHASES = ("rollout", "reward", "reference", "train", "publish", "checkpoint")
 
 
 REWARDS = "rewards_N"
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+"""Told of what differs from sample to sample."""
 
 
 class StepArrays(TrainedRows):
@@ -97,12 +99,16 @@ def reward_metrics(arrays: StepArrays) -> dict[str, float]:
     reward_N = arrays.reward_N[np.isfinite(arrays.reward_N)]
     if not len(reward_N):
         return {}
-    return {
-        "reward/mean": float(reward_N.mean()),
-        "reward/std": float(reward_N.std()),
-        "reward/min": float(reward_N.min()),
-        "reward/max": float(reward_N.max()),
-    } | {f"reward/{name}": float(values.mean()) for name, values in arrays.rewards_N.items() if len(values)}
+    return (
+        {
+            "reward/mean": float(reward_N.mean()),
+            "reward/std": float(reward_N.std()),
+            "reward/min": float(reward_N.min()),
+            "reward/max": float(reward_N.max()),
+        }
+        | quantiles("reward", reward_N)
+        | {f"reward/{name}": float(values.mean()) for name, values in arrays.rewards_N.items() if len(values)}
+    )
 
 
 def length_metrics(arrays: StepArrays, generated_length_mean: float | None = None) -> dict[str, float]:
@@ -115,7 +121,7 @@ def length_metrics(arrays: StepArrays, generated_length_mean: float | None = Non
         "response_length/mean": mean,
         "response_length/max": float(arrays.response_tokens_N.max()),
         "response_length/clip_ratio": float(arrays.clipped_N.mean()),
-    }
+    } | quantiles("response_length", arrays.response_tokens_N)
     if arrays.turns_N.max() > 1:
         metrics |= {"turns/mean": float(arrays.turns_N.mean()), "turns/max": float(arrays.turns_N.max())}
     if generated_length_mean:
@@ -124,14 +130,41 @@ def length_metrics(arrays: StepArrays, generated_length_mean: float | None = Non
 
 
 def staleness_metrics(arrays: StepArrays) -> dict[str, float]:
-    """Over tokens, in versions."""
+    """Over tokens, in versions; quantiles over samples, each by the mean of its tokens."""
     tokens = int(arrays.response_tokens_N.sum())
     if not tokens:
         return {}
     return {
         "staleness/mean": float(arrays.staleness_sum_N.sum() / tokens),
         "staleness/max": float(arrays.staleness_max_N.max()),
-    }
+    } | quantiles("staleness", arrays.staleness_sum_N / np.maximum(1, arrays.response_tokens_N))
+
+
+def quantiles(name: str, values_N: np.ndarray) -> dict[str, float]:
+    """Over samples; at least one.
+
+    >>> quantiles("reward", np.array([0.0, 1.0, 2.0]))
+    {'reward/p10': 0.2, 'reward/p50': 1.0, 'reward/p90': 1.8}
+    """
+    found = np.quantile(values_N, list(QUANTILES.values())).tolist()
+    return {f"{name}/{key}": float(value) for key, value in zip(QUANTILES, found, strict=True)}
+
+
+def rank_metrics(reports: Sequence[StepReport]) -> dict[str, float]:
+    """Which of several ranks is the slowest, and by how much: seconds of its forward passes, and the median of the
+    others'. `ranks/tokens_spread`: the most tokens of a rank over the mean, which a slow one may be slow by."""
+    forward = np.array([report.seconds.get("forward", 0.0) for report in reports])
+    if len(forward) < 2:
+        return {}
+    slowest = int(forward.argmax())
+    tokens = np.array([int((report.rows.response_tokens_N + report.rows.prompt_tokens_N).sum()) for report in reports])
+    tokens = tokens[[report.share is not None for report in reports]]  # others have the same rows as one of these
+    spread = {"ranks/tokens_spread": float(tokens.max() / tokens.mean())} if len(tokens) > 1 and tokens.any() else {}
+    return {
+        "ranks/slowest": float(slowest),
+        "ranks/forward_s_slowest": float(forward[slowest]),
+        "ranks/forward_s_others": float(np.median(np.delete(forward, slowest))),
+    } | spread
 
 
 def time_metrics(arrays: StepArrays, times: StepTimes) -> dict[str, float]:

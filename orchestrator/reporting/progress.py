@@ -20,6 +20,7 @@ from rich.text import Text
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.recording.losses import Losses
+from penstock.orchestrator.summary.elapsed import elapsed
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 NUM_NOTES = 6
@@ -148,13 +149,6 @@ def sparkline(values: list[float], width: int = 32, low: float | None = None, hi
     high = max(values) if high is None else high
     span = (high - low) or 1.0
     return "".join(BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
-
-
-def elapsed(seconds: float | None) -> str:
-    """`0:07`, `12:30`, `1:02:03`."""
-    total = int(seconds or 0)
-    hours, minutes = divmod(total // 60, 60)
-    return f"{hours}:{minutes:02}:{total % 60:02}" if hours else f"{minutes}:{total % 60:02}"
 
 
 def plain_line(step: int, max_steps: int, metrics: Mapping[str, Any]) -> str:

@@ -19,10 +19,11 @@ from penstock.orchestrator.recording.fetching import at_place, bring_all
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.turns import last_turn
 from penstock.orchestrator.reporting.fault_drawing import Timeline
-from penstock.orchestrator.reporting.faults import duration_s, faults_of
-from penstock.orchestrator.reporting.progress import elapsed
 from penstock.orchestrator.reporting.samples import read_samples
-from penstock.orchestrator.reporting.summary import cards
+from penstock.orchestrator.summary.cards import cards
+from penstock.orchestrator.summary.elapsed import elapsed
+from penstock.orchestrator.summary.faults import duration_s, faults_of
+from penstock.orchestrator.summary.marks import marks_of
 from penstock.orchestrator.ui import bundle
 from penstock.orchestrator.ui.charts.chart import Chart
 from penstock.orchestrator.ui.charts.drawn import drawn
@@ -57,9 +58,7 @@ def write_report(path: str | Path, *, pngs: bool = True) -> Path:
     charts = charts_of(columns.keys, config)
     directory.write_text("report.html", page(directory, config, charts, columns))
     if pngs:
-        faults = faults_of(directory.read_events())
-        marks = [(fault.step, fault.until_step or fault.step) for fault in faults]
-        write_pngs(charts, columns, directory.plots, marks)
+        write_pngs(charts, columns, directory.plots, marks_of(directory.read_events()))
     return directory.report
 
 
@@ -81,11 +80,11 @@ def page(directory: RunDirectory, config: Mapping[str, Any], charts: Sequence[Ch
         description=config.get("description") or "",
         state=_state(events),
         facts=_facts(config, events),
-        cards=cards(directory),
+        cards=cards(columns, config, events, duration_s(events)),
         numbers={
             "charts": [chart.plain() for chart in charts],
             "curves": drawn(charts, columns),
-            "marks": [{"step": fault.step, "until": fault.until_step, "text": fault.text} for fault in faults],
+            "marks": [mark.plain() for mark in marks_of(events)],
         },
         style=bundle.style("vendor/uPlot.min.css", "style.css"),
         library=bundle.library(),

@@ -9,7 +9,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics
+from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, rank_metrics, step_metrics
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks import Sink, log_to
 from penstock.orchestrator.reporting.usage import Usage
@@ -64,7 +64,7 @@ class StepLog:
             step,
             StepArrays.of_reports(reports),
             times,
-            trainer=reports[0].metrics,
+            trainer=reports[0].metrics | rank_metrics(reports),
             store={**store, **self._counters()},
             generated_length_mean=usage.generated_length_mean,
             evaluated=evaluated,

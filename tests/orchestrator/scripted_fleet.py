@@ -197,7 +197,7 @@ class Trainer(Member):
     async def progress(self) -> Said:
         return self._phases.progress()
 
-    async def step(self, step: int) -> StepReport | None:
+    async def step(self, step: int, records_tokens: bool = False) -> StepReport | None:
         with self._phases.within(WAITING):
             leasing = self._client.lease_shared("train", step - 1, self._rank, self._num_ranks, 0)
             self._leasing = asyncio.create_task(leasing)
@@ -215,6 +215,9 @@ class Trainer(Member):
             step, lease.version, {}, TrainedRows.of(lease.rows, lease.version), 0.0, 0.0, {}, lease.rows.row_ids,
             lease.share,
         )  # fmt: skip
+
+    async def token_values(self, step: int) -> None:
+        return None
 
     async def attach(self, store: Any) -> None:
         self._client = StoreClient(store)

@@ -28,6 +28,7 @@ from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.stacks import register
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.trainer.token_values import TokenValues
 from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:
@@ -96,12 +97,17 @@ class Trainer(_Rank):
         `PartnerGone`."""
         self._parts.worker.attach(SyncStoreClient(store))
 
-    def step(self, step: int) -> StepReport | None:
-        """Step number `step`, counted from 1, on the store's next batch. None: the store has closed. Collective."""
+    def step(self, step: int, records_tokens: bool = False) -> StepReport | None:
+        """Step number `step`, counted from 1, on the store's next batch. None: the store has closed. `records_tokens`:
+        as of `TrainerWorker.step`. Collective."""
         worker = self._parts.worker
         self._needed(worker.store, "a store")
         with self._together(f"step {step}"):
-            return worker.step(step)
+            return worker.step(step, records_tokens)
+
+    def token_values(self, step: int) -> TokenValues | None:
+        """What the last update knew of each token of this rank's rows, if it was that of `step` and recorded it."""
+        return self._parts.worker.token_values(step)
 
     def update(self, rows: Rows, loss: Loss) -> UpdateReport:
         """The imperative API: one update on these rows of this rank. Collective."""

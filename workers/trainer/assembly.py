@@ -20,6 +20,7 @@ from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.old_turns import without_old_turns
+from penstock.workers.trainer.update.token_recorder import PLACES
 from penstock.workers.trainer.worker import ScorerWorker, TrainerWorker
 
 
@@ -92,7 +93,7 @@ def _young(spec: TrainerSpec) -> Callable[[Rows, int], Rows] | None:
     bound = spec.leaves_out_beyond
     if bound is None:
         return None
-    tokens = frozenset(name for name, column in spec.columns.items() if column.shape == "token")
+    tokens = frozenset({PLACES, *(name for name, column in spec.columns.items() if column.shape == "token")})
     return lambda rows, version: without_old_turns(rows, version - bound, tokens)
 
 

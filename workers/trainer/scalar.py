@@ -23,6 +23,7 @@ from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.loss_inputs import LossInputs
 from penstock.workers.trainer.update.minibatches import Minibatch
 from penstock.workers.trainer.update.tally import Tally
+from penstock.workers.trainer.update.token_recorder import TokenRecorder
 
 
 class ScalarTrainer(PolicyTrainer):
@@ -67,6 +68,7 @@ class ScalarTrainer(PolicyTrainer):
         old: list[np.ndarray] | None,
         tally: Tally,
         is_first: bool,
+        recorder: TokenRecorder | None,
     ) -> Tensor:
         whole = "scores" in inputs.provided
         positions = last_tokens(batch) if whole else batch.positions_N

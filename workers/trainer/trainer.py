@@ -38,7 +38,8 @@ from penstock.workers.trainer.update.batching import MicroBatch
 from penstock.workers.trainer.update.loss_inputs import LossInputs
 from penstock.workers.trainer.update.minibatches import Cutter, Minibatch
 from penstock.workers.trainer.update.schedule import learning_rate
-from penstock.workers.trainer.update.tally import Tally, add_mismatch
+from penstock.workers.trainer.update.tally import Tally, add_mismatch, with_padding_share
+from penstock.workers.trainer.update.token_recorder import TokenRecorder
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.piece import Piece
 from penstock.workers.weights.publication.layout import Layout
@@ -163,13 +164,13 @@ class PolicyTrainer:
     def _phase(self, name: str) -> AbstractContextManager[None]:
         return deadlines.phase(name, self.ranks, lambda: self.engine.where)
 
-    def update(self, rows: Rows, loss: Loss) -> UpdateReport:
+    def update(self, rows: Rows, loss: Loss, recorder: TokenRecorder | None = None) -> UpdateReport:
         """One policy update, `num_minibatches` optimizer steps, over the union of all ranks' rows. Collective.
 
         `rows`: `prompt_ids`, `response_ids`, and the columns that `loss` names. Metrics: the loss's own as
         `actor/<name>` (means over minibatches), `actor/entropy|grad_norm|lr|skipped_nonfinite`, and `mismatch/…` when
         rows have `behavior_logprobs`. An optimizer step whose gradient norm is not finite is left out and counted:
-        weights and optimizer stay as they were. Raises `DataError`, `DataflowError`.
+        weights and optimizer stay as they were. `recorder`: is told of each token. Raises `DataError`, `DataflowError`.
         """
         if not self.trainable:
             raise RuntimeError("this trainer was made with trainable=False; it has no optimizer.")
@@ -185,12 +186,13 @@ class PolicyTrainer:
         tally = Tally(len(minibatches))
         norms, skipped = [], 0
         for number, minibatch in enumerate(minibatches):
-            self._accumulate(minibatch, inputs, old, tally, number == 0, seconds)
+            self._accumulate(minibatch, inputs, old, tally, number == 0, recorder, seconds)
             norms.append(self._optimizer_step(rate, seconds))
             skipped += not math.isfinite(norms[-1])
         self.num_updates += 1
         with self._phase(f"update {self.num_updates}, metrics"):
-            metrics = tally.reduced(self.ranks)
+            tally.add_padding(minibatches)
+            metrics = with_padding_share(tally.reduced(self.ranks), self.metrics_prefix)
         metrics |= {
             f"{self.metrics_prefix}/lr": rate,
             f"{self.metrics_prefix}/grad_norm": sum(norms) / len(norms),
@@ -259,6 +261,7 @@ class PolicyTrainer:
         old: list[np.ndarray] | None,
         tally: Tally,
         is_first: bool,
+        recorder: TokenRecorder | None,
         seconds: dict[str, float],
     ) -> None:
         """Forward and backward of each micro-batch: gradients add up in the parameters."""
@@ -267,7 +270,7 @@ class PolicyTrainer:
             started = time.perf_counter()
             with self._phase(f"{place}, forward"):
                 self.engine.before_backward(is_last=number == len(minibatch.batches) - 1)
-                loss = self._contribution(minibatch, batch, inputs, old, tally, is_first)
+                loss = self._contribution(minibatch, batch, inputs, old, tally, is_first, recorder)
             seconds["forward"] += time.perf_counter() - started
             started = time.perf_counter()
             with self._phase(f"{place}, backward"):
@@ -282,6 +285,7 @@ class PolicyTrainer:
         old: list[np.ndarray] | None,
         tally: Tally,
         is_first: bool,
+        recorder: TokenRecorder | None,
     ) -> Tensor:
         """Forward of one micro-batch: its share of the minibatch's loss, `[]` with gradient."""
         entropy = "gradient" if inputs.takes_entropy else "value"
@@ -299,6 +303,9 @@ class PolicyTrainer:
             tally.add(f"actor/{name}", value)
         num_tokens = max(1.0, minibatch.totals.num_tokens)
         tally.add("actor/entropy", entropy_N.sum() / num_tokens)
+        if recorder is not None:
+            before_BT = logprobs_BT if is_first else old_BT if old is not None else None
+            recorder.add(batch, logprobs_BT, before_BT)
         if is_first and "behavior_logprobs" in batch.columns:
             add_mismatch(tally, logprobs_BT, batch.columns["behavior_logprobs"], batch.mask_BT, num_tokens)
         return loss

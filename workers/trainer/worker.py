@@ -26,6 +26,8 @@ from penstock.workers.protocols import Loss, Trainer
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.report import StepReport, TrainedRows
 from penstock.workers.trainer.shared_rounds import Alone, Peers, SharedRounds
+from penstock.workers.trainer.token_values import TokenValues
+from penstock.workers.trainer.update.token_recorder import TokenRecorder, with_places
 
 
 class TrainerWorker:
@@ -67,6 +69,8 @@ class TrainerWorker:
         """That it is attached to."""
         self._rounds = SharedRounds(stage, rank, num_ranks, peers or Alone())
         self._loss = loss
+        self._tokens: tuple[int, TokenValues | None] = (0, None)
+        """The last step, and what its update knew of each token."""
 
     def attach(self, store: SyncStoreClient) -> None:
         """The next step is of this store; one that waits for a batch of the store before, in another thread, raises
@@ -75,8 +79,9 @@ class TrainerWorker:
         if before is not None:
             before.leave()
 
-    def step(self, step: int) -> StepReport | None:
-        """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. Collective.
+    def step(self, step: int, records_tokens: bool = False) -> StepReport | None:
+        """Step number `step`, counted from 1. Waits for its batch; None when the store has closed. `records_tokens`:
+        `token_values` will be asked for. Collective.
 
         The copy comes before the report, and the controller completes the round once it has all reports: so when it
         has ended, every rank that keeps copies has that of this step. And as long as it has not ended, every rank still
@@ -84,6 +89,8 @@ class TrainerWorker:
         """
         store = self.store
         assert store is not None
+        self._tokens = (0, None)
+        recorder = TokenRecorder() if records_tokens and self._speaks_for_rows else None
         started = time.perf_counter()
         with self._phases.within(WAITING):
             lease = self._rounds.take(store, step - 1)  # rounds are from 0
@@ -91,7 +98,9 @@ class TrainerWorker:
             return None
         leased = time.perf_counter()
         self.num_in_flight = len(lease.rows)
-        leased_rows = lease.rows if self._young is None else self._young(lease.rows, lease.version)
+        leased_rows = lease.rows
+        if self._young is not None:
+            leased_rows = self._young(with_places(leased_rows) if recorder else leased_rows, lease.version)
         if self._speaks_for_rows:
             self.tokens_in_flight = int(leased_rows.lengths("response_ids").sum())
         with self._phases.within(UPDATING):
@@ -101,13 +110,15 @@ class TrainerWorker:
                 else (leased_rows, {})
             )
             self.after_step = None
-            report = self._trainer.update(rows, self._loss)
+            report = self._trainer.update(rows, self._loss, recorder)
             updated = time.perf_counter()
             not_kept = self._keep(step) if self._keep is not None else None
             self.after_step = step
             seconds = report.seconds | {"keep": time.perf_counter() - updated}
         self.num_rows += self.num_in_flight
         self.num_in_flight = self.tokens_in_flight = 0
+        if recorder is not None:
+            self._tokens = step, recorder.values(rows, lease.rows.lengths("response_ids").tolist())
         trained = time.perf_counter()
         spoken_for = leased_rows if self._speaks_for_rows else leased_rows.select([])
         return StepReport(
@@ -122,6 +133,12 @@ class TrainerWorker:
             lease.share if self._speaks_for_rows else None,
             not_kept,
         )
+
+    def token_values(self, step: int) -> TokenValues | None:
+        """What the update of `step` knew of each token. None: it was not the last one, nobody asked for it to be
+        recorded, or another rank speaks for these rows."""
+        last, values = self._tokens
+        return values if last == step else None
 
 
 class ScorerWorker:

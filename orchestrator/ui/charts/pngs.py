@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from penstock.orchestrator.summary.marks import Mark
 from penstock.orchestrator.ui.charts.chart import Chart
 from penstock.orchestrator.ui.charts.themes import THEMES
 from penstock.orchestrator.ui.runs.columns import Columns, Values
@@ -20,11 +21,13 @@ INSIDE = (0.16, 0.15, 0.81, 0.75)
 STYLE: Any = {
     "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25, "font.size": 9,
 }  # fmt: skip
-Marks = Sequence[tuple[float, float]]
-"""Steps from which to which something was amiss."""
+MARKS = {"bad": "#c02626", "warn": "#9a5b00", "good": "#0f7a4d", "note": "#626b77"}
+"""Colours by level: those of `static/style.css`."""
+TICK = 0.05
+"""Height of a mark of what is worth a note only, as a share of the axes."""
 
 
-def write_pngs(charts: Sequence[Chart], columns: Columns, directory: Path, marks: Marks = ()) -> list[Path]:
+def write_pngs(charts: Sequence[Chart], columns: Columns, directory: Path, marks: Sequence[Mark] = ()) -> list[Path]:
     """One PNG a chart in `directory`. Raises `OSError`."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # pyplot would choose a window system, and keep every figure
@@ -76,7 +79,8 @@ def _is_positive(values: Values) -> bool:
     return bool((values[np.isfinite(values)] > 0).all())
 
 
-def _mark(axes: Any, steps: Values, marks: Marks) -> None:
-    for first, last in marks:
-        if len(steps) and steps[0] <= first <= steps[-1]:
-            axes.axvspan(first, min(last, steps[-1]), color="#c02626", alpha=0.25, linewidth=1.5)
+def _mark(axes: Any, steps: Values, marks: Sequence[Mark]) -> None:
+    for mark in marks:
+        if len(steps) and steps[0] <= mark.step <= steps[-1]:
+            last, height = min(mark.until or mark.step, steps[-1]), TICK if mark.level == "note" else 1.0
+            axes.axvspan(mark.step, last, 0, height, color=MARKS[mark.level], alpha=0.25, linewidth=1.5)

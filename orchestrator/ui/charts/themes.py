@@ -21,8 +21,9 @@ THEMES = (
     "faults",
     "others",
 )
-OF_THE_REWARD = ("mean", "std", "min", "max", "num_workers")
+OF_THE_REWARD = ("mean", "std", "min", "max", "p10", "p50", "p90", "num_workers")
 """What `reward/` tells of the reward itself, and of its workers; its others are rewards by name."""
+RANGE = ("reward/min", "reward/max")
 NO_CHART = ("step", "policy_version")
 PHASES_OF_OTHERS = ("step", "checkpoint")
 """Of `timing_s/`: the whole, and what goes on beside it."""
@@ -48,6 +49,14 @@ class _Names:
         }
         return self.of(found)
 
+    def banded(self, key: str, label: str, low: str, high: str) -> tuple[Curve, ...]:
+        """A curve with a band around it, where that is there."""
+        found = self.of({key: label})
+        if not found or not self.has(low, high):
+            return found
+        self.of({low: "", high: ""})
+        return (Curve(key, label, low, high),)
+
     def has(self, *keys: str) -> bool:
         return all(key in self._left for key in keys)
 
@@ -71,16 +80,22 @@ def charts_of(keys: Collection[str], config: Mapping[str, Any] | None = None) ->
 
 def _learning(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
     theme = "learning"
-    mean = names.of({"reward/mean": "mean"})
-    if mean and names.has("reward/min", "reward/max"):
-        (low, high) = names.of({"reward/min": "", "reward/max": ""})
-        mean = (Curve("reward/mean", "mean", low.key, high.key),)
+    has_quantiles = names.has("reward/p10", "reward/p90")
     yield Chart(
         "reward",
         "Reward",
         theme,
-        mean,
-        about="Mean over the samples of each step; the band is their range. It should rise.",
+        names.banded("reward/mean", "mean", *(("reward/p10", "reward/p90") if has_quantiles else RANGE)),
+        about="Mean over the samples of each step; the band has "
+        + ("four fifths of them" if has_quantiles else "all of them")
+        + ". It should rise.",
+    )
+    yield Chart(
+        "reward_range",
+        "Median and range of the reward",
+        theme,
+        names.banded("reward/p50", "median", *RANGE),
+        about="Half of the samples have at most this reward; the band reaches from the worst to the best.",
     )
     own = [f"reward/{name}" for name in OF_THE_REWARD]
     yield Chart(
@@ -142,8 +157,10 @@ def _learning(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
 
 
 def _lengths(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
-    lengths = names.of({"response_length/mean": "mean", "response_length/max": "max"})
-    yield Chart("response_length", "Response length", "lengths", lengths, "tokens", bottom=0)
+    lengths = names.banded("response_length/mean", "mean", "response_length/p10", "response_length/p90")
+    lengths += names.of({"response_length/p50": "median", "response_length/max": "max"})
+    about = "The band has four fifths of the responses." if any(curve.low for curve in lengths) else ""
+    yield Chart("response_length", "Response length", "lengths", lengths, "tokens", bottom=0, about=about)
     cut = names.of({"response_length/clip_ratio": "ended at max_tokens"})
     yield Chart(
         "clip_ratio",
@@ -168,7 +185,9 @@ def _lengths(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
 
 
 def _staleness(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
-    curves = names.of({"staleness/max": "max", "staleness/mean": "mean"})
+    curves = names.of({"staleness/max": "max"})
+    curves += names.banded("staleness/mean", "mean", "staleness/p10", "staleness/p90")
+    curves += names.of({"staleness/p50": "median sample"})
     yield Chart(
         "staleness",
         "Staleness of trained tokens",
@@ -177,7 +196,7 @@ def _staleness(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
         "versions",
         bottom=0,
         bound=_bound(config.get("max_staleness")),
-        about="The dashed line is max_staleness; no token is ever above it.",
+        about="The dashed line is max_staleness; no token is ever above it. The band has four fifths of the samples.",
     )
     yield Chart("staleness_tokens", "Samples by their staleness", "staleness", names.below("staleness/"), bottom=0)
 
@@ -227,6 +246,18 @@ def _time(names: _Names, config: Mapping[str, Any]) -> Iterable[Chart]:
         bottom=0,
         top=1,
         about="Who waits for the others. Engines idle: raise max_staleness. Ranks idle: more engines.",
+    )
+    forward = {"ranks/forward_s_slowest": "slowest rank", "ranks/forward_s_others": "median of the others"}
+    yield Chart("ranks", "Forward passes, by rank", "time", names.of(forward), "s", bottom=0)
+    yield Chart(
+        "padding",
+        "Padding",
+        "time",
+        names.of({"actor/padding_share": "policy", "critic/padding_share": "critic"}),
+        percent=True,
+        bottom=0,
+        top=1,
+        about="Of the tokens that micro-batches have room for, those that pad shorter rows.",
     )
     yield Chart(
         "checkpoint_time", "Time of a checkpoint", "time", names.of({"timing_s/checkpoint": "write"}), "s", bottom=0

@@ -13,6 +13,8 @@ from typing import Any
 
 from penstock.orchestrator.configuration.differences import differences_of
 from penstock.orchestrator.recording.json_lines import last_lines
+from penstock.orchestrator.summary.cards import cards
+from penstock.orchestrator.summary.marks import marks_of
 from penstock.orchestrator.ui.charts.drawn import plain
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
@@ -51,15 +53,20 @@ class OpenRun:
         self._texts: TokenTexts | None = None
 
     def described(self) -> dict[str, Any]:
-        """Its line, what it was told, what happened, which charts it has."""
+        """Its line and cards, what it was told, what happened, which charts it has."""
         config = read_config(self._path)
         keys, num_steps, num_unreadable = self._read()
+        line, events = line_of(self._path, self._run), last_lines(self._path / "events.jsonl", TAIL_BYTES)
+        with self._reading_metrics:
+            shown = cards(self._columns, config, events, line.seconds or 0.0)
         return {
-            "line": asdict(line_of(self._path, self._run)),
+            "line": asdict(line),
+            "cards": [asdict(card) for card in shown],
             "description": str(config.get("description") or "")[:MAX_CHARACTERS],
             "config": config,
             "changed": differences_of(config),
-            "events": self._events(),
+            "events": events[-MAX_EVENTS:],
+            "marks": [mark.plain() for mark in marks_of(events)],
             "charts": [chart.plain() for chart in charts_of(keys, config)],
             "num_steps": num_steps,
             "num_unreadable": num_unreadable,

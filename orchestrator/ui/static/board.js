@@ -30,6 +30,11 @@ export class Board {
     this.views.forEach(act);
   }
 
+  /** What has happened since. Seen when charts are drawn again. */
+  mark(marks) {
+    this.each((view) => (view.marks = marks));
+  }
+
   look(entry) {
     const view = entry.target.chart;
     if (!entry.isIntersecting) this.seen.delete(view);

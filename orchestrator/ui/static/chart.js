@@ -4,6 +4,8 @@ import { color, faded, shown } from "./colors.js";
 import { h, number, percent } from "./dom.js";
 
 const HEIGHT = () => (innerWidth < 640 ? 190 : 230);
+const NEAR = 4; // pixels
+const MOST_TOLD = 4;
 const cursor = uPlot.sync("steps");
 
 /** Exponential moving average of what is finite, started at the first value and corrected for that. */
@@ -44,7 +46,7 @@ export function stacked(curves) {
 
 export class ChartView {
   /** `chart`: as the server describes it. `load(chart, first, last)` resolves to curves: {label, steps, mean, low, high}.
-   *  `marks`: [{step, until, text}] of what happened. */
+   *  `marks`: [{step, until, text, level}] of what happened. */
   constructor(chart, load, marks = []) {
     this.chart = chart;
     this.load = load;
@@ -86,7 +88,7 @@ export class ChartView {
     this.destroy();
     this.plotted.textContent = steps.length ? "" : "nothing yet";
     if (!steps.length) return;
-    const ink = { text: shown("--faint"), line: shown("--line"), bad: shown("--bad") };
+    const ink = { text: shown("--faint"), line: shown("--line"), bad: shown("--bad"), warn: shown("--warn"), good: shown("--good"), note: shown("--faint") };
     const [data, series, bands, places] = [[steps], [{}], [], []];
     curves.forEach((curve, index) => {
       const stroke = color(curve.color ?? index);
@@ -155,9 +157,13 @@ export class ChartView {
     for (const mark of this.marks) {
       const left = plot.valToPos(mark.step, "x", true);
       const right = plot.valToPos(mark.until ?? mark.step, "x", true);
-      ctx.fillStyle = ink.bad.replace("rgb(", "rgba(").replace(")", ", 0.25)");
-      ctx.fillRect(left, bbox.top, Math.max(1.5 * scale, right - left), bbox.height);
+      const isNote = mark.level === "note"; // a tick at the bottom
+      const height = isNote ? 8 * scale : bbox.height;
+      ctx.globalAlpha = isNote ? 0.6 : 0.25;
+      ctx.fillStyle = ink[mark.level];
+      ctx.fillRect(left, bbox.top + bbox.height - height, Math.max(1.5 * scale, right - left), height);
     }
+    ctx.globalAlpha = 1;
     if (this.chart.bound !== null) {
       const y = plot.valToPos(this.chart.bound, "y", true);
       ctx.strokeStyle = ink.bad;
@@ -179,13 +185,21 @@ export class ChartView {
       return values.findLast((value) => value !== null);
     };
     const step = index === null || index === undefined ? null : this.plot.data[0][index];
-    const marks = step === null ? [] : this.marks.filter((mark) => Math.abs(mark.step - step) < 0.5).map((mark) => mark.text);
+    const marks = step === null ? [] : this.marksAt(this.plot.cursor.left, step);
     this.legend.replaceChildren(
       ...(step === null ? [] : [h("span.faint", {}, `step ${number(step)}`)]),
       ...this.shownCurves.map((curve, place) => h(`button${this.hidden.has(curve.label) ? ".hidden" : ""}`, {
         type: "button", title: "show or hide", onclick: () => this.toggle(curve.label),
       }, swatch(color(curve.color ?? place)), `${curve.label} `, h("b", {}, this.chart.percent ? percent(at(curve)) : number(at(curve))))),
-      ...marks.map((text) => h("span.faint", {}, text)));
+      ...marks.map(({ text, level }) => h(`span.mark.${level}`, {}, text)));
+  }
+
+  /** Marks that the cursor is on, or near enough to be meant. */
+  marksAt(left, step) {
+    const place = (at) => this.plot.valToPos(at, "x");
+    const isMeant = (mark) => Math.abs(mark.step - step) < 0.5
+      || (left >= place(mark.step) - NEAR && left <= place(mark.until ?? mark.step) + NEAR);
+    return this.marks.filter(isMeant).slice(0, MOST_TOLD);
   }
 
   toggle(label) {

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.orchestrator.diagnosis.rules import HINT, Finding, Seen, findings
+from penstock.orchestrator.diagnosis.rules import findings
+from penstock.orchestrator.diagnosis.seen import HINT, Finding, Seen
 
 CONFIG = DiagnosisConfig()
 Change = Callable[[int], dict[str, Any]]
@@ -23,8 +24,15 @@ def sound(step: int) -> dict[str, Any]:
         "actor/grad_norm": 0.5 + 0.1 * (step % 3), "actor/entropy": 2.0 - step / 60, "actor/kl": 0.01 * step,
         "dropped/stale": 0.0, "dropped/no_signal": 20.0 * step, "store/rows_trained": 64.0 * step,
         "timing_s/step": 4.0, "timing_s/rollout": 3.5, "timing_s/train": 3.0, "timing_s/evaluation": 0.5,
-        "idle/train": 0.25, "idle/rollout": 0.1,
+        "idle/train": 0.25, "idle/rollout": 0.1, "actor/padding_share": 0.3, "environment/turns": None,
+        "timing_s/reward": 0.4, "timing_s/reference": 0.3, "rollout/num_engines": 2.0,
+        "rollout/groups/Rollout-0": 20.0 * step, "rollout/groups/Rollout-1": 12.0 * step,
+        "ranks/slowest": float(step % 2), "ranks/forward_s_slowest": 1.2, "ranks/forward_s_others": 1.0,
+        "ranks/tokens_spread": 1.1,
     }  # fmt: skip
+
+
+SLOW_RANK = {"ranks/slowest": 1.0, "ranks/forward_s_slowest": 2.5}
 
 
 def told(change: Change, num_steps: int = 100, max_staleness: int = 1) -> dict[str, Finding]:
@@ -56,6 +64,10 @@ def test_a_sound_run_is_told_nothing() -> None:
         ("entropy", lambda step: {"reward/mean": 0.2, "actor/entropy": 2.0 if step < 20 else 0.01}, "without a higher"),
         ("kl", lambda step: {"actor/kl": 50.0}, "50.0 nats"),
         ("dropped", lambda step: {"dropped/reward_error": 64.0 * step}, "50% .* reward_error 640"),
+        ("filtered", lambda step: {"dropped/no_signal": 640.0 * step}, "91% of the samples"),
+        ("lazy_engine", lambda step: {"rollout/groups/Rollout-1": 2.0 * step}, "Rollout-1 has sampled 20 .* 110 on"),
+        ("slow_rank", lambda step: SLOW_RANK, "rank 1 takes 2.5 times"),
+        ("padding", lambda step: {"actor/padding_share": 0.7}, "70% of what ranks compute"),
         ("idle", lambda step: {"idle/train": 0.8}, "ranks wait 80%"),
         ("idle", lambda step: {"idle/rollout": 0.8}, "engines wait 80%"),
         ("evaluation", lambda step: {"timing_s/evaluation": 9.0}, "225% of the time"),
@@ -66,6 +78,42 @@ def test_what_is_wrong_is_told_and_nothing_else(rule: str, change: Change, words
     assert list(found) == [rule]
     assert found[rule].advice
     assert re.search(words, found[rule].text), found[rule].text
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda step: {"dropped/no_signal": 128.0 * step},  # two of three samples: DAPO's filter at work
+        lambda step: {"rollout/groups/Rollout-1": 6.0 * step},  # every engine half of the average at least
+        lambda step: {"rollout/groups/Rollout-1": 7.0, "rollout/num_engines": 1.0},  # it has left
+        lambda step: {"rollout/groups/Rollout-0": 1.0 * step, "rollout/groups/Rollout-1": 0.0},  # too few to tell
+        lambda step: {"rollout/groups/Rollout-1": 12.0 * (step - 60) if step > 60 else None},  # it joined later
+        lambda step: SLOW_RANK | {"ranks/slowest": float(step % 2)},  # now this one, now that
+        lambda step: SLOW_RANK | {"timing_s/step": 40.0, "timing_s/rollout": 30.0},  # nobody waits for it
+        lambda step: {"actor/padding_share": 0.7, "timing_s/train": 1.0},
+    ],
+)
+def test_what_only_looks_like_waste_is_not_told(change: Change) -> None:
+    assert told(change) == {}
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        ({}, "Raise rollout.num_workers: 5.0 times as many would keep the ranks busy."),
+        ({"environment/turns": 9.0}, "Raise environment.num_workers or rollout.num_workers: 5.0 times as many"),
+        ({"idle/rollout": 0.9, "timing_s/rollout": 0.4, "timing_s/reward": 3.0}, "rewards are slow. Raise reward.num_"),
+        ({"idle/rollout": 0.9, "timing_s/rollout": 0.4, "timing_s/reference": 3.0}, "the scorers are slow."),
+        ({"idle/rollout": 0.9}, "raise max_staleness, so that more groups are under way"),
+    ],
+)
+def test_ranks_that_wait_are_told_what_they_wait_for(more: dict[str, Any], advice: str) -> None:
+    assert advice in told(lambda step: {"idle/train": 0.8} | more)["idle"].advice
+
+
+def test_a_rank_that_is_slow_by_its_rows_is_told_that() -> None:
+    assert "other" in told(lambda step: SLOW_RANK)["slow_rank"].advice
+    assert "more tokens" in told(lambda step: SLOW_RANK | {"ranks/tokens_spread": 2.4})["slow_rank"].advice
 
 
 def test_a_task_that_is_solved_is_told_as_that() -> None:

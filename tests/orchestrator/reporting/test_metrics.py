@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, step_metrics
+from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, rank_metrics, step_metrics
+from penstock.store.client.lease import Share
 from penstock.store.data.rows import Rows
+from penstock.workers.trainer.report import StepReport, TrainedRows
 
 TIMES = StepTimes(
     step_s=2.0, phase_s={"rollout": 1.2, "train": 0.5, "evaluation": 0.1}, busy_s={"rollout": 1.5, "train": 0.5}
@@ -37,12 +39,21 @@ def test_metrics_of_a_batch_by_hand() -> None:
         "reward/std": 0.5,
         "reward/min": 0.0,
         "reward/max": 1.0,
+        "reward/p10": pytest.approx(0.1),
+        "reward/p50": 0.5,
+        "reward/p90": pytest.approx(0.9),
         "response_length/mean": 4.0,
         "response_length/max": 6.0,
+        "response_length/p10": pytest.approx(2.4),
+        "response_length/p50": 4.0,
+        "response_length/p90": pytest.approx(5.6),
         "response_length/clip_ratio": 0.5,
         "length_bias": pytest.approx(-0.2),
         "staleness/mean": 0.75,  # 2 tokens at 0, 6 at 1
         "staleness/max": 1.0,
+        "staleness/p10": pytest.approx(0.1),
+        "staleness/p50": 0.5,
+        "staleness/p90": pytest.approx(0.9),
         "actor/kl": 0.1,
         "timing_s/step": 2.0,
         "timing_s/rollout": 1.2,
@@ -82,3 +93,21 @@ def test_ranks_shares_together_say_what_the_batch_says(rows: list[tuple[int, flo
     expected, found = (step_metrics(1, 1, arrays, TIMES) for arrays in (StepArrays.of(whole, 4), together))
     assert all(math.isclose(expected[name], found[name], abs_tol=1e-12) for name in expected)
     assert found.keys() == expected.keys()
+
+
+def report_of(seconds: float, lengths: list[int], *, speaks: bool = True) -> StepReport:
+    rows = TrainedRows.of(rows_of(lengths), 4)
+    share = Share(1, 0) if speaks else None
+    return StepReport(1, 0, {}, rows, 0.0, 9.0, {"forward": seconds}, np.arange(len(lengths)), share)
+
+
+def test_the_slowest_of_several_ranks_is_told_with_what_it_may_be_slow_by() -> None:
+    assert rank_metrics([report_of(1.0, [3])]) == {}
+    found = rank_metrics([report_of(1.0, [3]), report_of(4.0, [30]), report_of(2.0, [3])])
+    assert (found["ranks/slowest"], found["ranks/forward_s_slowest"], found["ranks/forward_s_others"]) == (
+        1.0,
+        4.0,
+        1.5,
+    )
+    assert found["ranks/tokens_spread"] == pytest.approx(32 / 14)  # prompts have 2 each
+    assert "ranks/tokens_spread" not in rank_metrics([report_of(1.0, [3]), report_of(2.0, [3], speaks=False)])

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.losses import Losses
-from penstock.orchestrator.reporting.progress import Progress, elapsed, plain_line, sparkline
+from penstock.orchestrator.reporting.progress import Progress, plain_line, sparkline
 from tests.small_files import files_up_to
 
 
@@ -57,10 +57,6 @@ def test_a_sparkline_spans_its_values_and_averages_long_ones() -> None:
     assert sparkline([0.0, 1.0]) == "▁█"
     assert len(sparkline([float(value) for value in range(1000)], width=32)) == 32
     assert sparkline([3.0, 3.0]) == "▁▁"
-
-
-def test_times_read_as_a_clock() -> None:
-    assert [elapsed(value) for value in (None, 7, 125, 3723)] == ["0:00", "0:07", "2:05", "1:02:03"]
 
 
 def test_an_output_that_cannot_be_written_is_counted_and_written_again_later(tmp_path: Path) -> None:

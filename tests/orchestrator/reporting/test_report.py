@@ -13,7 +13,7 @@ from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import next_steps, print_summary
 from penstock.orchestrator.reporting.report import write_report
-from penstock.orchestrator.reporting.summary import cards, points_of
+from penstock.orchestrator.reporting.summary import cards_of
 from penstock.orchestrator.ui.charts.pngs import write_pngs
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
@@ -85,7 +85,7 @@ def make_run(tmp_path: Path, num_steps: int, *words: str, ended: str | None = "e
 
 def test_a_finished_run_says_what_it_came_to(tmp_path: Path) -> None:
     directory = make_run(tmp_path, 30, "max_staleness=1")
-    found = {card.label: card for card in cards(directory)}
+    found = {card.label: card for card in cards_of(directory)}
     assert found["Held-out accuracy"].value == "50.0% → 90.0%"
     assert found["Held-out accuracy"].good
     assert found["Policy updates"].value == "30"
@@ -132,26 +132,26 @@ def test_the_page_holds_the_numbers_of_its_charts(tmp_path: Path) -> None:
 
 
 def test_a_broken_bound_is_marked(tmp_path: Path) -> None:
-    (card,) = [card for card in cards(make_run(tmp_path, 3, "max_staleness=0")) if card.label == "Staleness"]
+    (card,) = [card for card in cards_of(make_run(tmp_path, 3, "max_staleness=0")) if card.label == "Staleness"]
     assert card.good is False
 
 
 def test_checkpoints_that_failed_are_marked(tmp_path: Path) -> None:
     directory = make_run(tmp_path, 3, ended=None)
-    assert "Failed checkpoints" not in {card.label for card in cards(directory)}
+    assert "Failed checkpoints" not in {card.label for card in cards_of(directory)}
     for step in (1, 2):
         directory.event("checkpoint_failed", error="CheckpointError", message=f"step {step}: no room")
-    (card,) = [card for card in cards(directory) if card.label == "Failed checkpoints"]
+    (card,) = [card for card in cards_of(directory) if card.label == "Failed checkpoints"]
     assert (card.value, card.detail, card.good) == ("2", "last: step 2: no room", False)
     assert "step 2: no room" in checked(write_report(directory.path, pngs=False))
 
 
 def test_what_the_run_said_is_wrong_is_told_at_the_end(tmp_path: Path) -> None:
     directory = make_run(tmp_path, 3, ended=None)
-    assert "Warnings" not in {card.label for card in cards(directory)}
+    assert "Warnings" not in {card.label for card in cards_of(directory)}
     directory.event("warning", rule="cut_off", step=2, text="all is cut off", advice="Raise it.")
     directory.event("hint", rule="idle", step=2, text="it waits", advice="Wait less.")
-    (card,) = [card for card in cards(directory) if card.label == "Warnings"]
+    (card,) = [card for card in cards_of(directory) if card.label == "Warnings"]
     assert (card.value, card.detail, card.good) == ("1", "last, step 2: all is cut off", False)
 
 
@@ -160,7 +160,9 @@ def test_numbers_that_are_missing_or_not_finite_leave_gaps(tmp_path: Path) -> No
     with directory.metrics_file.open("a") as file:
         file.write(json.dumps({"step": 13, "reward/mean": None, "timing_s/step": 2.0}) + "\n")
         file.write('{"step": 14, "reward/mean": NaN, "mismatch/logprob_abs_mean": 0.0}\n{"step": 15, "rew')
-    assert points_of(directory.read_metrics(), "reward/mean")[-1] == (12.0, 1.0)
+    found = {card.label: card.value for card in cards_of(directory)}
+    assert found["Mean reward"].endswith("→ 1.000")
+    assert found["Policy updates"] == "14"
     checked(write_report(directory.path, pngs=True))
 
 

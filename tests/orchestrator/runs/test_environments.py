@@ -17,7 +17,7 @@ from penstock.orchestrator.run import RunResult, run
 from penstock.workers.models.fresh import build_fresh_model
 from tests.orchestrator.runs import reference_loop
 from tests.orchestrator.runs.killing import Killing
-from tests.run_files import events_of, metrics_of
+from tests.run_files import events_of, metrics_of, sampled_difference, samples_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -123,6 +123,7 @@ def test_attempts_that_outlast_the_bound_are_trained_by_their_young_turns(
     """One task in eight takes its time between its turns, while others overtake it."""
     words = [f"environment.name={GAME}:SlowDigits", "environment.old_turns=context", "max_staleness=1"]
     words += ["store.window=64", "trainer.max_steps=16", "trainer.groups_per_step=2", "name=slow"]
+    words += ["tracking.samples_every_steps=1"]
     result = run(settings(model_path, tmp_path, *words), quiet=True)
     lines = metrics_of(result.directory)
     assert len(lines) == 16
@@ -131,6 +132,13 @@ def test_attempts_that_outlast_the_bound_are_trained_by_their_young_turns(
     shortest = min(line["response_length/mean"] for line in lines)
     longest = max(line["response_length/mean"] for line in lines)
     assert shortest < longest
+    for line in lines:
+        rows = samples_of(result.directory, line["step"])
+        known = [value is not None for row in rows for value in row["trainer_logprobs"]]
+        trained = line["response_length/mean"] * len(rows)
+        assert sum(known) == pytest.approx(trained)  # the tokens of old turns have no value
+        measured = line["mismatch/logprob_abs_mean"]
+        assert sampled_difference(result.directory, line["step"]) == pytest.approx(measured, rel=1e-3)
 
 
 def test_a_window_beyond_the_bound_is_refused_where_old_turns_are(tmp_path: Path, model_path: str) -> None:

@@ -17,7 +17,7 @@ from penstock.conf.errors import RewardFailure
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.run import run
 from tests.model_files import load_model
-from tests.run_files import metrics_of
+from tests.run_files import metrics_of, sampled_difference, samples_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -58,6 +58,10 @@ def test_two_ranks_of_deepspeed_train_against_a_reference_and_publish_what_they_
     assert abs(steps[0]["actor/kl"]) < 1e-6
     assert steps[-1]["actor/kl"] > 0
     assert all(line["mismatch/logprob_abs_mean"] < 1e-4 for line in steps)
+    for step in (1, 3):
+        measured = steps[step - 1]["mismatch/logprob_abs_mean"]
+        assert sampled_difference(result.directory, step) == pytest.approx(measured, rel=1e-3)
+        assert all(len(row["loss_mask"]) == len(row["response_ids"]) for row in samples_of(result.directory, step))
     assert load_model(result.model).keys() == load_model(small_run[0].partition("=")[2]).keys()
 
 

@@ -24,6 +24,8 @@ MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
 few large ones, which rows of thousands of tokens give anyway.
 """
+HELD_HERE = ("rows", "columns", "num_tokens")
+"""Of a micro-batch, what is no tensor of its own."""
 PAD_ID = 0
 """Any id that exists: attention is causal, so what pads on the right is never seen."""
 
@@ -43,6 +45,8 @@ class MicroBatch:
     """bool: True for response tokens."""
     group_ids_B: Tensor
     """int64."""
+    num_tokens: int = 0
+    """Of all sequences; what is left of `[S, L]` is padding."""
     columns: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -63,10 +67,13 @@ class MicroBatch:
     def to(self, device: torch.device) -> "MicroBatch":
         if self.slots_N.device == device:
             return self
-        moved = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("rows", "columns")}
+        moved = {item.name: getattr(self, item.name) for item in fields(self) if item.name not in HELD_HERE}
         moved = {name: tensor.to(device, non_blocking=True) for name, tensor in moved.items()}
         return MicroBatch(
-            rows=self.rows, columns={name: value.to(device) for name, value in self.columns.items()}, **moved
+            rows=self.rows,
+            num_tokens=self.num_tokens,
+            columns={name: value.to(device) for name, value in self.columns.items()},
+            **moved,
         )
 
 
@@ -174,6 +181,7 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> M
         slots_N=torch.from_numpy(row_N * width_response + token_N),
         mask_BT=torch.from_numpy(mask_BT),
         group_ids_B=torch.from_numpy(rows.group_ids[positions]),
+        num_tokens=sum(len(ids) for ids in sequences.token_ids),
     )
     for name in columns:
         batch.columns[name] = _column(rows, name, positions, mask_BT)

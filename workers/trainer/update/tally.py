@@ -3,16 +3,21 @@
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from penstock.algorithms.losses import explained_variance
 from penstock.workers.trainer.ranks import Ranks
+from penstock.workers.trainer.update.minibatches import Minibatch
 
 SQUARES = ("return_square_mean", "value_error_square_mean")
 """Metrics of `value_loss` that are there for the explained variance alone."""
+
+
+PLACES, TOKENS = "padding/places", "padding/tokens"
+"""Of all micro-batches: tokens that there was room for, and those that there were."""
 
 
 class Tally:
@@ -43,6 +48,12 @@ class Tally:
         value = value.detach().double()
         self._maxima[name] = torch.maximum(self._maxima[name], value) if name in self._maxima else value
 
+    def add_padding(self, minibatches: Sequence[Minibatch]) -> None:
+        """How much of the micro-batches is padding: `with_padding_share` makes a share of it."""
+        batches = [batch for minibatch in minibatches for batch in minibatch.batches if not batch.is_dummy]
+        self._sums[PLACES] = torch.tensor(float(sum(batch.input_ids_SL.numel() for batch in batches)))
+        self._sums[TOKENS] = torch.tensor(float(sum(batch.num_tokens for batch in batches)))
+
     def reduced(self, ranks: Ranks) -> dict[str, float]:
         """Over all ranks. A rank that had no rows knows no names, so names travel too. Collective."""
         sums: dict[str, float] = {}
@@ -67,6 +78,13 @@ def add_mismatch(tally: Tally, trainer_BT: Tensor, behavior_BT: Tensor, mask_BT:
     tally.add_once("mismatch/logprob_abs_mean", absolute_N.sum() / num_tokens)
     tally.add_once("mismatch/kl", (torch.expm1(difference_N) - difference_N).sum() / num_tokens)
     tally.add_maximum("mismatch/logprob_abs_max", absolute_N.max())
+
+
+def with_padding_share(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The metrics with `<prefix>/padding_share` in the place of the sums that it is made of."""
+    result = dict(metrics)
+    places, tokens = result.pop(PLACES, 0.0), result.pop(TOKENS, 0.0)
+    return result | {f"{prefix}/padding_share": 1.0 - tokens / places} if places else result
 
 
 def with_explained_variance(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:

@@ -1,7 +1,7 @@
 // One run: how it stands, its charts by theme, what happened, what it was told.
 import { ask } from "../api.js";
 import { Board } from "../board.js";
-import { elapsed, h, number, percent, time } from "../dom.js";
+import { h, time } from "../dom.js";
 import { tabKeys, tabs } from "../tabs.js";
 
 export class RunPage {
@@ -27,26 +27,24 @@ export class RunPage {
   }
 
   makeBoard() {
-    const marks = marksOf(this.run.events);
     this.board = new Board(this.run.charts, async (chart, first, last) => {
       const points = Math.max(200, Math.min(1500, 2 * (this.element.clientWidth || 600)));
       const keys = [...new Set(chart.curves.flatMap((curve) => [curve.key, curve.low, curve.high]).filter(Boolean))];
       const found = await ask("series", { run: this.id, key: keys, points, ...within(first, last) });
       return chart.curves.map((curve) => curveOf(curve, found));
-    }, marks);
+    }, this.run.marks);
   }
 
   /** The head and the table of events, from what is known. */
   tell() {
     const line = this.app.lines.get(this.id) ?? this.run.line;
-    const card = (label, value) => h("div.card", {}, h("b", {}, value), h("span", {}, label));
+    const card = ({ label, value, detail, good }) => h(`div.card${{ true: ".good", false: ".bad" }[good] ?? ""}`, { title: detail }, h("b", {}, value), h("span", {}, label), detail ? h("small", {}, detail) : null);
     this.top.replaceChildren(
       tabs(this.id, "run"), h("h1", {}, line.name), h("p.faint", {}, h(`span.state.${line.state}`, {}, line.state), ` ${[line.recipe, line.algorithm, time(line.started)].filter(Boolean).join(" · ")}`),
       line.error ? h("div.notice", {}, line.error) : "",
       ...adviceOf(this.run.events),
       h("div.cards", {},
-        card("step", `${line.step ?? "–"} of ${line.max_steps ?? "?"}`), card("held-out accuracy", percent(line.accuracy)),
-        card("reward", number(line.reward)), card("samples a second", number(line.samples_per_s)), card("time", elapsed(line.seconds))));
+        card({ label: "Step", value: `${line.step ?? "–"} of ${line.max_steps ?? "?"}` }), this.run.cards.filter(({ label }) => label !== "Policy updates").map(card)));
     const events = this.run.events.toReversed();
     this.events.replaceChildren(h("h2", {}, "Events"), h("div.scroll", {}, h("table.events", {}, h("tbody", {}, events.map((event) => {
       const { time: when, kind, ...facts } = event;
@@ -61,6 +59,7 @@ export class RunPage {
     const before = names(this.run.charts);
     this.run = await ask("run", { run: this.id });
     this.tell();
+    this.board.mark(this.run.marks);
     if (names(this.run.charts) !== before) {
       const old = this.board;
       this.makeBoard();
@@ -97,12 +96,6 @@ export function curveOf(curve, found) {
   const high = curve.high ? (found[curve.high].high ?? found[curve.high].mean) : own.high;
   const fits = (values) => (values && values.length === own.steps.length ? values : null);
   return { label: curve.label, steps: own.steps, mean: own.mean, low: fits(low), high: fits(high) };
-}
-
-/** Members that were lost, as marks on the steps. */
-export function marksOf(events) {
-  return events.filter((event) => event.kind === "fault" && Number.isFinite(event.step))
-    .map((event) => ({ step: event.step, text: `${event.member} lost` }));
 }
 
 /** What the run says is wrong with it: the newest of each rule. */

@@ -50,6 +50,16 @@ def test_runs_are_listed_and_told_one_by_one(page: TestClient) -> None:
     assert [event["kind"] for event in run["events"]] == ["start", "end"]
 
 
+def test_a_run_is_told_in_short_and_what_happened_is_marked(page: TestClient, place: Path) -> None:
+    with (place / "one" / "events.jsonl").open("a") as file:
+        file.write('{"time": "2026-01-01T00:01:00.000Z", "kind": "checkpoint", "step": 7}\n')
+    run = page.get("/api/run", params={"run": "one"}).json()
+    cards = {card["label"]: card for card in run["cards"]}
+    assert (cards["Mean reward"]["value"], cards["Mean reward"]["good"]) == ("0.200 → 2.900", True)
+    assert cards["Wall time"]["value"] == "1:00"
+    assert run["marks"] == [{"step": 7, "text": "checkpoint", "level": "note", "until": None}]
+
+
 def test_series_are_as_fine_as_was_asked_for(page: TestClient) -> None:
     def asked(**parameters: Any) -> Any:
         return page.get("/api/series", params={"run": "one", "key": "reward/mean", **parameters}).json()["reward/mean"]

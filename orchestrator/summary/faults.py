@@ -5,7 +5,7 @@
     fault ─▶ given_up, or nothing          the run ended, or was ended meanwhile
     taken_over                             the command itself had died, and another goes on with its actors
 
-Used by `report.py` and `summary.py`.
+Used by `cards.py`, `marks.py` and `reporting/report.py`.
 """
 
 from collections.abc import Mapping, Sequence

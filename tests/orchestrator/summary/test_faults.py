@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from penstock.orchestrator.reporting.fault_drawing import Timeline
-from penstock.orchestrator.reporting.faults import Fault, faults_of
 from penstock.orchestrator.reporting.report import write_report
-from penstock.orchestrator.reporting.summary import cards
+from penstock.orchestrator.reporting.summary import cards_of
+from penstock.orchestrator.summary.faults import Fault, faults_of
 from tests.orchestrator.reporting.test_report import checked, make_run
 
 
@@ -86,7 +86,7 @@ def test_the_report_shows_who_died(tmp_path: Path) -> None:
     text = checked(write_report(directory.path))
     assert "WorkerDied: &lt;killed&gt;" in text
     assert text.count("Rollout-0 lost at step 1, replaced after 4.2 s") == 2  # in the chart and in the timeline
-    (card,) = (card for card in cards(directory) if card.label == "Members lost")
+    (card,) = (card for card in cards_of(directory) if card.label == "Members lost")
     assert (card.value, card.detail) == ("1", "rollout 1; effective training time 95.0%")
 
 

@@ -1,0 +1,70 @@
+"""What rules look at, and what they say. Pure. Rules are in `learning.py` and `waste.py`, all of them in `rules.py`."""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.conf.diagnosis import DiagnosisConfig
+
+WARNING, HINT = "warning", "hint"
+
+
+@dataclass(frozen=True)
+class Finding:
+    rule: str
+    text: str
+    """What was seen, with its numbers."""
+    advice: str
+    level: str = WARNING
+
+
+class Seen:
+    """The numbers of a run's first steps and of its last ones: all that rules look at, so that a long run's memory
+    stays bounded."""
+
+    def __init__(self, window: int) -> None:
+        self.window = window
+        self._first: dict[str, list[float]] = {}
+        """By metric."""
+        self._last: deque[Mapping[str, Any]] = deque(maxlen=window + 1)
+
+    def add(self, metrics: Mapping[str, Any]) -> None:
+        """Those of the next step."""
+        for key in metrics:
+            known = self._first.setdefault(key, [])
+            if len(known) < self.window:
+                known += _values([metrics], key)
+        self._last.append(metrics)
+
+    def last(self, key: str) -> list[float]:
+        """Of those of the last steps that have it."""
+        return _values(list(self._last)[-self.window :], key)
+
+    def first(self, key: str) -> list[float]:
+        """Of the first steps that have it: as many as `last` at least."""
+        return self._first.get(key, [])
+
+    def grown(self, key: str) -> float:
+        """By how much a counter that only grows has grown within the window."""
+        known = _values(list(self._last), key)
+        if not known:
+            return 0.0
+        return known[-1] - (known[0] if len(self._last) > self.window else 0.0)
+
+    def named(self, prefix: str) -> list[str]:
+        return [key for key in self._last[-1] if key.startswith(prefix)] if self._last else []
+
+    @property
+    def is_long_enough(self) -> bool:
+        return len(self._last) >= self.window
+
+
+Rule = Callable[[Seen, DiagnosisConfig, int], Finding | None]
+"""The last argument is `max_staleness`."""
+
+
+def _values(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
+    found = (line.get(key) for line in lines)
+    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
