@@ -16,7 +16,7 @@ RECORD = "mirror.json"
 EVENTS, METRICS = "events.jsonl", "metrics.jsonl"
 NOT_MIRRORED = frozenset({"run.lock", "resumed_store", "checkpoints", RECORD})
 """At any depth: runs before the run lie below its directory. Checkpoints go to the URL by themselves."""
-NOT_FETCHED = NOT_MIRRORED | {"samples", "plots", "tensorboard", "stacks", "report.html", "cluster.json"}
+NOT_FETCHED = NOT_MIRRORED | {"samples", "plots", "tensorboard", "wandb", "stacks", "report.html", "cluster.json"}
 """Of a run at a URL that goes on elsewhere."""
 PACE_BYTES = 2**20
 """A file that is appended to is uploaded whole each time: every so many bytes of it make it wait once more."""
