@@ -28,7 +28,7 @@ def _wandb(tracking: TrackingConfig) -> str:
     need("wandb", "wandb", "wandb")
     import wandb  # late: half a second
 
-    mode = tracking.wandb.mode or wandb.setup().settings.mode
+    mode = tracking.wandb.mode or os.environ.get("WANDB_MODE") or wandb.setup().settings.mode
     if mode == "online" and not wandb.login(prompt=False, verify=False):
         raise ConfigError(
             "tracking.sinks: wandb has no key. Run `wandb login`, set WANDB_API_KEY, or tracking.wandb.mode=offline."

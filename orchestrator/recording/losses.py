@@ -15,7 +15,7 @@ TRIED_AGAIN = "It is lost, and the next is tried."
 
 
 class Losses:
-    """Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, trackers by their name, and the class of a
+    """Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, the names of trackers, and the class of a
     user's own sink.
 
     A kind fails from its first error until it can be written again. Both are told once, and the error becomes an event;

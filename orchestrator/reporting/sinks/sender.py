@@ -29,8 +29,8 @@ MAX_ERROR_CHARS = 300
 
 
 class Sender:
-    """Lifecycle: `begin`, `log` at any time, `finish` when the run has ended, `close` at last. Only `close` waits for the
-    tracker, until `timeout_s` after `finish`.
+    """Lifecycle: `begin`, `log` at any time, `finish` when the run has ended, `close` at last. Only `close` waits for
+    the tracker, until `timeout_s` after `finish`.
 
         sender = Sender("wandb", Wandb(config.tracking.wandb, 30.0), About.of(config, directory), directory, 30.0)
         sender.begin()

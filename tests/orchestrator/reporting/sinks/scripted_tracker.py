@@ -1,6 +1,7 @@
 """A tracker that does what a test says."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -71,6 +72,13 @@ def sender_to(
     sender = Sender("tracker", tracker, about(directory), directory, timeout_s, pause_s, most)
     sender.begin()
     return sender, told
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    give_up = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)
 
 
 def sent(sender: Sender, *steps: int) -> None:

@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from penstock.orchestrator.reporting.sinks.tracker import End
-from tests.orchestrator.reporting.sinks.scripted_tracker import Gate, Scripted, new_run, sender_to, sent
+from tests.orchestrator.reporting.sinks.scripted_tracker import Gate, Scripted, new_run, sender_to, sent, until
 
 SHORT_S = 0.05
 """A deadline that is to pass."""
@@ -69,14 +69,11 @@ def test_one_that_was_down_gets_everything_once_it_is_back(tmp_path: Path) -> No
 
     directory, tracker = new_run(tmp_path), Scripted(down_for_a_while)
     sender, told = sender_to(tracker, directory)
-    while failures["open"]:
-        sender.log(1, {"loss": 1.0})
-    while tracker.calls != ["open", "1"]:
-        pass
+    sender.log(1, {"loss": 1.0})
+    until(lambda: tracker.calls == ["open", "1"])
     for step in (2, 3):
         sender.log(step, {"loss": 1.0})
-    while tracker.calls[-1] != "3":
-        pass
+    until(lambda: tracker.calls[-1] == "3")
     sent(sender, 4)
     assert tracker.calls == ["open", "1", "2", "3", "4", "finish"]
     assert not directory.losses.lost
@@ -119,7 +116,7 @@ def test_more_than_fits_in_the_queue_is_dropped_from_its_old_end_and_told_once(t
     sender, told = sender_to(tracker, directory, most=3)
     for step in range(10):
         sender.log(step, {"loss": 1.0})
-    assert directory.losses.waiting == {"tracker": 3}
+    assert directory.losses.waiting["tracker"] == 3
     gate.open()
     sent(sender)
     assert tracker.calls == ["open", "7", "8", "9", "finish"]
