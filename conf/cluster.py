@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from penstock.conf.checks import above, at_least
+from penstock.conf.checks import above, at_least, one_of
 from penstock.conf.errors import ConfigError, suggest
+from penstock.conf.trackers import SINKS, MlflowConfig, TrackioConfig, WandbConfig
 
 PLACED_ROLES = ("trainer", "scorer", "rollout", "reward", "compute")
 """Of actors that may be on any node."""
@@ -63,10 +64,21 @@ class TrackingConfig:
 
     progress: bool = True
     """Live display in a terminal; plain lines where the output is no terminal."""
-    tensorboard: bool = True
-    """Event files in the run directory."""
-    ray_metrics: bool = True
-    """Gauges for Ray's Prometheus endpoint and dashboard."""
+    sinks: list[str] = field(default_factory=lambda: ["tensorboard", "ray"])
+    """tensorboard: event files in the run directory. ray: gauges for Ray's Prometheus endpoint and dashboard. wandb,
+    mlflow, trackio: experiment trackers, of which none is told anything unless it is named here."""
+    project: str | None = None
+    """Of the trackers: W&B's and trackio's project, MLflow's experiment. `null`: WANDB_PROJECT, MLFLOW_EXPERIMENT_NAME,
+    else penstock."""
+    group: str | None = None
+    """What trackers show runs together by. `null`: the recipe's name; `penstock sweep` gives its runs the name of its
+    directory."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    mlflow: MlflowConfig = field(default_factory=MlflowConfig)
+    trackio: TrackioConfig = field(default_factory=TrackioConfig)
+    close_timeout_s: float = 30.0
+    """For trackers to take what they lack when the run has ended, all side by side. Then they are left: metrics.jsonl
+    has everything."""
     samples_every_steps: int = 10
     """Write `samples/step_N.parquet` every so many steps. 0: never."""
     export_model: bool = True
@@ -79,9 +91,14 @@ class TrackingConfig:
     """Deadline, in seconds, of bringing the rest there at the end: 100 GB of a model over 1 Gbit/s take as long. What
     has not come by then stays in the working copy, and its place is told."""
     tags: dict[str, str] = field(default_factory=dict)
-    """Free labels, kept in config.yaml and in the Ray job's metadata."""
+    """Free labels, kept in config.yaml and in the Ray job's metadata, and given to trackers."""
 
     def __post_init__(self) -> None:
+        for name in self.sinks:
+            one_of("tracking.sinks", name, SINKS)
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ConfigError(f"tracking.sinks={self.sinks}: a name is there twice.")
+        above("tracking.close_timeout_s", self.close_timeout_s, 0)
         at_least("tracking.samples_every_steps", self.samples_every_steps, 0)
         above("tracking.upload_every_s", self.upload_every_s, 0)
         above("tracking.upload_timeout_s", self.upload_timeout_s, 0)

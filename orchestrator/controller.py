@@ -52,7 +52,7 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, update_metrics
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sample_log import SampleLog
-from penstock.orchestrator.reporting.sinks import Sink
+from penstock.orchestrator.reporting.sinks.sink import Sink
 from penstock.orchestrator.reporting.step_log import QUICK_S, StepLog
 from penstock.orchestrator.takeover.handover import Handover
 from penstock.orchestrator.takeover.taken import Taken

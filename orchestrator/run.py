@@ -31,7 +31,8 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.closing import print_unfinished
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.report import write_report
-from penstock.orchestrator.reporting.sinks import Sink, close_sinks, make_sinks
+from penstock.orchestrator.reporting.sinks.sink import Sink
+from penstock.orchestrator.reporting.sinks.table import opened_sinks
 from penstock.orchestrator.takeover.left_behind import LeftBehind, find
 from penstock.orchestrator.takeover.run_state import Identity, identity_of
 from penstock.orchestrator.training import Training
@@ -167,17 +168,12 @@ def _train(
     goes_on: Checkpoint | LeftBehind | None,
     identity: Identity,
 ) -> Outcome:
-    """With its display and its sinks, which are closed whatever happens in between."""
+    """With its display and its sinks, which are told how it ends, and closed."""
     progress = Progress(config, directory.path.name, console=console, losses=directory.losses)
     directory.losses.tell_to(progress.note)
-    all_sinks = [*sinks, *make_sinks(config.tracking, directory)]
-    try:
-        return Training(config, flow, plan, directory, model_path, namespace, progress, identity, goes_on).run(
-            all_sinks
-        )
-    finally:
-        close_sinks(all_sinks, directory.losses)
-        progress.close()
+    training = Training(config, flow, plan, directory, model_path, namespace, progress, identity, goes_on)
+    with contextlib.closing(progress), opened_sinks(config, directory, sinks) as all_sinks:
+        return training.run(all_sinks)
 
 
 def starting_model(config: RunConfig, directory: RunDirectory) -> str:

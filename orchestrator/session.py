@@ -39,7 +39,8 @@ from penstock.orchestrator.placement.actors import ActorPlan, plan_actors
 from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.recording.losses import Losses
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.sinks import Sink, close_sinks, log_to, make_sinks
+from penstock.orchestrator.reporting.sinks.sink import Sink, log_to
+from penstock.orchestrator.reporting.sinks.table import opened_sinks
 from penstock.orchestrator.run import is_refusal, starting_model, with_other_models
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.data.rows import Rows
@@ -272,7 +273,6 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 
 @contextlib.contextmanager
 def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
-    sinks: list[Sink] = []
     with contextlib.closing(Cluster(plan, config)) as cluster:
         cluster.connect(directory.run_id)
         check_placement(plan, config)
@@ -281,10 +281,9 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
         namespace = namespace_of(directory.run_id)
         agents = NodeAgents(directory.run_id, namespace, config.cluster, config.store.spill_dir)
         fleet = Fleet(plan, config, flow, model_path, namespace, agents, with_store=False)
-        try:
+        with opened_sinks(config, directory) as sinks, contextlib.closing(fleet):
             fleet.create()
             fleet.start()
-            sinks = make_sinks(config.tracking, directory)
             judged = {stage.name for stage in flow.of_kind("logprobs")[:1]}
             reference = {actor.name for actor in plan if actor.role == "scorer" and actor.stage in judged}
             ranks = [(name, handle) for name, handle in fleet.role("scorer") if name in reference]
@@ -303,9 +302,6 @@ def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory
                 directory.losses,
                 time.monotonic(),
             )
-        finally:
-            fleet.close()
-            close_sinks(sinks, directory.losses)
 
 
 def _run(work: Coroutine[Any, Any, T]) -> T:

@@ -33,7 +33,7 @@ from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.connection import note_connection
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sinks import Sink
+from penstock.orchestrator.reporting.sinks.sink import Sink
 from penstock.orchestrator.takeover.handover import Handover
 from penstock.orchestrator.takeover.left_behind import LeftBehind
 from penstock.orchestrator.takeover.ranks import take_up

@@ -24,6 +24,7 @@ from penstock.orchestrator.cluster import check_resources, is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
 from penstock.orchestrator.configuration.placement_view import PlacementView
+from penstock.orchestrator.configuration.tracker_check import CHECKS, check_trackers
 from penstock.orchestrator.placement.actors import ActorPlan, needed, plan_actors
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
@@ -52,6 +53,8 @@ class Check:
 def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
     """In the order in which a fault is most worth hearing of; cheap ones first."""
     yield Check(RESOURCES, lambda: _resources(config, plan))
+    if CHECKS.keys() & set(config.tracking.sinks):
+        yield Check("trackers", lambda: check_trackers(config.tracking))
     if is_url(config.output_dir):
         yield Check("output_dir", lambda: _output_dir(config.output_dir))
     if any(actor.role == "rollout" for actor in plan):

@@ -15,13 +15,14 @@ TRIED_AGAIN = "It is lost, and the next is tried."
 
 
 class Losses:
-    """Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, and the class of a user's own sink.
+    """Kinds are `metrics`, `events`, `samples`, `timeline`, `tensorboard`, …, the names of trackers, and the class of a
+    user's own sink.
 
     A kind fails from its first error until it can be written again. Both are told once, and the error becomes an event;
     those in between are only counted.
     """
 
-    def __init__(self, note: Callable[[str, OSError], None]) -> None:
+    def __init__(self, note: Callable[[str, Exception], None]) -> None:
         """`note`: hears of the first error of a kind, for events.jsonl."""
         self.lost: Counter[str] = Counter()
         """By kind, what will never be written."""
@@ -60,7 +61,7 @@ class Losses:
         with self._lock:
             self.waiting[kind] = count
 
-    def fails(self, kind: str, error: OSError, advice: str) -> None:
+    def fails(self, kind: str, error: Exception, advice: str) -> None:
         with self._lock:
             is_first = kind not in self._failing
             self._failing.add(kind)

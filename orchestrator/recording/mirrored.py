@@ -18,7 +18,7 @@ LOGS, STATE = "logs", "state.json"
 NOT_MIRRORED = frozenset({"run.lock", "resumed_store", "checkpoints", RECORD})
 """At any depth: runs before the run lie below its directory. Checkpoints go to the URL by themselves."""
 NOT_FETCHED = NOT_MIRRORED | {
-    "samples", "plots", "tensorboard", "stacks", "report.html", "cluster.json", LOGS, STATE,
+    "samples", "plots", "tensorboard", "wandb", "stacks", "report.html", "cluster.json", LOGS, STATE,
 }  # fmt: skip
 """Of a run at a URL that goes on elsewhere."""
 PACE_BYTES = 2**20

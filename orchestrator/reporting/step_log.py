@@ -11,7 +11,7 @@ from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, StepTimes, rank_metrics, step_metrics
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sinks import Sink, log_to
+from penstock.orchestrator.reporting.sinks.sink import Sink, log_to
 from penstock.orchestrator.reporting.usage import Usage
 from penstock.workers.trainer.report import StepReport
 

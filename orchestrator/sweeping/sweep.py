@@ -106,7 +106,8 @@ class Sweep:
         return {"runs": {point.name: {"values": point.values, "words": list(point.words)} for point in self._points}}
 
     def _start(self, point: Point) -> None:
-        words = [*point.words, f"name={point.name}", f"output_dir={self._directory}", "resume=auto"]
+        group = f"tracking.group={self._directory.name}"  # first: the user's own word wins
+        words = [group, *point.words, f"name={point.name}", f"output_dir={self._directory}", "resume=auto"]
         with (self._directory / f"{point.name}.log").open("ab") as log:
             self._running[point.name] = subprocess.Popen(
                 [*self._command, *words], stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,

@@ -25,7 +25,8 @@ from penstock.orchestrator.nodes.kept_states import StateNodes
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sinks import JsonLines, Sink
+from penstock.orchestrator.reporting.sinks.json_lines import JsonLines
+from penstock.orchestrator.reporting.sinks.sink import Sink
 from penstock.orchestrator.takeover.handover import Handover
 from penstock.orchestrator.takeover.taken import Taken
 from penstock.store.client.client import StoreClient

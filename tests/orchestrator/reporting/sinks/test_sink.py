@@ -10,7 +10,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.sinks import JsonLines, TensorBoard, close_sinks, log_to
+from penstock.orchestrator.reporting.sinks.json_lines import JsonLines
+from penstock.orchestrator.reporting.sinks.sink import close_sinks, log_to
+from penstock.orchestrator.reporting.sinks.tensorboard import TensorBoard
 from tests.small_files import files_up_to
 
 

@@ -1,0 +1,1 @@
+"""Where a step's numbers go: a file each, found by name in `table.py`."""
