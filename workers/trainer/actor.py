@@ -18,6 +18,7 @@ import ray
 
 from penstock.conf.errors import NotStarted
 from penstock.conf.weights import WeightsConfig
+from penstock.metering.ray_export import exported
 from penstock.network.addresses import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
@@ -81,6 +82,7 @@ class Trainer(_Rank):
         self._phases = Phases()
         self._assembly = assembly
         self._spec = spec
+        self._meters = exported(spec.origin)
         self._started: TrainerParts | None = None
         self._connected: Transport | None = None
 
@@ -88,7 +90,7 @@ class Trainer(_Rank):
         """Load the models and join the other ranks; one rank alone needs no address. Collective. Raises `ModelError`,
         `ConfigError`, `DeadlineExceeded` with the ranks that do not come."""
         self._use_nodes_interface()
-        self._started = self._assembly.assemble_trainer(self._spec, address, self._phases)
+        self._started = self._assembly.assemble_trainer(self._spec, address, self._phases, self._meters)
         self._phases.enter(IDLE)
 
     def attach(self, store: Any) -> None:
