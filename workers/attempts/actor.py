@@ -75,6 +75,9 @@ class Environments:
         self._worker: EnvironmentWorker | None = None
         self._serving = Serving(self._serve)
 
+    def __repr__(self) -> str:
+        return self._spec.name
+
     async def start(self) -> None:
         """Raises `ConfigError` for an environment that cannot be made, `ModelError` for a model that cannot chat."""
         spec, config = self._spec, self._spec.config

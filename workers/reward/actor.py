@@ -53,6 +53,9 @@ class Reward:
         )
         self._serving = Serving(self._worker.run)
 
+    def __repr__(self) -> str:
+        return self._worker.name
+
     async def start(self) -> None:
         await self._worker.start()
         self._phases.enter(SERVING)

@@ -79,6 +79,9 @@ class Rollout:
         self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
         self._serving = Serving(self._serve)
 
+    def __repr__(self) -> str:
+        return self._spec.name
+
     def _worker(self, greedy: bool) -> RolloutWorker:
         spec = self._spec
         return RolloutWorker(

@@ -28,7 +28,7 @@ from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAV
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.stacks import register
 from penstock.workers.trainer.report import StepReport
-from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.weights.transport import Delivery, Engines, Transport
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class _Rank:
     """What both shells know of the other ranks, where all of them meet, and say of themselves."""
 
     _meeting: "Meeting | None" = None
+    _spec: RankSpec
+
+    def __repr__(self) -> str:
+        return self._spec.name
 
     def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""
@@ -81,7 +85,7 @@ class Trainer(_Rank):
 
         self._phases = Phases()
         self._assembly = assembly
-        self._spec = spec
+        self._spec: TrainerSpec = spec
         self._meters = exported(spec.origin)
         self._started: TrainerParts | None = None
         self._connected: Transport | None = None
@@ -240,7 +244,7 @@ class Scorer(_Rank):
 
         self._phases = Phases()
         self._assembly = assembly
-        self._spec = spec
+        self._spec: ScorerSpec = spec
         self._started: ScorerParts | None = None
 
     def start(self, address: str | None) -> None:
