@@ -1,4 +1,4 @@
-"""The command line: `penstock run|validate|sweep|report|ui|status|scale|export|recipes`.
+"""The command line: `penstock run|validate|sweep|report|ui|grafana|status|scale|export|recipes`.
 
 Errors that Penstock raises on purpose end in one message and the exit code of their class: 2 for configuration and
 data. Heavy imports wait until a command needs them, so that a misspelt key is answered at once.
@@ -23,6 +23,7 @@ WISHES_HELP = "rollout=+2, rollout=3, reward=-1: so many more, so many in all (o
 SWEEP = """Run every combination, as many at a time as the machine or the cluster has room for. The same command again
 goes on where it was."""
 SWEEP_HELP = "as for run; several values as in trainer.optimizer.lr=1e-4,3e-4 or seed=range(1,4)"
+DISCOVERY_HELP = "where Ray's head node lists its nodes (default: /tmp/ray/prom_metrics_service_discovery.json)"
 DRAIN_HELP = "seconds for those that leave to finish what they have; the rest goes back (default: rollout.drain_s)"
 EPILOG = """\
 examples:
@@ -92,6 +93,10 @@ def _parser() -> argparse.ArgumentParser:
         "--key", default=None, help="that visitors need (default: made where the interface is not loopback)"
     )
     ui.set_defaults(command=_ui)
+    grafana = commands.add_parser("grafana", help="write a Grafana dashboard, and alert rules for Prometheus")
+    grafana.add_argument("directory", help="for the files")
+    grafana.add_argument("--discovery", default=None, metavar="FILE", help=DISCOVERY_HELP)
+    grafana.set_defaults(command=_grafana)
     status = commands.add_parser("status", help="what a run's store is doing right now")
     status.add_argument("run", help=RUN_HELP)
     status.set_defaults(command=_status)
@@ -174,6 +179,13 @@ def _ui(arguments: argparse.Namespace) -> int:
     from penstock.orchestrator.ui.server.serve import serve
 
     serve(arguments.runs, Console(), arguments.host, arguments.port, arguments.key)
+    return 0
+
+
+def _grafana(arguments: argparse.Namespace) -> int:
+    from penstock.orchestrator.grafana.writing import DISCOVERY, write
+
+    print(write(arguments.directory, arguments.discovery or DISCOVERY), end="")
     return 0
 
 

@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import shlex
 import socket
 import uuid
 from collections.abc import Sequence
@@ -75,13 +76,14 @@ class Cluster:
         self._actors, self._config = list(actors), config
         self._is_connected = self._is_own = False
 
-    def connect(self, run_id: str) -> None:
-        """Raises `ResourceError`, also where the plan does not fit."""
+    def connect(self, run_id: str, place: str = "") -> None:
+        """`place`: the run's directory or URL, for people who look at Ray's jobs. Raises `ResourceError`, also where
+        the plan does not fit."""
         if self._is_connected:
             return
         if not ray.is_initialized():
             check_resources(self._actors, self._config)
-            _start(self._actors, self._config, namespace_of(run_id))
+            _start(self._actors, self._config, namespace_of(run_id), metadata_of(self._config, place))
             self._is_own = True
         self._is_connected = True
         nodes = cluster_nodes()
@@ -124,8 +126,17 @@ def _knock(address: str) -> None:
         socket.create_connection((target.hostname, target.port), KNOCK_S).close()
 
 
-def _start(actors: list[ActorPlan], config: RunConfig, namespace: str) -> None:
-    metadata = {"penstock.run": config.name or "", "penstock.algorithm": config.algorithm.name, **config.tracking.tags}
+def metadata_of(config: RunConfig, place: str) -> dict[str, str]:
+    """What Ray's dashboard shows of the run's job, as texts. `place`: the run's directory or URL."""
+    place = place if "://" in place or not place else os.path.abspath(place)
+    known = {
+        "penstock.run": config.name, "penstock.recipe": config.recipe, "penstock.algorithm": config.algorithm.name,
+        "penstock.directory": place, "penstock.page": f"penstock ui {shlex.quote(place)}" if place else "",
+    }  # fmt: skip
+    return {name: value for name, value in known.items() if value} | config.tracking.tags
+
+
+def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata: dict[str, str]) -> None:
     common: dict[str, Any] = {
         "namespace": namespace,
         "job_config": JobConfig(metadata=metadata),

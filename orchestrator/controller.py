@@ -25,6 +25,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
 from penstock.conf.run import RunConfig
+from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.colocation import Turns
 from penstock.orchestrator.diagnosis.diagnosis import Diagnosis
@@ -90,10 +91,11 @@ class Controller:
         wanted: dict[str, int] | None = None,
         handover: Handover | None = None,
         taken: Taken | None = None,
+        meters: Meters | None = None,
     ) -> None:
         """Of the run, also before this controller: `recoveries`, and how many members of a role were `wanted`.
         `handover`: what it leaves for a process that goes on with the fleet; `taken`: where one has left off that this
-        goes on after."""
+        goes on after. `meters`: for what the driver measures."""
         self.fleet, self.config, self.flow = fleet, config, flow
         self.directory, self.progress, self.sinks = directory, progress, sinks
         self.evaluator = evaluator
@@ -114,7 +116,7 @@ class Controller:
         self._watch = Watch(fleet, config, directory)
         self._supervisor = Supervisor(
             fleet, self.store, self._recoveries, directory, progress, stores=stays,
-            tokens_in_flight=self._watch.tokens_in_flight,
+            tokens_in_flight=self._watch.tokens_in_flight, meters=meters,
         )  # fmt: skip
         catch_up = catching_up(config, self._weights)
         self._members = Members(

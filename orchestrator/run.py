@@ -84,7 +84,7 @@ def run(
     directory.losses.tell_to(tell)
     try:
         with contextlib.closing(cluster):
-            cluster.connect(directory.run_id)
+            cluster.connect(directory.run_id, directory.place)
             check_placement(plan, config)  # now, and not after the runs that come first
             namespace = goes_on.state.namespace if isinstance(goes_on, LeftBehind) else namespace_of(directory.run_id)
             note_connection(directory, namespace)
@@ -122,7 +122,7 @@ def _left_behind(
     """What a command that has died has left of the run. Raises `ResourceError` if no cluster answers."""
     if not (directory.cluster_file.is_file() and is_elsewhere()):
         return None
-    cluster.connect(directory.run_id)
+    cluster.connect(directory.run_id, directory.place)
     return find(directory, identity_of(config, flow, this_node()), config.faults.lease_s, tell)
 
 

@@ -274,7 +274,7 @@ def session(config: RunConfig, flow: Dataflow | None = None) -> Iterator[Session
 @contextlib.contextmanager
 def _started(config: RunConfig, flow: Dataflow, plan: list[ActorPlan], directory: RunDirectory) -> Iterator[Session]:
     with contextlib.closing(Cluster(plan, config)) as cluster:
-        cluster.connect(directory.run_id)
+        cluster.connect(directory.run_id, directory.place)
         check_placement(plan, config)
         model_path = starting_model(config, directory)
         config = with_other_models(config, directory, model_path)

@@ -16,6 +16,8 @@ from ray.exceptions import RayError
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
+from penstock.metering.meters import Meters
+from penstock.metering.ray_export import exporting
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import newest, rewind
 from penstock.orchestrator.cluster import is_elsewhere, namespace_of
@@ -28,6 +30,7 @@ from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.fleet.growth import takes_newcomers
 from penstock.orchestrator.monitoring.logs import Logs
 from penstock.orchestrator.nodes.agents import NodeAgents
+from penstock.orchestrator.origins import DRIVER, origin_of
 from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.recording.connection import note_connection
@@ -77,6 +80,10 @@ class Training:
     def run(self, sinks: list[Sink]) -> Outcome:
         """`sinks`: for the numbers. Raises the failure that cannot be recovered from; of a return that fails, the one
         that it was made for."""
+        with exporting(origin_of(self._config, DRIVER, DRIVER)) as meters:
+            return self._run(sinks, meters)
+
+    def _run(self, sinks: list[Sink], meters: Meters) -> Outcome:
         config = self._config
         evaluator = Evaluator.of(config, self._model_path) if config.evaluation.every_steps else None
         while True:
@@ -87,7 +94,7 @@ class Training:
                     taken = self._taken(fleet, left) if left is not None else None
                     controller = Controller(
                         fleet, config, self._flow, self._directory, self._progress, sinks, evaluator, self._recoveries,
-                        self._wanted, self._handover(fleet), taken,
+                        self._wanted, self._handover(fleet), taken, meters,
                     )  # fmt: skip
                     try:
                         return asyncio.run(controller.run())

@@ -89,6 +89,8 @@ class Sampled:
     """Samples that it decodes. What waits for new weights, or for the device, is not among them."""
     tokens_in_flight: int = 0
     """That those have so far."""
+    num_waiting: int = 0
+    """Samples among those in flight that wait for room in the engine's own queue."""
 
 
 class RolloutEngine(Protocol):

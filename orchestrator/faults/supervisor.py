@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from penstock.conf.errors import PartnerGone, PenstockError, WorkerDied
+from penstock.metering.meters import Meters
+from penstock.metering.table import MEMBER_ROLES, RUN_LOST, RUN_REPLACED
 from penstock.orchestrator.failures import CAUSE_GRACE_S, Kind, cause_of, first_line, kind_of
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import Recoveries
@@ -46,8 +48,14 @@ class Supervisor:
         clock: Callable[[], float] = time.monotonic,
         stores: StoreRecovery | None = None,
         tokens_in_flight: Callable[[Sequence[str]], int] = lambda names: 0,
+        meters: Meters | None = None,
     ) -> None:
-        """`stores`: brings the store back; None where it cannot be. `tokens_in_flight`: that members had under way."""
+        """`stores`: brings the store back; None where it cannot be. `tokens_in_flight`: that members had under way.
+        `meters`: for losses."""
+        self._meters = meters or Meters()
+        for role in MEMBER_ROLES:
+            self._meters.add(RUN_LOST, 0, member_role=role)
+            self._meters.add(RUN_REPLACED, 0, member_role=role)
         self.step = 0
         """That the run is at."""
         self._fleet, self._store, self._recoveries = fleet, store, recoveries
@@ -154,7 +162,7 @@ class Supervisor:
         """Start what takes the place of a member that is lost, as often as that is to be tried. Raises the failure if
         it is not, or not any more. `tokens`: that were under way, and are made again."""
         began = self._clock()
-        self._directory.event("fault", **_facts(role, title, self.step, failure))
+        self._note_fault(role, title, failure)
         self._progress.note(f"{title} is lost, another takes its place: {first_line(failure)}")
         decision = self._recoveries.lost(title, role, began, self.step)
         while isinstance(decision, Restart):
@@ -166,20 +174,25 @@ class Supervisor:
             except PenstockError as again:
                 if not is_recoverable(again):
                     raise
-                self._directory.event("fault", **_facts(role, title, self.step, again))
+                self._note_fault(role, title, again)
                 decision = self._recoveries.failed(title, self._clock(), self.step)
         else:
             raise failure
         seconds = self._recoveries.caught_up(title, self._clock())
         about = {"role": role, "member": title, "step": self.step, "tokens_again": tokens}
         self._directory.event("recovered", **about, seconds=round(seconds, 3))
+        self._meters.add(RUN_REPLACED, member_role=role)
         self._progress.note(f"{title} serves again after {seconds:.1f} s")
 
     def beyond_help(self, role: str, title: str, failure: Exception) -> None:
         """It is lost, and nobody can take its place alone: note it, for the failure to be raised."""
         if is_recoverable(failure):
-            self._directory.event("fault", **_facts(role, title, self.step, failure))
+            self._note_fault(role, title, failure)
             self._recoveries.beyond_help(title, role, self._clock(), self.step)
+
+    def _note_fault(self, role: str, title: str, failure: Exception) -> None:
+        self._directory.event("fault", **_facts(role, title, self.step, failure))
+        self._meters.add(RUN_LOST, member_role=role)
 
     def close(self) -> None:
         """From now on members end because the store has closed, and nobody takes their place."""

@@ -12,8 +12,10 @@ from penstock.algorithms.graph.stage import Stage
 from penstock.conf.reward import JUDGE, has_own_judge
 from penstock.conf.run import RunConfig
 from penstock.conf.transports import choose_transport
+from penstock.metering.ray_export import Origin
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.nodes.files import NodeFiles
+from penstock.orchestrator.origins import origin_of
 from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.placement.actors import ActorPlan, reward_of
 from penstock.orchestrator.placement.reservation import Reservation
@@ -131,6 +133,7 @@ class ActorMaker:
             config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
             1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._plan),
             pulls=not self._flow.has_environment,
+            origin=self._origin_of(actor),
         )  # fmt: skip
 
     def _code_of(self, actor: ActorPlan, function: str) -> str:
@@ -149,13 +152,14 @@ class ActorMaker:
             actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
             self._flow.samples_per_prompt, writes, given(self._flow)[0], imports,
             sum(other.role == "environment" for other in self._plan),
+            self._origin_of(actor),
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:
         imports = tuple(self.local(actor.name, file) for file in self._config.imports)
         function, options = reward_of(self._flow, str(actor.stage), self._config)
         config = replace(self._config.reward, function=self._code_of(actor, function), options=dict(options))
-        plan = RewardPlan(actor.name, config, imports)
+        plan = RewardPlan(actor.name, config, imports, origin=self._origin_of(actor))
         if self._judges(actor):
             plan = replace(plan, make_pool=self._judge_spec(actor, options).make)
         if not self._flow.of_kind("reward"):
@@ -219,7 +223,12 @@ class ActorMaker:
             "temperature": config.rollout.sampling.temperature if self._flow.of_kind("rollout") else 1.0,
             "attention": config.model.attention,
             "engine_dtype": config.rollout.dtype,
+            "origin": self._origin_of(actor),
         }
+
+    def _origin_of(self, actor: ActorPlan) -> Origin | None:
+        """Of what it measures."""
+        return origin_of(self._config, actor.role, actor.name)
 
     def _scored_by(self, stage: Stage) -> str:
         """The model of a scorer's stage."""

@@ -10,6 +10,7 @@ from typing import Any
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.nodes.agents import NodeAgents
+from penstock.orchestrator.origins import origin_of
 from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.store.service.actor import STORE, create_store_actor, end_store_actor
@@ -65,6 +66,7 @@ class StoreProcess:
             nodes=self._agents.rows_nodes(timeout_s) if self._crosses_nodes else None,
             options=self._options(),
             make=self._owner.make,
+            origin=origin_of(self._config, "store", STORE),
         )
 
     @property

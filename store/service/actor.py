@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from penstock.metering.ray_export import Origin, exported
 from penstock.network.handshake import new_token
 from penstock.store.data.far.nodes import RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, guard_root, identity, sweep_stale
@@ -37,6 +38,7 @@ class Store:
         restore: str | None,
         ports: list[int] | None,
         nodes: RowsNodes | None,
+        origin: Origin | None,
     ) -> None:
         import ray
 
@@ -49,7 +51,9 @@ class Store:
         for place in (directory, spill):
             guard_root(place)
         node = ray.get_runtime_context().get_node_id()
-        self._store = store.Store(spec, segments=segments, node=node, restore=restore, door=door)
+        self._store = store.Store(
+            spec, segments=segments, node=node, restore=restore, door=door, meters=exported(origin)
+        )
 
     async def endpoint(self) -> Endpoint:
         """Where it is called."""
@@ -77,6 +81,7 @@ def create_store_actor(
     nodes: RowsNodes | None = None,
     options: Mapping[str, Any] | None = None,
     make: Callable[..., Any] | None = None,
+    origin: Origin | None = None,
 ) -> Any:
     """Start one store; returns its handle, for `StoreClient`. It lives as long as the handle's creator keeps it, or
     until `end_store_actor`.
@@ -85,12 +90,12 @@ def create_store_actor(
     segments; None: one in shared memory. `ports`: first and last
     that it may listen on for other machines; None: any. `nodes`: of a run on several, with the token that all of them
     ask for, the store too. `options`: more for Ray, such as its node. `make`: makes the actor of its class, options and
-    arguments; None: this process does.
+    arguments; None: this process does. `origin`: of what it measures; None: that goes nowhere.
     """
     if directory is None:
         directory = os.path.join(SHARED_MEMORY, f"{PREFIX}store-{uuid.uuid4().hex}")
     options = {"name": name, "namespace": namespace, "num_cpus": 0, **(options or {})}
-    return (make or _make)(Store, options, spec, directory, restore, ports, nodes)
+    return (make or _make)(Store, options, spec, directory, restore, ports, nodes, origin)
 
 
 def _make(cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from penstock.metering.meters import Meters
 from penstock.store.data.blocks import Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Inline, Parcel
@@ -31,6 +32,7 @@ from penstock.store.service.messages import calls_of
 from penstock.store.service.report import describe, of_segments, of_server, stats
 from penstock.store.service.saving import Saving
 from penstock.store.service.server import Door, Endpoint, Server
+from penstock.store.service.store_meter import StoreMeter
 from penstock.store.service.waiting.expiry import Expiry
 from penstock.store.service.waiting.nearness import Nearness, Nowhere, OnNodes
 from penstock.store.service.waiting.pump import Pump
@@ -65,10 +67,11 @@ class Store:
         node: str = "",
         restore: str | Path | None = None,
         door: Door | None = None,
+        meters: Meters | None = None,
     ) -> None:
         """`clock`: seconds. `segments`: where batches larger than `spec.inline_bytes` lie; None: here, with all others.
         `node`, `door`: the machine, and where others reach it, for `endpoint`. `restore`: a snapshot, or a directory of
-        them, to go on from; raises `CorruptSnapshot`, `StoreError`.
+        them, to go on from; raises `CorruptSnapshot`, `StoreError`. `meters`: for what it measures, once it is served.
         """
         self._spec = spec
         self._clock = clock
@@ -100,6 +103,7 @@ class Store:
         self.loop: asyncio.AbstractEventLoop | None = None
         """That it lives in."""
         self._saving = Saving(self.ledger, self._blocks, segments)
+        self._meter = StoreMeter(self.ledger, meters or Meters())
 
     async def spec(self) -> StoreSpec:
         self.loop = asyncio.get_running_loop()
@@ -112,6 +116,7 @@ class Store:
             path = self.segments.directory / "socket"
             self._server = Server(self, calls_of(Store), self.segments, path, self._door)
             await self._server.start()
+            self._meter.start()
         return self._server.endpoint(self._node)
 
     async def left(self, client: str) -> None:
@@ -165,7 +170,11 @@ class Store:
                 self._work.granted(lease.id, ask.stage, ask.owner)
             return [self._grant(lease.id, ask.stage, self.ledger.rows_of(lease)) for lease in leases] or None
 
-        return await consumers.wait(take, ask)
+        asked = self._clock()
+        granted = await consumers.wait(take, ask)
+        if granted is not None:
+            self._meter.waited(ask.stage, self._clock() - asked)
+        return granted
 
     async def answered(self, client: str) -> list[tuple[int, int]] | None:
         """Waits until others have answered groups that this client holds: leases and groups. None once closed."""
@@ -199,8 +208,12 @@ class Store:
             self._work.granted(made.lease_id, stage, owner)
             return self._grant(made.lease_id, stage, self.ledger.share(made, rank), made.version)
 
+        asked = self._clock()
         granted = await self._ranks[stage].wait(take)
-        return take() if granted is None else granted
+        if granted is None:
+            return take()
+        self._meter.waited(stage, self._clock() - asked)
+        return granted
 
     async def settle(self, stage: str) -> int:
         """See `Ledger.settle`."""
@@ -335,6 +348,7 @@ class Store:
             self._closed = reason
         self._expiry.cancel()
         self._slow.cancel()
+        self._meter.close()
         if self._server is not None:
             self._server.close()
         self._waiters.close(self._closed)

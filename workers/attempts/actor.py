@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.rollout import RolloutConfig
+from penstock.metering.ray_export import Origin, exported
 from penstock.workers.attempts.runner import Runner
 from penstock.workers.attempts.worker import EnvironmentWorker
 from penstock.workers.environments.environment import make_environment
@@ -55,6 +56,8 @@ class EnvironmentSpec:
     imports: tuple[str, ...] = ()
     num_peers: int = 1
     """Environment actors, itself included."""
+    origin: Origin | None = None
+    """Of what it measures; None: that goes nowhere."""
 
 
 class Environments:
@@ -72,6 +75,9 @@ class Environments:
         self._worker: EnvironmentWorker | None = None
         self._serving = Serving(self._serve)
 
+    def __repr__(self) -> str:
+        return self._spec.name
+
     async def start(self) -> None:
         """Raises `ConfigError` for an environment that cannot be made, `ModelError` for a model that cannot chat."""
         spec, config = self._spec, self._spec.config
@@ -85,7 +91,10 @@ class Environments:
         environment = make_environment(config, spec.imports)
         port = config.gateway.port + spec.index if config.gateway.port else 0
         self._door.base_url = await self._server.start(config.gateway.host, port)
-        self._runner = Runner(environment, config, make_session, self._door, threads=self._threads, counts=self._counts)
+        self._runner = Runner(
+            environment, config, make_session, self._door, threads=self._threads, counts=self._counts,
+            meters=exported(spec.origin),
+        )  # fmt: skip
         sampling = spec.rollout.sampling
         self._worker = EnvironmentWorker(
             self._runner, Sampling.of(sampling), spec.name, spec.seed if sampling.seeded else None,

@@ -11,6 +11,7 @@ zero. Used by `worker.py`, and by evaluation.
 
 import asyncio
 import re
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -18,6 +19,8 @@ from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import DataError, PenstockError
+from penstock.metering import table
+from penstock.metering.meters import Meters
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.tools.calling import Toolbox
@@ -46,8 +49,14 @@ class Runner:
         *,
         threads: Executor | None = None,
         counts: Counter[str] | None = None,
+        meters: Meters | None = None,
     ) -> None:
-        """`door`: by which agents come in over HTTP. `threads`: for tools that block. `counts`: for metrics."""
+        """`door`: by which agents come in over HTTP. `threads`: for tools that block. `counts`, `meters`: for
+        metrics."""
+        self._meters = meters or Meters()
+        self._meters.add(table.ENVIRONMENT_TURNS, 0)
+        for kind in table.OUTCOMES:
+            self._meters.add(table.ENVIRONMENT_ATTEMPTS, 0, outcome=kind)
         self.environment = environment
         self._config, self._make_session, self._door = config, make_session, door
         self._threads = threads
@@ -62,6 +71,7 @@ class Runner:
         base_url, key = self._door.admit(session)
         ctx = Context(session, base_url, key, self._toolbox, self._sandbox, self._counts)
         self.num_in_flight += 1
+        began = time.perf_counter()
         try:
             outcome = await self._played(task, ctx, session)
         finally:
@@ -72,6 +82,9 @@ class Runner:
         if outcome.is_trained and not session.turns:
             outcome = Outcome(FAILED, "no_turn", "the environment had the policy sample nothing")
         self._counts[f"attempts_{outcome.kind}"] += 1
+        self._meters.add(table.ENVIRONMENT_ATTEMPTS, outcome=outcome.kind)
+        self._meters.add(table.ENVIRONMENT_TURNS, len(session.turns))
+        self._meters.observe(table.ENVIRONMENT_ATTEMPT, time.perf_counter() - began)
         if outcome.kind == TRUNCATED:
             self._counts[f"truncated_by_{outcome.reason}"] += 1
         return Trajectory(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.reward import RewardConfig
+from penstock.metering.ray_export import Origin, exported
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.reward.outcome import Result
@@ -30,6 +31,8 @@ class RewardPlan:
     """The column to score."""
     make_pool: Callable[[], Pool] | None = None
     """Of what scores; None: processes with the function."""
+    origin: Origin | None = None
+    """Of what it measures; None: that goes nowhere."""
 
 
 class Reward:
@@ -46,8 +49,12 @@ class Reward:
             stage=plan.stage,
             column=plan.column,
             text=plan.text,
+            meters=exported(plan.origin),
         )
         self._serving = Serving(self._worker.run)
+
+    def __repr__(self) -> str:
+        return self._worker.name
 
     async def start(self) -> None:
         await self._worker.start()

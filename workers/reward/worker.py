@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 from penstock.conf.errors import LeaseExpired
 from penstock.conf.reward import RewardConfig
+from penstock.metering import table
+from penstock.metering.meters import Meters
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.workers.concurrent_tasks import BusyClock, run_all
@@ -69,8 +71,10 @@ class RewardWorker:
         column: str = "reward",
         text: str = "response_text",
         max_samples: int = 64,
+        meters: Meters | None = None,
     ) -> None:
-        """`text`: the column to score."""
+        """`text`: the column to score. `meters`: for what it measures."""
+        self._meters = meters or Meters()
         self.text = text
         self.pool = pool
         self.name = name
@@ -84,6 +88,9 @@ class RewardWorker:
 
     async def start(self) -> None:
         await self.pool.start()
+        self._meters.add(table.REWARD_SAMPLES, 0)
+        for reason in table.REWARD_ERRORS_BY:
+            self._meters.add(table.REWARD_ERRORS, 0, reason=reason)
 
     async def close(self) -> None:
         await self.pool.close()
@@ -129,13 +136,14 @@ class RewardWorker:
     async def _serve(self, store: StoreClient, lease: Lease) -> None:
         """Score the rows of a lease, writing results in as few calls as waiting `WRITE_AFTER_S` allows."""
         known: list[tuple[int, Result]] = []
-        written = time.perf_counter()
+        leased = written = time.perf_counter()
         rows = lease.rows
         left = len(rows)
         self.num_in_flight += left
         try:
             async for position, result in self.pool.stream(rows.strings(self.text), rows.strings("task")):
                 self.errors.add(str(result) if isinstance(result, RewardError) else None)
+                self._measure(result, time.perf_counter() - leased)
                 known.append((int(rows.row_ids[position]), result))
                 left -= 1
                 self.num_in_flight -= 1
@@ -146,6 +154,13 @@ class RewardWorker:
         finally:
             self.num_in_flight -= left
         await self._write(store, lease, known)
+
+    def _measure(self, result: Result, seconds: float) -> None:
+        self._meters.observe(table.REWARD_LATENCY, seconds)
+        if isinstance(result, RewardError):
+            self._meters.add(table.REWARD_ERRORS, reason=result.kind)
+        else:
+            self._meters.add(table.REWARD_SAMPLES)
 
     async def _write(self, store: StoreClient, lease: Lease, known: Sequence[tuple[int, Result]]) -> None:
         good = [(row, result) for row, result in known if not isinstance(result, RewardError)]

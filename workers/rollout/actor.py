@@ -13,12 +13,14 @@ from typing import Any, cast
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
+from penstock.metering.ray_export import Origin, exported
 from penstock.store.client.client import StoreClient
 from penstock.workers.concurrent_tasks import run_all
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
+from penstock.workers.rollout.metered import MeteredEngine
 from penstock.workers.rollout.worker import RolloutWorker
 from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
@@ -51,6 +53,8 @@ class RolloutSpec:
     """Engines that start with this one, itself included: they share the groups from the first on."""
     pulls: bool = True
     """Prompts out of the store; otherwise it samples what environments ask for, by `generate`."""
+    origin: Origin | None = None
+    """Of what it measures; None: that goes nowhere."""
 
 
 class Rollout:
@@ -60,7 +64,8 @@ class Rollout:
     def __init__(self, spec: RolloutSpec) -> None:
         self._spec = spec
         self._phases = Phases()
-        self._engine = make_engine(
+        meters = exported(spec.origin) if spec.origin is not None else None
+        self._receiver = make_engine(
             spec.config,
             spec.model_path,
             num_threads=spec.num_threads,
@@ -68,9 +73,14 @@ class Rollout:
             adapter=spec.adapter,
             phase_timeout_s=spec.phase_timeout_s,
             by_priority=not spec.pulls,
+            meters=meters,
         )
+        self._engine = MeteredEngine(self._receiver, meters) if meters is not None else self._receiver
         self._workers = [self._worker(greedy) for greedy in ((False, True) if spec.greedy else (False,))]
         self._serving = Serving(self._serve)
+
+    def __repr__(self) -> str:
+        return self._spec.name
 
     def _worker(self, greedy: bool) -> RolloutWorker:
         spec = self._spec
@@ -135,7 +145,7 @@ class Rollout:
     @property
     def _receiving(self) -> ReceivingEngine:
         """Streams are for vLLM engines alone, as `choose_transport` sees to."""
-        return cast(ReceivingEngine, self._engine)
+        return cast(ReceivingEngine, self._receiver)
 
     async def sleep(self) -> None:
         """Leave the device to the trainer."""

@@ -24,6 +24,8 @@ from typing import Any, TypeVar
 from penstock.conf.errors import DataError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
+from penstock.metering.meters import Meters
+from penstock.metering.table import ROLLOUT_LOAD_PHASES
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout.engine_output import EngineOutput, explained
 from penstock.workers.rollout.vllm_requests import (
@@ -64,10 +66,12 @@ class VllmEngine:
         transport: str = "shm",
         phase_timeout_s: float = WeightsConfig.phase_timeout_s,
         by_priority: bool = False,
+        meters: Meters | None = None,
     ) -> None:
         """`version`: of the weights in `model_path`. `num_threads`: CPU threads of the forward pass (CPU build).
         `transport`: by which weights will come (`conf/weights.py`). `phase_timeout_s`: of a phase of a weight sync.
-        `by_priority`: of requests that wait, those of the lowest `Sampling.priority` are served first."""
+        `by_priority`: of requests that wait, those of the lowest `Sampling.priority` are served first. `meters`: for
+        what vLLM says of itself after each step; None: it is not asked to."""
         self._config = config
         self._model_path = model_path
         self._num_threads = num_threads
@@ -93,6 +97,9 @@ class VllmEngine:
         """Of the last load."""
         self._broken: str | None = None
         self._output = EngineOutput()
+        self._meters = meters
+        self._stats: Any = None
+        """`VllmStats`, once it is started with meters."""
 
     async def start(self) -> None:
         """Start the engine process and warm it up. Raises `ResourceError` when it does not come up,
@@ -182,7 +189,8 @@ class VllmEngine:
 
     def sampled(self) -> Sampled:
         now = under_way(self._llm.output_processor) if self._llm is not None else Sampled(0, 0)
-        return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens)
+        waiting = min(self._stats.num_waiting, now.num_in_flight) if self._stats is not None else 0
+        return Sampled(self._num_tokens + now.num_tokens, now.num_in_flight, now.num_tokens, waiting)
 
     async def close(self) -> None:
         llm, self._llm = self._llm, None
@@ -206,7 +214,8 @@ class VllmEngine:
             from vllm.v1.engine.async_llm import AsyncLLM
 
             try:
-                self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments()))
+                arguments = AsyncEngineArgs(**self._arguments())
+                self._llm = AsyncLLM.from_engine_args(arguments, stat_loggers=self._stat_loggers())
             except (RuntimeError, ValueError, OSError) as error:
                 told = explained(str(error), self._output.tail())
                 raise ResourceError(
@@ -217,6 +226,15 @@ class VllmEngine:
     def _arguments(self) -> dict[str, Any]:
         arguments = engine_arguments(self._config, self._model_path, self._transport)
         return {"scheduling_policy": "priority"} | arguments if self._by_priority else arguments
+
+    def _stat_loggers(self) -> list[Any]:
+        """vLLM gathers its statistics only where there is one."""
+        if self._meters is None:
+            return []
+        from penstock.workers.rollout.vllm_stats import VllmStats
+
+        self._stats = VllmStats(self._meters)
+        return [self._stats.logger]
 
     async def _warm_up(self) -> None:
         """The first request with log-probabilities compiles a kernel for seconds, and so does the first seeded one."""
@@ -331,7 +349,10 @@ class VllmEngine:
         phase = f"weight sync to version {delivery.version}, phase {name}"
         start = time.perf_counter()
         result = await self._in_time(phase, call, self._phase_timeout_s, PHASE_KEY)
-        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + time.perf_counter() - start
+        seconds = time.perf_counter() - start
+        self.phase_seconds[name] = self.phase_seconds.get(name, 0.0) + seconds
+        if self._meters is not None:
+            self._meters.add(ROLLOUT_LOAD_PHASES, seconds, phase=name)
         return result
 
     # Failures

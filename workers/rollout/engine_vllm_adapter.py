@@ -20,6 +20,7 @@ from penstock.conf.errors import ConfigError, WeightError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
+from penstock.metering.meters import Meters
 from penstock.workers.protocols import Publication
 from penstock.workers.rollout.engine_vllm import VllmEngine
 from penstock.workers.rollout.vllm_requests import Opened
@@ -46,10 +47,11 @@ class VllmAdapterEngine(VllmEngine):
         version: int = 0,
         phase_timeout_s: float = WeightsConfig.phase_timeout_s,
         by_priority: bool = False,
+        meters: Meters | None = None,
     ) -> None:
         """`adapter`: the trainer's. The others are `VllmEngine`'s."""
         options: dict[str, Any] = {"version": version, "phase_timeout_s": phase_timeout_s, "by_priority": by_priority}
-        super().__init__(config, model_path, num_threads=num_threads, **options)
+        super().__init__(config, model_path, num_threads=num_threads, meters=meters, **options)
         self._adapter = adapter
         self._folder = AdapterFolder(adapter)
         self._layers: dict[str, tuple[int, int]] = {}

@@ -7,6 +7,7 @@ from penstock.conf.errors import ConfigError, suggest
 from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
+from penstock.metering.meters import Meters
 from penstock.workers.protocols import RolloutEngine
 
 
@@ -20,20 +21,23 @@ def make_engine(
     adapter: LoraConfig | None = None,
     phase_timeout_s: float = WeightsConfig.phase_timeout_s,
     by_priority: bool = False,
+    meters: Meters | None = None,
 ) -> RolloutEngine:
     """An engine that is not started yet. `version`: of the weights in `model_path`. `transport`: by which others will
     come; those that stream are vLLM's alone (`conf/weights.py`). `adapter`: they will be adapters of this kind, to be
     served on top of those in `model_path`. `phase_timeout_s`: of each phase of a weight sync. `by_priority`: requests
-    wait by their priority (vLLM). Raises `ConfigError` for an unknown name."""
+    wait by their priority (vLLM). `meters`: for what the engine knows of itself (vLLM). Raises `ConfigError` for an
+    unknown name."""
     options: dict[str, Any] = {"num_threads": num_threads, "version": version, "phase_timeout_s": phase_timeout_s}
     if config.engine == "vllm" and adapter is not None:
         from penstock.workers.rollout.engine_vllm_adapter import VllmAdapterEngine
 
-        return VllmAdapterEngine(config, model_path, adapter, by_priority=by_priority, **options)
+        return VllmAdapterEngine(config, model_path, adapter, by_priority=by_priority, meters=meters, **options)
     if config.engine == "vllm":
         from penstock.workers.rollout.engine_vllm import VllmEngine
 
-        return VllmEngine(config, model_path, transport=transport, by_priority=by_priority, **options)
+        options |= {"transport": transport, "by_priority": by_priority, "meters": meters}
+        return VllmEngine(config, model_path, **options)
     if config.engine == "hf":
         from penstock.workers.rollout.engine_hf import HfEngine
 

@@ -18,6 +18,7 @@ import ray
 
 from penstock.conf.errors import NotStarted
 from penstock.conf.weights import WeightsConfig
+from penstock.metering.ray_export import exported
 from penstock.network.addresses import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
@@ -27,7 +28,7 @@ from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAV
 from penstock.workers.protocols import Loss, Publication, UpdateReport
 from penstock.workers.stacks import register
 from penstock.workers.trainer.report import StepReport
-from penstock.workers.trainer.spec import ScorerSpec, TrainerSpec
+from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.token_values import TokenValues
 from penstock.workers.weights.transport import Delivery, Engines, Transport
 
@@ -44,6 +45,10 @@ class _Rank:
     """What both shells know of the other ranks, where all of them meet, and say of themselves."""
 
     _meeting: "Meeting | None" = None
+    _spec: RankSpec
+
+    def __repr__(self) -> str:
+        return self._spec.name
 
     def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""
@@ -81,7 +86,8 @@ class Trainer(_Rank):
 
         self._phases = Phases()
         self._assembly = assembly
-        self._spec = spec
+        self._spec: TrainerSpec = spec
+        self._meters = exported(spec.origin)
         self._started: TrainerParts | None = None
         self._connected: Transport | None = None
 
@@ -89,7 +95,7 @@ class Trainer(_Rank):
         """Load the models and join the other ranks; one rank alone needs no address. Collective. Raises `ModelError`,
         `ConfigError`, `DeadlineExceeded` with the ranks that do not come."""
         self._use_nodes_interface()
-        self._started = self._assembly.assemble_trainer(self._spec, address, self._phases)
+        self._started = self._assembly.assemble_trainer(self._spec, address, self._phases, self._meters)
         self._phases.enter(IDLE)
 
     def attach(self, store: Any) -> None:
@@ -244,7 +250,7 @@ class Scorer(_Rank):
 
         self._phases = Phases()
         self._assembly = assembly
-        self._spec = spec
+        self._spec: ScorerSpec = spec
         self._started: ScorerParts | None = None
 
     def start(self, address: str | None) -> None:

@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from penstock.metering.meters import Meters
 from penstock.store.data.rows import Rows
 from penstock.workers.progress import Phases
 from penstock.workers.trainer.kept.kept_state import KeptState
 from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
+from penstock.workers.trainer.step_meter import StepMeter
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.old_turns import without_old_turns
@@ -44,9 +46,11 @@ class ScorerParts:
     worker: ScorerWorker
 
 
-def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | None = None) -> TrainerParts:
+def assemble_trainer(
+    spec: TrainerSpec, address: str | None, phases: Phases | None = None, meters: Meters | None = None
+) -> TrainerParts:
     """`address`: where the ranks meet (host:port on rank 0's node); one rank alone needs none. `phases`: where it notes
-    what it does. Collective. Raises `ModelError`, `ConfigError`."""
+    what it does; `meters`: and how much. Collective. Raises `ModelError`, `ConfigError`."""
     trainer = _trainer_class(spec)(spec.config, spec.model_path, **_options(spec, address))
     critic = _critic(spec, address)
     ranks = trainer.ranks
@@ -54,6 +58,8 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | No
     trainers = {"policy": trainer} | ({"critic": critic} if critic is not None else {})
     state = TrainingState(trainers, spec.checkpoint_timeout_s, preparation)
     kept = KeptState(state, trainer, spec.keeps_state) if spec.keeps_state is not None else None
+    meter = StepMeter(meters or Meters(), trainer.size, ranks.num_peers, ranks.device)
+    meter.begin()
     worker = TrainerWorker(
         trainer,
         ranks.data_rank,
@@ -66,6 +72,7 @@ def assemble_trainer(spec: TrainerSpec, address: str | None, phases: Phases | No
         peers=ranks,
         after_step=spec.after_step,
         young=_young(spec),
+        note=meter.note,
     )
     return TrainerParts(trainer, state, kept, worker)
 

@@ -7,6 +7,7 @@ from penstock.algorithms.graph.columns import Column
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.trainer import TrainerConfig
 from penstock.conf.weights import WeightsConfig
+from penstock.metering.ray_export import Origin
 from penstock.workers.protocols import Loss
 
 
@@ -29,6 +30,8 @@ class RankSpec:
     """Of the sampling distribution."""
     attention: str = "sdpa"
     engine_dtype: str = "float32"
+    origin: Origin | None = None
+    """Of what the rank measures; None: that goes nowhere."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,7 @@ from penstock.workers.trainer.engines.factory import make_engine
 from penstock.workers.trainer.engines.layers import compile_layers, use_liger
 from penstock.workers.trainer.engines.lora import add_adapters
 from penstock.workers.trainer.models.policy_model import PolicyModel, max_length, open_causal_lm
+from penstock.workers.trainer.models.size import size_of
 from penstock.workers.trainer.models.starting_weights import StartingWeights
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.update import batching
@@ -116,6 +117,8 @@ class PolicyTrainer:
         dtype = "float32" if self.trainable else config.dtype
         checkpoint_layers = self.trainable and config.activation_checkpointing
         self.model, weights, self.max_length = self._open(model_path, dtype, attention, checkpoint_layers)
+        self.size = size_of(self.model, has_adapters=self.trainable and bool(config.lora.rank))
+        """Of the whole model, whatever part of it this rank has."""
         self.model.requires_grad_(self.trainable)
         if config.liger:
             use_liger(self.model.lm)

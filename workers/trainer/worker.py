@@ -48,12 +48,15 @@ class TrainerWorker:
         peers: Peers | None = None,
         after_step: int = 0,
         young: Callable[[Rows, int], Rows] | None = None,
+        note: Callable[[StepReport, Rows], None] | None = None,
     ) -> None:
         """`rank`: which share of the rows is this one's, of `num_ranks` shares. `preparation`: of the batch before the
         update; None for none. `keep`: copies the state after a step, and says why if it does so no more
         (`KeptState.keep`); None for no copies. `speaks_for_rows`: False for a rank whose rows another one reports.
         `phases`: where it notes what it does. `peers`: all ranks; None: this one is alone. `after_step`: that the
-        trainer goes on from. `young`: rows without what is too old for a version; None: nothing is."""
+        trainer goes on from. `young`: rows without what is too old for a version; None: nothing is. `note`: hears of
+        each step, with the rows that were trained (`StepMeter.note`)."""
+        self._note = note
         self._phases = phases or Phases()
         self.after_step: int | None = after_step
         """Whose weights and optimizer the trainer has now; None while an update is under way, or if it failed."""
@@ -121,7 +124,7 @@ class TrainerWorker:
             self._tokens = step, recorder.values(rows, lease.rows.lengths("response_ids").tolist())
         trained = time.perf_counter()
         spoken_for = leased_rows if self._speaks_for_rows else leased_rows.select([])
-        return StepReport(
+        made = StepReport(
             step,
             lease.version,
             report.metrics | critic_metrics,
@@ -133,6 +136,9 @@ class TrainerWorker:
             lease.share if self._speaks_for_rows else None,
             not_kept,
         )
+        if self._note is not None:
+            self._note(made, leased_rows)
+        return made
 
     def token_values(self, step: int) -> TokenValues | None:
         """What the update of `step` knew of each token. None: it was not the last one, nobody asked for it to be

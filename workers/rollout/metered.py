@@ -1,0 +1,85 @@
+"""An engine that is measured: any `RolloutEngine`, with what it does noted in `Meters`.
+
+    actor, worker ─▶ MeteredEngine ─▶ engine
+                          │ each second, from `engine.sampled()`: tokens, running, waiting; and how long a load took
+                          ▼
+                        Meters
+
+Made by `actor.py`. What only vLLM knows (KV cache, prefixes, phases of a load) its engine notes itself.
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+
+from penstock.metering import table
+from penstock.metering.meters import Meters
+from penstock.workers.concurrent_tasks import BusyClock
+from penstock.workers.protocols import Completion, Publication, RolloutEngine, Sampled, Sampling
+
+LOOK_S = 1.0
+"""Between two looks at what the engine has sampled: as often as numbers are exported."""
+
+
+class MeteredEngine:
+    """Lifecycle: that of the engine. Looks at it from `start` until `close`."""
+
+    def __init__(self, engine: RolloutEngine, meters: Meters) -> None:
+        self.engine = engine
+        self._meters = meters
+        self._clock = BusyClock()
+        self._num_tokens = 0
+        self._busy_s = 0.0
+        """Both as far as they are noted."""
+        self._looking: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        await self.engine.start()
+        self._num_tokens = self.engine.sampled().num_tokens  # less those of a warm-up
+        self._looking = asyncio.create_task(self._look_again_and_again())
+
+    async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
+        with self._clock.interval():
+            completions = await self.engine.generate(prompt_ids, num_samples, sampling)
+        self._meters.add(table.ROLLOUT_SAMPLES, num_samples)
+        return completions
+
+    async def load(self, publication: Publication) -> None:
+        started = time.perf_counter()
+        await self.engine.load(publication)
+        self._meters.observe(table.ROLLOUT_LOAD, time.perf_counter() - started)
+
+    async def version(self) -> int:
+        return await self.engine.version()
+
+    def sampled(self) -> Sampled:
+        return self.engine.sampled()
+
+    async def sleep(self) -> None:
+        await self.engine.sleep()
+
+    async def wake(self) -> None:
+        await self.engine.wake()
+
+    async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._looking
+        await self.engine.close()
+
+    def look(self) -> None:
+        """Note what was sampled since the last time. Work that was given up counts as far as it had come."""
+        sampled, busy_s = self.engine.sampled(), self._clock.seconds()
+        self._meters.add(table.ROLLOUT_TOKENS, max(0, sampled.num_tokens - self._num_tokens))
+        self._meters.add(table.ROLLOUT_BUSY, busy_s - self._busy_s)
+        self._meters.put(table.ROLLOUT_RUNNING, sampled.num_in_flight - sampled.num_waiting)
+        self._meters.put(table.ROLLOUT_WAITING, sampled.num_waiting)
+        self._num_tokens, self._busy_s = sampled.num_tokens, busy_s
+
+    async def _look_again_and_again(self) -> None:
+        self._meters.add(table.ROLLOUT_SAMPLES, 0)
+        while True:
+            self.look()
+            await asyncio.sleep(LOOK_S)

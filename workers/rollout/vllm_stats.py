@@ -1,0 +1,51 @@
+"""What vLLM says of itself after each of its steps, noted in `Meters`: its queue, its KV cache, its prefix cache.
+
+`engine_vllm.py` hands `VllmStats.logger` to `AsyncLLM` as one of its `stat_loggers`. Imports vLLM, and so is imported
+late.
+"""
+
+from typing import Any
+
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from penstock.metering import table
+from penstock.metering.meters import Meters
+
+
+class VllmStats:
+    """Lifecycle: made before the engine, whose `logger` writes into it."""
+
+    def __init__(self, meters: Meters) -> None:
+        self.num_waiting = 0
+        """Sequences in the queue after the last step."""
+        self._meters = meters
+
+    def logger(self, _config: Any, _engine_index: int) -> StatLoggerBase:
+        """A factory of vLLM's kind."""
+        return _Logger(self)
+
+    def note(self, stats: Any) -> None:
+        """`stats`: vLLM's `SchedulerStats` of one step."""
+        self.num_waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
+        prefixes = stats.prefix_cache_stats
+        self._meters.put(table.ROLLOUT_KV_CACHE, stats.kv_cache_usage)
+        self._meters.add(table.ROLLOUT_PREFIX_LOOKUPS, prefixes.queries)
+        self._meters.add(table.ROLLOUT_PREFIX_HITS, prefixes.hits)
+
+
+class _Logger(StatLoggerBase):
+    def __init__(self, stats: VllmStats) -> None:
+        self._stats = stats
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        if scheduler_stats is not None:
+            self._stats.note(scheduler_stats)
+
+    def log_engine_initialized(self) -> None:
+        """There is nothing to say of its settings."""
