@@ -8,4 +8,4 @@ DRIVER = "driver"
 
 def origin_of(config: RunConfig, role: str, actor: str) -> Origin | None:
     """None where the run does not want them."""
-    return Origin(config.name or "", role, actor) if config.tracking.ray_metrics else None
+    return Origin(config.name or "", role, actor) if "ray" in config.tracking.sinks else None

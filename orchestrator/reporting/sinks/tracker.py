@@ -14,7 +14,7 @@ from penstock.conf.errors import PenstockError, TakenOver
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import recipe_name
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.orchestrator.reporting.summary import cards
+from penstock.orchestrator.reporting.summary import cards_of
 
 FINISHED, FAILED, INTERRUPTED, TAKEN_OVER = "finished", "failed", "interrupted", "taken_over"
 DEFAULT_PROJECT = "penstock"
@@ -74,7 +74,7 @@ class End:
 
 def _cards(directory: RunDirectory) -> dict[str, str]:
     try:
-        found = cards(directory)
+        found = cards_of(directory)
     except (OSError, PenstockError):  # a lost mount
         return {}
     return {card.label: f"{card.value} ({card.detail})" if card.detail else card.value for card in found}
