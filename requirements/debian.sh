@@ -3,7 +3,7 @@
 # or by sudo, and starts none of their services. Called by .ci/run.
 set -euo pipefail
 
-packages=(prometheus)
+packages=(chromium prometheus)
 
 as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
 
