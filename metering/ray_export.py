@@ -64,12 +64,15 @@ class RayExport:
         self._thread = threading.Thread(target=self._run, name="meters", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        """A second time changes nothing."""
+        if self._thread.ident is None:
+            self._thread.start()
 
     def close(self) -> None:
-        """What was measured until now is handed over."""
+        """What was measured until now is handed over, if it was ever started."""
         self._stopped.set()
-        self._thread.join(timeout=10 * PERIOD_S)
+        if self._thread.ident is not None:
+            self._thread.join(timeout=10 * PERIOD_S)
 
     def flush(self) -> None:
         drained = self._meters.drain()

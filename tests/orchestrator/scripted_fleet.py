@@ -18,6 +18,7 @@ from penstock.algorithms.catalogue import build_dataflow
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PartnerGone, WorkerDied
 from penstock.conf.run import RunConfig
+from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller
@@ -452,12 +453,13 @@ def controller_over(
     wanted: dict[str, int] | None = None,
     handover: Handover | None = None,
     taken: Taken | None = None,
+    meters: Meters | None = None,
 ) -> Controller:
     """`sinks`: hear of each step before metrics.jsonl does. `wanted`: before this controller."""
     progress = Progress(config, "run", console=Console(file=io.StringIO(), quiet=True))
     directory.losses.tell_to(progress.note)
     sinks = [*sinks, JsonLines(directory)]
-    more = {"wanted": wanted, "handover": handover, "taken": taken}
+    more = {"wanted": wanted, "handover": handover, "taken": taken, "meters": meters}
     return Controller(fleet, config, fleet.flow, directory, progress, sinks, **more)  # type: ignore[arg-type]
 
 

@@ -10,7 +10,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 PEAKS = {"H200": 989e12, "H100": 989e12, "H20": 148e12, "A100": 312e12, "L40S": 362e12, "B200": 2250e12}
-"""FLOP/s of dense bf16 with fp32 accumulation, as the vendor says, by a part of the device's name; of SXM boards."""
+"""FLOP/s of dense bf16 with fp32 accumulation, as the vendor says, by a word of the device's name."""
+SLOWER = {"PCIe", "NVL"}
+"""Words of boards whose peak is another."""
 
 
 @dataclass(frozen=True)
@@ -41,4 +43,5 @@ def peak_flops(device: str) -> float | None:
     >>> peak_flops("NVIDIA H100 80GB HBM3")
     989000000000000.0
     """
-    return next((peak for name, peak in PEAKS.items() if name in device.split()), None)
+    words = set(device.replace("-", " ").split())
+    return next((peak for name, peak in PEAKS.items() if name in words), None) if not words & SLOWER else None

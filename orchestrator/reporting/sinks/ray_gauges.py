@@ -4,31 +4,37 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from penstock.metering.meters import Meters
+from penstock.metering.metric import GAUGE, Metric
+from penstock.metering.ray_export import Origin, RayExport
+from penstock.orchestrator.origins import DRIVER
 from penstock.orchestrator.reporting.sinks.sink import numbers
+
+STEP_PREFIX = "penstock_step_"
+"""Of the gauges of a step's numbers: no metric that actors measure themselves (`metering/table.py`) begins so."""
 
 
 class RayGauges:
-    """Gauges `penstock_<name>` with the run's name as tag: Prometheus and the Ray dashboard read them. Ray must be up
+    """Gauges `penstock_step_<name>` of the driver: Prometheus and the Ray dashboard read them. Each is handed over
+    again and again until the next step, however long that takes, since Ray forgets those that are not. Ray must be up
     once `log` is called."""
 
     def __init__(self, run_name: str) -> None:
-        self._run_name = run_name
-        self._gauges: dict[str, Any] = {}
+        self._meters = Meters()
+        self._export = RayExport(self._meters, Origin(run_name, DRIVER, DRIVER))
+        self._metrics: dict[str, Metric] = {}
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        from ray.util.metrics import Gauge
-
         for name, value in numbers(metrics).items():
-            if name not in self._gauges:
-                gauge = Gauge(gauge_name(name), description=name, tag_keys=("run",))
-                gauge.set_default_tags({"run": self._run_name})
-                self._gauges[name] = gauge
-            self._gauges[name].set(value)
+            if name not in self._metrics:
+                self._metrics[name] = Metric(gauge_name(name), GAUGE, "", name)
+            self._meters.put(self._metrics[name], value)
+        self._export.start()
 
     def close(self) -> None:
-        self._gauges.clear()
+        self._export.close()
 
 
 def gauge_name(name: str) -> str:
-    """`actor/pg_loss` as Prometheus allows it."""
-    return "penstock_" + re.sub(r"\W", "_", name)
+    """`actor/pg_loss` as Prometheus allows it: `penstock_step_actor_pg_loss`."""
+    return STEP_PREFIX + re.sub(r"\W", "_", name)

@@ -11,12 +11,14 @@ import pytest
 from rich.console import Console
 
 from penstock.conf.errors import WorkerDied
+from penstock.metering.meters import Meters
 from penstock.orchestrator.faults.recoveries import Recoveries
 from penstock.orchestrator.faults.supervisor import Supervisor, nothing_to_catch_up
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreUnreachable
+from tests.metering.measured import measured
 from tests.orchestrator.scripted_fleet import ScriptedFleet, controller_over, flow_of, scripted_config, store_of
 from tests.run_files import metrics_of
 from tests.virtual_time import run_virtually
@@ -106,9 +108,14 @@ def test_a_member_that_dies_again_and_again_ends_what_goes_on_with_its_own_name(
 
         killing = asyncio.ensure_future(kill_it())
         directory = RunDirectory.create(config)
+        meters = Meters()
         with pytest.raises(WorkerDied, match="Reward-0 has died"):
-            await asyncio.wait_for(controller_over(fleet, config, directory).run(), 1e6)
+            await asyncio.wait_for(controller_over(fleet, config, directory, meters=meters).run(), 1e6)
         killing.cancel()
+        counts = measured(meters).counts
+        assert counts["run_members_lost_total reward"] == 3
+        assert counts["run_members_replaced_total reward"] == 2
+        assert counts["run_members_lost_total trainer"] == 0
         assert [event["kind"] for event in directory.read_events()].count("fault") == 3
         directory.close()
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.model import FreshModelConfig
+from penstock.metering.meters import Meters
 from penstock.workers.attempts.runner import Runner
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.door import Door
@@ -46,7 +47,14 @@ class ScriptedEngines:
         return Completion(ids, [-0.5] * len(ids), [self.version] * len(ids), text, finish)
 
 
-def make_runner(environment: Any, engines: ScriptedEngines, *, max_model_len: int = 200, **settings: Any) -> Runner:
+def make_runner(
+    environment: Any,
+    engines: ScriptedEngines,
+    *,
+    max_model_len: int = 200,
+    meters: Meters | None = None,
+    **settings: Any,
+) -> Runner:
     config = EnvironmentConfig(**{"timeout_s": 30.0, "max_turns": 8, **settings})
     form = TemplateFormat(tokenizer(), "pythonic")
     limits = TurnLimits(config.max_turns, config.max_tokens, max_model_len)
@@ -55,7 +63,8 @@ def make_runner(environment: Any, engines: ScriptedEngines, *, max_model_len: in
     def make_session(sampling: Sampling) -> Session:
         return Session(engines, form, sampling, limits, counts=counts)
 
-    return Runner(environment, config, make_session, Door(), threads=ThreadPoolExecutor(2), counts=counts)
+    threads = ThreadPoolExecutor(2)
+    return Runner(environment, config, make_session, Door(), threads=threads, counts=counts, meters=meters)
 
 
 def play(

@@ -6,11 +6,13 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import DeadlineExceeded
+from penstock.metering.meters import Meters
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.errors import LimitReached
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory.segments import segments_of
 from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED
+from tests.metering.measured import measured
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 
 
@@ -220,3 +222,19 @@ def test_a_comparison_that_raises_fails_all_of_the_group() -> None:
     runner = make_runner(Broken(), ScriptedEngines(say("a")))
     found = asyncio.run(runner.group(TASK, [Sampling(max_tokens=8)] * 2))
     assert [attempt.outcome.detail for attempt in found] == ["RuntimeError: no judge"] * 2
+
+
+def test_attempts_are_measured_by_their_outcome() -> None:
+    async def fails(ctx: Any) -> None:
+        await talk(ctx, 1)
+        raise ValueError("no such move")
+
+    meters = Meters()
+    for run in (talk, fails):
+        asyncio.run(make_runner(Played(run), ScriptedEngines(say("y")), meters=meters).attempt(TASK, Sampling()))
+    found = measured(meters)
+    assert found.counts == {
+        "environment_turns_total": 3, "environment_attempts_total completed": 1, "environment_attempts_total failed": 1,
+        "environment_attempts_total truncated": 0, "environment_attempts_total rejected": 0,
+    }  # fmt: skip
+    assert len(found.observed["environment_attempt_seconds"]) == 2

@@ -11,6 +11,7 @@ from penstock.conf.errors import RewardFailure
 from penstock.conf.reward import RewardConfig
 from penstock.conf.run import RunConfig
 from penstock.conf.trainer import TrainerConfig
+from penstock.metering.meters import Meters
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
@@ -19,6 +20,7 @@ from penstock.workers.reward.outcome import RewardError
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.reward.worker import RewardWorker
+from tests.metering.measured import measured
 
 GROUP = 4
 
@@ -173,3 +175,28 @@ def test_a_share_of_one_bears_everything_and_a_share_of_zero_nothing():
     counted([BAD] * 500, max_share=1.0)
     with pytest.raises(RewardFailure):
         counted([1.0, BAD], max_share=0.0)
+
+
+def test_rewards_and_errors_are_measured():
+    async def body():
+        meters = Meters()
+        client = StoreClient(make_store())
+        await roll(client, [["yes", "raise", "no", "hang"]])
+        pool = RewardPool(RewardSpec.of(length_reward), timeout_s=0.5)
+        worker = RewardWorker(pool, RewardConfig(max_error_share=1.0), meters=meters)
+        await worker.start()
+        running = asyncio.ensure_future(worker.run(client))
+        while worker.num_scored < 4:
+            await asyncio.sleep(0.01)
+        await client.close("over")
+        await running
+        await worker.close()
+        found = measured(meters)
+        assert found.counts == {
+            "reward_samples_total": 2, "reward_errors_total raised": 1, "reward_errors_total bad_value": 0,
+            "reward_errors_total timeout": 1, "reward_errors_total crash": 0,
+        }  # fmt: skip
+        assert len(found.observed["reward_latency_seconds"]) == 4
+        assert max(found.observed["reward_latency_seconds"]) >= 0.5
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -225,3 +225,24 @@ def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None
     assert letters.logprobs[-1] == pytest.approx(0.0, abs=1e-6)  # nothing but the end was possible
     assert "nonsense" in refused[0]
     assert "vLLM refuses the request" in refused[1]
+
+
+def test_what_vllm_says_of_a_step_is_noted() -> None:
+    from vllm.v1.metrics.stats import PrefixCacheStats, SchedulerStats
+
+    from penstock.workers.rollout.vllm_stats import VllmStats
+
+    meters = Meters()
+    stats = VllmStats(meters)
+    logger = stats.logger(None, 0)
+    said = SchedulerStats(
+        num_running_reqs=3, num_waiting_reqs=2, num_skipped_waiting_reqs=1, kv_cache_usage=0.25,
+        prefix_cache_stats=PrefixCacheStats(requests=1, queries=64, hits=32),
+    )  # fmt: skip
+    logger.record(said, None)
+    logger.record(said, None)
+    logger.record(None, None)
+    assert stats.num_waiting == 3
+    found = measured(meters)
+    assert found.values == {"rollout_kv_cache_usage_ratio": 0.25}
+    assert found.counts == {"rollout_prefix_lookup_tokens_total": 128, "rollout_prefix_hit_tokens_total": 64}

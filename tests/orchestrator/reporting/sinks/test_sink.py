@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.sinks.json_lines import JsonLines
+from penstock.orchestrator.reporting.sinks.ray_gauges import RayGauges, gauge_name
 from penstock.orchestrator.reporting.sinks.sink import close_sinks, log_to
 from penstock.orchestrator.reporting.sinks.tensorboard import TensorBoard
 from tests.small_files import files_up_to
@@ -100,3 +101,16 @@ def test_a_mistake_of_its_author_is_raised(tmp_path: Path) -> None:
         log_to([Own(KeyError("reward"))], 1, {}, directory.losses)
     with pytest.raises(KeyError):
         close_sinks([Own(KeyError("reward"))], directory.losses)
+
+
+def test_a_gauge_of_a_step_has_a_name_of_its_own() -> None:
+    assert gauge_name("actor/pg_loss") == "penstock_step_actor_pg_loss"
+    assert gauge_name("accuracy/heldout_avg@4") == "penstock_step_accuracy_heldout_avg_4"
+
+
+def test_the_gauges_of_steps_end_with_the_run() -> None:
+    gauges = RayGauges("sums")
+    gauges.log(1, {"reward/mean": 0.5, "note": "text"})
+    gauges.log(2, {"reward/mean": 0.7})
+    gauges.close()
+    RayGauges("none").close()

@@ -1,0 +1,61 @@
+"""The table follows Prometheus' conventions, and the document says what it says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from penstock.metering import table
+from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, ORIGIN, Metric
+from penstock.metering.table import METRICS, all_metrics
+from penstock.orchestrator.reporting.sinks import STEP_PREFIX
+from penstock.workers.reward.outcome import KINDS
+from penstock.workers.trajectory import trajectory
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "monitoring.md"
+SUFFIXES = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "FLOP/s": "flops_per_second"}
+"""How a name writes a unit; others are what is counted, as it is."""
+
+
+@pytest.mark.parametrize("metric", all_metrics(), ids=lambda metric: metric.name)
+def test_a_name_says_its_unit(metric: Metric) -> None:
+    unit = SUFFIXES.get(metric.unit, metric.unit)
+    assert re.fullmatch(r"penstock_[a-z_]+", metric.name)
+    assert (metric.kind == COUNTER) == metric.name.endswith("_total")
+    assert f"_{unit}" in metric.name or metric.name == "penstock_reward_errors_total"
+    assert bool(metric.buckets) == (metric.kind == HISTOGRAM)
+    assert list(metric.buckets) == sorted(metric.buckets)
+    assert not set(metric.labels) & set(ORIGIN)
+    assert metric.kind in (COUNTER, GAUGE, HISTOGRAM)
+
+
+def test_every_metric_is_declared_once_and_listed() -> None:
+    declared = {value for value in vars(table).values() if isinstance(value, Metric)}
+    names = [metric.name for metric in all_metrics()]
+    assert declared == set(all_metrics())
+    assert len(names) == len(set(names))
+
+
+def test_reasons_and_outcomes_are_those_of_their_workers() -> None:
+    assert table.REWARD_ERRORS_BY == KINDS
+    outcomes = {trajectory.COMPLETED, trajectory.TRUNCATED, trajectory.REJECTED, trajectory.FAILED}
+    assert set(table.OUTCOMES) == outcomes
+
+
+def test_the_document_has_the_table() -> None:
+    found = re.findall(r"^\| `(penstock_\w+)` \| (.*?) \| (.*?) \| (.*?) \|$", DOCUMENT.read_text(), re.MULTILINE)
+    assert found == [row_of(metric) for metric in all_metrics()], "\n".join(
+        f"| `{name}` | {kind} | {labels} | {text} |" for name, kind, labels, text in map(row_of, all_metrics())
+    )
+
+
+def row_of(metric: Metric) -> tuple[str, str, str, str]:
+    note = f" *({metric.condition})*" if metric.condition else ""
+    return metric.name, metric.kind, ", ".join(metric.labels), metric.description + note
+
+
+def test_each_role_has_its_prefix() -> None:
+    prefixes = {"driver": "run"}
+    for role, metrics in METRICS.items():
+        assert all(metric.name.startswith(f"penstock_{prefixes.get(role, role)}_") for metric in metrics)
+    assert STEP_PREFIX not in {f"penstock_{prefixes.get(role, role)}_" for role in METRICS}, "names of steps' numbers"

@@ -1,0 +1,76 @@
+"""What the store measures is what its ledger counts."""
+
+import asyncio
+
+from penstock.metering.meters import Meters
+from penstock.metering.table import DROP_REASONS
+from penstock.store.client.client import StoreClient
+from penstock.store.ledger.ledger import Ledger
+from penstock.store.service.store import Store
+from penstock.store.service.store_meter import StoreMeter
+from tests.metering.measured import measured
+from tests.store.driver import make_spec
+from tests.store.players import group
+
+
+def test_rows_are_counted_by_stage_and_state() -> None:
+    ledger, meters = Ledger(make_spec(max_bytes=1000)), Meters()
+    meter = StoreMeter(ledger, meters)
+    for _ in range(3):
+        ledger.admit(0.0, nbytes=100)
+    ledger.lease("rollout", 1, "engine-0", now=1.0)
+    meter.look()
+    found = measured(meters)
+    rows = {words: value for words, value in found.values.items() if words.startswith("store_rows rollout")}
+    assert rows == {
+        "store_rows rollout free": 4, "store_rows rollout leased": 2, "store_rows rollout done": 0,
+        "store_rows rollout waiting": 0,
+    }  # fmt: skip
+    assert found.values["store_rows reward waiting"] == 6
+    assert (found.values["store_bytes"], found.values["store_capacity_bytes"]) == (300, 1000)
+    assert found.values["store_leases"] == 1
+    assert found.counts["store_admitted_rows_total"] == 6
+
+
+def test_drops_and_staleness_are_those_of_the_ledger_once() -> None:
+    ledger, meters = Ledger(make_spec()), Meters()
+    ledger.counters.update({"dropped/stale": 5, "staleness/1": 7})
+    meter = StoreMeter(ledger, meters)  # of a store that goes on from a snapshot
+    ledger.counters.update({"dropped/stale": 2, "dropped/no_signal": 4, "staleness/0": 3, "staleness/2": 1})
+    meter.look()
+    found = measured(meters)
+    assert found.counts == {
+        "store_admitted_rows_total": 0, "store_dropped_rows_total stale": 2, "store_dropped_rows_total no_signal": 4,
+    }  # fmt: skip
+    assert sorted(found.observed["store_staleness_versions"]) == [0, 0, 0, 2]
+    meter.look()
+    assert not measured(meters).observed
+
+
+def test_waits_for_leases_are_measured_and_reasons_begin_at_nothing() -> None:
+    async def scenario() -> None:
+        meters = Meters()
+        store = Store(make_spec(), meters=meters)
+        client = StoreClient(store)
+        asking = asyncio.ensure_future(client.lease("rollout", 1, "engine-0"))
+        await asyncio.sleep(0.05)
+        await client.put_groups([group(0)])
+        assert await asking is not None
+        (waited,) = measured(meters).observed["store_lease_wait_seconds rollout"]
+        assert waited >= 0.05
+        store._meter.start()
+        assert measured(meters).counts == {f"store_dropped_rows_total {reason}": 0 for reason in DROP_REASONS}
+        await client.leave()
+        await store.close("over")
+
+    asyncio.run(scenario())
+
+
+def test_counting_rows_takes_a_share_of_the_time() -> None:
+    ledger, meters = Ledger(make_spec()), Meters()
+    meter = StoreMeter(ledger, meters)
+    meter.look()
+    ledger.admit(0.0, nbytes=1)
+    meter._walk_due = float("inf")
+    meter.look()
+    assert measured(meters).values["store_rows rollout free"] == 0, "it is not due yet"

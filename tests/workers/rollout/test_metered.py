@@ -1,0 +1,63 @@
+"""An engine that is measured does what it did; its tokens are seen while they are sampled."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from penstock.metering.meters import Meters
+from penstock.workers.protocols import Publication, Sampling
+from penstock.workers.rollout.engine_scripted import ScriptedEngine, TimeModel
+from penstock.workers.rollout.metered import MeteredEngine
+from tests.metering.measured import measured
+from tests.virtual_time import run_virtually
+
+
+def test_tokens_and_sequences_are_seen_while_they_are_sampled() -> None:
+    async def scenario() -> None:
+        meters = Meters()
+        engine = MeteredEngine(ScriptedEngine(TimeModel(tokens_per_s=10)), meters)
+        await engine.start()
+        group = asyncio.create_task(engine.generate([1, 2], 3, Sampling(max_tokens=50)))
+        await asyncio.sleep(2.5)
+        half = measured(meters)
+        assert half.counts["rollout_tokens_total"] == 3 * 20, "as of two seconds, when it was looked at last"
+        assert half.counts["rollout_samples_total"] == 0
+        assert half.values == {"rollout_running_sequences": 3, "rollout_waiting_sequences": 0}
+        completions = await group
+        await asyncio.sleep(1.5)
+        rest = measured(meters)
+        assert [len(completion.token_ids) for completion in completions] == [50] * 3
+        assert half.counts["rollout_tokens_total"] + rest.counts["rollout_tokens_total"] == 150
+        assert rest.counts["rollout_samples_total"] == 3
+        assert rest.values["rollout_running_sequences"] == 0
+        await engine.close()
+
+    run_virtually(scenario())
+
+
+def test_a_load_is_measured_and_one_that_fails_is_not() -> None:
+    async def scenario() -> None:
+        meters = Meters()
+        inner = ScriptedEngine()
+        engine = MeteredEngine(inner, meters)
+        await engine.load(Publication("", 3))
+        assert await engine.version() == 3
+        await inner.close()
+        with pytest.raises(Exception, match="closed"):
+            await engine.load(Publication("", 4))
+        assert len(measured(meters).observed["rollout_weight_load_seconds"]) == 1
+
+    asyncio.run(scenario())
+
+
+def test_work_that_was_given_up_takes_nothing_back() -> None:
+    meters = Meters()
+    engine = MeteredEngine(ScriptedEngine(), meters)
+    for num_tokens in (10, 4, 9):
+        sampled = SimpleNamespace(num_tokens=num_tokens, num_in_flight=5, num_waiting=2)
+        engine.engine = SimpleNamespace(sampled=lambda sampled=sampled: sampled)
+        engine.look()
+    found = measured(meters)
+    assert found.counts["rollout_tokens_total"] == 10 + 0 + 5
+    assert found.values == {"rollout_running_sequences": 3, "rollout_waiting_sequences": 2}

@@ -1,0 +1,100 @@
+"""What a rank says of a step, worked out by hand."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.metering.meters import Meters
+from penstock.workers.trainer.flops import ModelSize, peak_flops
+from penstock.workers.trainer.models.size import size_of
+from penstock.workers.trainer.report import StepReport, TrainedRows
+from penstock.workers.trainer.step_meter import StepMeter
+from tests.metering.measured import measured
+
+
+class Rows:
+    """Two rows: 3 tokens of a prompt and 1 or 5 of a response."""
+
+    names = ("prompt_ids", "response_ids")
+
+    def __len__(self) -> int:
+        return 2
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names
+
+    def lengths(self, name: str) -> np.ndarray:
+        return np.array([3, 3] if name == "prompt_ids" else [1, 5])
+
+
+def report(*, speaks: bool = True) -> StepReport:
+    tokens_N = np.array([1, 5] if speaks else [], np.int64)
+    nothing = np.zeros(len(tokens_N))
+    rows = TrainedRows(nothing, tokens_N, tokens_N, nothing, tokens_N, nothing, tokens_N)
+    seconds = {"plan": 0.25, "forward": 0.5, "backward": 1.0, "optimizer": 0.25, "update": 2.0, "keep": 0.5}
+    metrics = {"mismatch/logprob_abs_mean": 0.125}
+    return StepReport(1, 0, metrics, rows, 4.0, 3.0, seconds, np.arange(len(tokens_N)))
+
+
+def test_a_step_is_counted_and_its_parts_are_measured() -> None:
+    meters = Meters()
+    meter = StepMeter(meters, ModelSize(1000, 2, 10), num_peers=2)
+    meter.begin()
+    meter.note(report(), Rows())  # type: ignore[arg-type]
+    found = measured(meters)
+    assert found.counts == {"trainer_steps_total": 1, "trainer_samples_total": 2, "trainer_tokens_total": 6}
+    assert {words.split()[1]: values for words, values in found.observed.items()} == {
+        "wait": [4.0], "prepare": [0.5], "plan": [0.25], "forward": [0.5], "backward": [1.0], "optimizer": [0.25],
+        "keep": [0.5],
+    }  # fmt: skip
+    assert found.values["trainer_mismatch_nats"] == 0.125
+    # Sequences of 4 and 8 tokens, 6 x 1000 a token, 12 x 2 x 10 a pair of tokens; two ranks, two seconds.
+    assert found.values["trainer_flops_per_second"] == (6000 * 12 + 240 * (16 + 64)) / 2 / 2.0
+    assert found.values["trainer_peak_memory_bytes"] > 1e6
+    assert "trainer_mfu_ratio" not in found.values
+
+
+def test_a_rank_that_does_not_speak_for_its_rows_counts_steps_alone() -> None:
+    meters = Meters()
+    StepMeter(meters).note(report(speaks=False), Rows())  # type: ignore[arg-type]
+    found = measured(meters)
+    assert found.counts == {"trainer_steps_total": 1, "trainer_samples_total": 0, "trainer_tokens_total": 0}
+    assert "trainer_flops_per_second" not in found.values
+
+
+@given(st.lists(st.integers(1, 1000), max_size=5), st.lists(st.integers(1, 1000), max_size=5))
+def test_operations_add_up_over_sequences(some: list[int], others: list[int]) -> None:
+    size = ModelSize(12_345, 3, 64)
+    assert size.update_flops(some + others) == size.update_flops(some) + size.update_flops(others)
+    adapted = ModelSize(12_345, 3, 64, has_adapters=True)
+    assert adapted.update_flops(some) <= size.update_flops(some)
+
+
+@pytest.mark.parametrize(
+    ("device", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 PCIe", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_are_known_by_the_devices_name(device: str, peak: float | None) -> None:
+    assert peak_flops(device) == peak
+
+
+def test_a_model_is_measured_by_its_configuration() -> None:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(
+        hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config)
+    size = size_of(model, has_adapters=False)
+    assert (size.num_layers, size.width) == (3, 32)
+    assert size.num_parameters == sum(parameter.numel() for parameter in model.parameters())
