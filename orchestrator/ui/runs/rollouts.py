@@ -45,26 +45,38 @@ class Wanted:
     limit: int = 50
 
 
+Integers = NDArray[np.integer[Any]]
+Floats = NDArray[np.floating[Any]]
+DTYPES = {
+    "step": np.int32, "place": np.int32, "row": np.int64, "group": np.int64, "reward": np.float32,
+    "advantage": np.float32, "tokens": np.int32, "finish": np.int16,
+}  # fmt: skip
+"""Of the index, 40 bytes a sample: of a million it is in memory as a whole. Runs write float32 as well."""
+
+
+def _empty(name: str) -> Any:
+    return field(default_factory=lambda: np.empty(0, DTYPES[name]))
+
+
 @dataclass
 class Index:
     """`[N]` each, in the order of the files and of the rows in them."""
 
-    step: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    place: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    step: Integers = _empty("step")
+    place: Integers = _empty("place")
     """Of the row in its file."""
-    row: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    group: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    reward: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    advantage: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    finish: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    row: Integers = _empty("row")
+    group: Integers = _empty("group")
+    reward: Floats = _empty("reward")
+    advantage: Floats = _empty("advantage")
+    tokens: Integers = _empty("tokens")
+    finish: Integers = _empty("finish")
     """Index of the reason; -1: none."""
 
     def __len__(self) -> int:
         return len(self.step)
 
 
-NAMES = tuple(Index.__dataclass_fields__)
 SORTS = ("step", "group", "reward", "advantage", "tokens")
 
 
@@ -127,7 +139,12 @@ class Rollouts:
     def _whole(self) -> Index:
         if self._parts:
             parts = [self._index, *self._parts]
-            self._index = Index(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in NAMES})
+            self._index = Index(
+                **{
+                    name: np.concatenate([getattr(part, name) for part in parts], dtype=dtype, casting="unsafe")
+                    for name, dtype in DTYPES.items()
+                }
+            )
             self._parts.clear()
         return self._index
 
