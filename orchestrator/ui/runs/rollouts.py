@@ -7,7 +7,7 @@ shown. A file that cannot be read (cut off, or of another version) is left out a
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ EXCERPT = 240
 """Characters of a text in a list."""
 MANY = 200
 """Most rows of one answer."""
-_STEP = re.compile(r"step_(\d+)\.parquet")
+_STEP = re.compile(r"step_(\d{1,9})\.parquet")
 
 
 @dataclass(frozen=True)
@@ -54,24 +54,28 @@ DTYPES = {
 """Of the index, 40 bytes a sample: of a million it is in memory as a whole. Runs write float32 as well."""
 
 
-def _empty(name: str) -> Any:
-    return field(default_factory=lambda: np.empty(0, DTYPES[name]))
-
-
 @dataclass
 class Index:
     """`[N]` each, in the order of the files and of the rows in them."""
 
-    step: Integers = _empty("step")
-    place: Integers = _empty("place")
+    step: Integers
+    place: Integers
     """Of the row in its file."""
-    row: Integers = _empty("row")
-    group: Integers = _empty("group")
-    reward: Floats = _empty("reward")
-    advantage: Floats = _empty("advantage")
-    tokens: Integers = _empty("tokens")
-    finish: Integers = _empty("finish")
+    row: Integers
+    group: Integers
+    reward: Floats
+    advantage: Floats
+    tokens: Integers
+    finish: Integers
     """Index of the reason; -1: none."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["Index"]) -> "Index":
+        found: dict[str, Any] = {}
+        for name, dtype in DTYPES.items():
+            columns = [np.empty(0, dtype), *(getattr(part, name) for part in parts)]
+            found[name] = np.concatenate(columns, dtype=dtype, casting="unsafe")
+        return cls(**found)
 
     def __len__(self) -> int:
         return len(self.step)
@@ -85,7 +89,7 @@ class Rollouts:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._index = Index()
+        self._index = Index.joined([])
         self._parts: list[Index] = []
         self._read: set[int] = set()
         self._unread: list[int] = []
@@ -138,13 +142,7 @@ class Rollouts:
 
     def _whole(self) -> Index:
         if self._parts:
-            parts = [self._index, *self._parts]
-            self._index = Index(
-                **{
-                    name: np.concatenate([getattr(part, name) for part in parts], dtype=dtype, casting="unsafe")
-                    for name, dtype in DTYPES.items()
-                }
-            )
+            self._index = Index.joined([self._index, *self._parts])
             self._parts.clear()
         return self._index
 
