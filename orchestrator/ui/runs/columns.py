@@ -8,8 +8,9 @@ import io
 import json
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import pyarrow as pa
@@ -19,6 +20,8 @@ from pyarrow import json as arrow_json
 Values = NDArray[np.float64]
 MAX_LINE = 2**24
 """Bytes; what is longer is no line of ours."""
+PIECE_BYTES = 2**22
+"""Of the file, in memory at a time."""
 
 
 class Columns:
@@ -57,16 +60,19 @@ class Columns:
                 if identity != self._identity or status.st_size < self._offset:
                     self._forget(identity)
                 opened.seek(self._offset)
-                added = opened.read()
+                parts, size = [], 0
+                for lines in whole_lines(opened):
+                    parts.append(self._parsed(lines))
+                    size += len(lines)
         except FileNotFoundError:
             had_any = bool(len(self._steps))
             self._forget(None)
             return had_any
-        whole = added[: added.rfind(b"\n") + 1]
-        if not whole:
+        if not parts:
             return False
-        self._offset += len(whole)
-        self._join(*self._parsed(whole))
+        self._offset += size
+        self._join(parts)
+        pa.default_memory_pool().release_unused()  # what it keeps of one long run is more than the run's numbers
         return True
 
     def _forget(self, identity: tuple[int, int] | None) -> None:
@@ -104,16 +110,28 @@ class Columns:
                     columns[key][index] = number
         return columns.pop("step", np.empty(0)), columns
 
-    def _join(self, steps: Values, columns: dict[str, Values]) -> None:
-        every = np.concatenate([self._steps, steps])
+    def _join(self, added: list[tuple[Values, dict[str, Values]]]) -> None:
+        parts = [(self._steps, self._columns), *added]
+        every = np.concatenate([steps for steps, _ in parts])
         last = {step: index for index, step in enumerate(every.tolist())}
         order = np.array([last[step] for step in sorted(last)], dtype=np.int64)
-        before, after = np.full(len(self._steps), np.nan), np.full(len(steps), np.nan)
+        absent = [np.full(len(steps), np.nan) for steps, _ in parts]
         self._columns = {
-            key: np.concatenate([self._columns.get(key, before), columns.get(key, after)])[order]
-            for key in self._columns | columns
+            key: np.concatenate([columns.get(key, none) for (_, columns), none in zip(parts, absent, strict=True)])[
+                order
+            ]
+            for key in dict.fromkeys(key for _, columns in parts for key in columns)
         }
         self._steps = every[order]
+
+
+def whole_lines(opened: BinaryIO) -> Iterator[bytes]:
+    """All that are left of a file, some MiB of them at a time."""
+    rest = b""
+    while piece := opened.read(PIECE_BYTES):
+        whole, newline, rest = (rest + piece).rpartition(b"\n")
+        if newline:
+            yield whole + newline
 
 
 def _floats(column: pa.ChunkedArray) -> Values:

@@ -7,7 +7,7 @@ shown. A file that cannot be read (cut off, or of another version) is left out a
 import re
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ EXCERPT = 240
 """Characters of a text in a list."""
 MANY = 200
 """Most rows of one answer."""
-_STEP = re.compile(r"step_(\d+)\.parquet")
+_STEP = re.compile(r"step_(\d{1,9})\.parquet")
 
 
 @dataclass(frozen=True)
@@ -45,26 +45,42 @@ class Wanted:
     limit: int = 50
 
 
+Integers = NDArray[np.integer[Any]]
+Floats = NDArray[np.floating[Any]]
+DTYPES = {
+    "step": np.int32, "place": np.int32, "row": np.int64, "group": np.int64, "reward": np.float32,
+    "advantage": np.float32, "tokens": np.int32, "finish": np.int16,
+}  # fmt: skip
+"""Of the index, 40 bytes a sample: of a million it is in memory as a whole. Runs write float32 as well."""
+
+
 @dataclass
 class Index:
     """`[N]` each, in the order of the files and of the rows in them."""
 
-    step: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    place: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    step: Integers
+    place: Integers
     """Of the row in its file."""
-    row: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    group: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    reward: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    advantage: NDArray[np.float64] = field(default_factory=lambda: np.empty(0))
-    tokens: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
-    finish: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    row: Integers
+    group: Integers
+    reward: Floats
+    advantage: Floats
+    tokens: Integers
+    finish: Integers
     """Index of the reason; -1: none."""
+
+    @classmethod
+    def joined(cls, parts: Sequence["Index"]) -> "Index":
+        found: dict[str, Any] = {}
+        for name, dtype in DTYPES.items():
+            columns = [np.empty(0, dtype), *(getattr(part, name) for part in parts)]
+            found[name] = np.concatenate(columns, dtype=dtype, casting="unsafe")
+        return cls(**found)
 
     def __len__(self) -> int:
         return len(self.step)
 
 
-NAMES = tuple(Index.__dataclass_fields__)
 SORTS = ("step", "group", "reward", "advantage", "tokens")
 
 
@@ -73,7 +89,7 @@ class Rollouts:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._index = Index()
+        self._index = Index.joined([])
         self._parts: list[Index] = []
         self._read: set[int] = set()
         self._unread: list[int] = []
@@ -126,8 +142,7 @@ class Rollouts:
 
     def _whole(self) -> Index:
         if self._parts:
-            parts = [self._index, *self._parts]
-            self._index = Index(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in NAMES})
+            self._index = Index.joined([self._index, *self._parts])
             self._parts.clear()
         return self._index
 

@@ -1,0 +1,1 @@
+"""The page of runs over much data, and what recording costs a run."""
