@@ -44,6 +44,7 @@ from penstock.orchestrator.faults.watch import Watch
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.monitoring.logs import Logs
+from penstock.orchestrator.monitoring.stages import awaited, stages_of
 from penstock.orchestrator.monitoring.state import StateLog
 from penstock.orchestrator.monitoring.step_trace import StepTrace
 from penstock.orchestrator.nodes.kept_states import KeptStates
@@ -141,8 +142,9 @@ class Controller:
             lambda: [name for name, _ in fleet.role("trainer")], directory, progress,
         )  # fmt: skip
         self._trace = StepTrace(
-            directory, self._asked_work, lambda role: [name for name, _ in fleet.role(role)], flow.samples_per_prompt
-        )
+            directory, self._asked_work, lambda role: [name for name, _ in fleet.role(role)],
+            lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
+        )  # fmt: skip
         self._state = StateLog(
             fleet, flow, lambda: self.store.describe(), self._versions.state, lambda: self._supervisor.step, directory
         )

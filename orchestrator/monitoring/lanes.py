@@ -13,6 +13,8 @@ FINE = 150
 """Groups of an engine are one span if they begin and end in the same one of so many parts of the step."""
 TOUCH_S = 0.005
 """Work with no longer gap between is one span."""
+WAIT_SHARE = 0.02
+"""Of the step: gaps that are longer are told as waits."""
 SEPARATE = "rollout"
 """The stage whose groups are told apart."""
 
@@ -32,6 +34,20 @@ def lanes_of(spans: Iterable[Span], work: Sequence[Work], members: Mapping[str, 
             spans_of = _alike(owner, stage, own, length / FINE) if stage == SEPARATE else _joined(owner, stage, own)
             lanes.setdefault(owner, []).extend(spans_of)
     return {lane: sorted(found, key=lambda span: span.start) for lane, found in sorted(lanes.items())}
+
+
+def with_waits(lanes: Lanes, start: float, end: float, awaited: Mapping[str, str]) -> Lanes:
+    """The same with what members waited for while they did nothing. `awaited`: by lane."""
+    found: Lanes = {}
+    for lane in sorted(lanes.keys() | awaited.keys()):
+        spans, at = lanes.get(lane, []), start
+        waits = []
+        for span in [*spans, Span(lane, "", end, end)]:
+            if lane in awaited and min(span.start, end) - at > WAIT_SHARE * (end - start):
+                waits.append(Span(lane, f"wait for {awaited[lane]}", at, min(span.start, end)))
+            at = max(at, span.end)
+        found[lane] = sorted([*spans, *waits], key=lambda span: span.start)
+    return found
 
 
 def _alike(owner: str, stage: str, work: Sequence[Work], part_s: float) -> list[Span]:

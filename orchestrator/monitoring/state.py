@@ -6,14 +6,15 @@ Read by the page's *Cluster*. Run by `controller.py`; what does not answer in ti
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.fleet.fleet import Fleet
-from penstock.orchestrator.monitoring.waits import StageView, waits_of
+from penstock.orchestrator.monitoring.stages import stages_of
+from penstock.orchestrator.monitoring.waits import waits_of
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.workers.progress import SERVING, Progress
@@ -46,8 +47,6 @@ class StateLog:
         under way."""
         self._fleet, self._flow, self._directory = fleet, flow, directory
         self._describe, self._weights, self._step = describe, weights, step
-        self._pids: dict[str, tuple[Any, int]] = {}
-        """Of those that have said it: handle and process."""
 
     async def run(self) -> None:
         while True:
@@ -59,7 +58,7 @@ class StateLog:
     async def _state(self) -> dict[str, Any]:
         members = await self._members()
         described = await self._described()
-        views = self._views()
+        views = stages_of(self._flow, self._fleet)
         state = {
             "time": time.time(),
             "step": self._step(),
@@ -100,24 +99,3 @@ class StateLog:
             return await answer(self._describe(), name="Store", phase="state", timeout_s=ANSWER_S)  # type: ignore[no-any-return]
         except PenstockError:  # it is being replaced, or busy: the page says that it does not answer
             return None
-
-    def _views(self) -> list[StageView]:
-        serving: dict[str, list[str]] = {}
-        for actor in self._fleet.plan:
-            if actor.stage is not None and actor.name in self._fleet.actors:
-                serving.setdefault(actor.stage, []).append(actor.name)
-        return views_of(self._flow, serving)
-
-
-def views_of(flow: Dataflow, serving: Mapping[str, Sequence[str]]) -> list[StageView]:
-    """The stages that rows pass, the source first and the train stage last. `serving`: members by stage."""
-    stages = [stage for stage in flow.stages if stage.kind in ("source", "train") or not stage.is_in_trainer]
-    return [
-        StageView(
-            stage.name,
-            tuple(stage.reads),
-            tuple(column.name for column in stage.writes),
-            tuple(serving.get(stage.name, ())),
-        )
-        for stage in stages
-    ]

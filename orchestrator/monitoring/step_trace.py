@@ -15,7 +15,7 @@ from typing import Any
 
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.monitoring.critical_path import WAIT, Segment, critical_path, sentence, words_of
-from penstock.orchestrator.monitoring.lanes import Lanes, lanes_of
+from penstock.orchestrator.monitoring.lanes import Lanes, lanes_of, with_waits
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.spans import Span, Worked
 from penstock.workers.trainer.report import StepReport
@@ -46,11 +46,14 @@ class StepTrace:
         directory: RunDirectory,
         work: Callable[[], Awaitable[Mapping[str, Any]]],
         names: Callable[[str], Sequence[str]],
+        awaited: Callable[[], Mapping[str, str]],
         group_size: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`work`: asks the store what was done. `names`: of the members of a role, now."""
+        """`work`: asks the store what was done. `names`: of the members of a role, now. `awaited`: by member, what it
+        waits for when it does nothing; ranks say that themselves."""
         self._directory, self._work, self._names, self._group_size = directory, work, names, group_size
+        self._awaited = awaited
         self._clock = clock
         self._began = clock()
         self._rank: list[Span] = []
@@ -108,6 +111,10 @@ class StepTrace:
         text = sentence(closed.step, closed.end - closed.start, path)
         members = {TRAINER: self._names(TRAINER), ENGINES: self._names("rollout")}
         lanes = lanes_of(spans, work, {lane: names for lane, names in members.items() if names})
+        if told is not None:
+            ranks = set(self._names(TRAINER))
+            awaited = {lane: what for lane, what in self._awaited().items() if lane not in ranks}
+            lanes = with_waits(lanes, closed.start, closed.end, awaited)
         missed = None if told is None else told.missed
         self._directory.log_spans(line_of(closed, lanes, path, text, missed))
 

@@ -7,20 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-SOURCE = "source"
+from penstock.orchestrator.monitoring.stages import SOURCE, StageView, before
+
 A_PROMPT = "a prompt"
 """What is waited for where nothing is under way."""
-
-
-@dataclass(frozen=True)
-class StageView:
-    """A stage as the page draws it."""
-
-    name: str
-    reads: tuple[str, ...]
-    writes: tuple[str, ...]
-    members: tuple[str, ...]
-    """Actors that serve it now."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +32,9 @@ def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[
             found |= dict.fromkeys(_for_credits(described, stages))
         elif name in by_name:
             for who in _idle(described, by_name[name]):
-                before = list(_blockers(described, stages, by_name[name], frozenset()))
-                of_stages = [one for one in before if one[1] != A_PROMPT]
-                found |= {Wait(who, on, what): None for on, what in of_stages or before if on != who}
+                blockers = list(_blockers(described, stages, by_name[name], frozenset()))
+                of_stages = [one for one in blockers if one[1] != A_PROMPT]
+                found |= {Wait(who, on, what): None for on, what in of_stages or blockers if on != who}
     return list(found)
 
 
@@ -60,8 +50,9 @@ def _blockers(
     described: Mapping[str, Any], stages: Sequence[StageView], stage: StageView, seen: frozenset[str]
 ) -> Iterator[tuple[str, str]]:
     """Who has what the stage lacks: those that hold it, or else those before them."""
-    before = [one for one in stages if set(one.writes) & set(stage.reads) and one.name not in seen | {stage.name}]
-    for one in before:
+    for one in before(stage, stages):
+        if one.name in seen:
+            continue
         if one.name == SOURCE:
             yield from ((member, A_PROMPT) for member in one.members)
             continue

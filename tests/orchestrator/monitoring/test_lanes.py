@@ -1,6 +1,6 @@
 """Spans by lane, few enough to be kept."""
 
-from penstock.orchestrator.monitoring.lanes import FINE, lanes_of
+from penstock.orchestrator.monitoring.lanes import FINE, lanes_of, with_waits
 from penstock.orchestrator.recording.spans import Span, Work, Worked
 
 
@@ -49,3 +49,20 @@ def test_times_of_a_machine_whose_clock_differs_are_moved_to_this_one() -> None:
     near, far = Worked.of(told, 1000.1), Worked.of(told, 1060.0)
     assert (near.work[0].end, near.admitted[3]) == (999.0, 989.0)  # the answer took a moment
     assert (far.work[0].end, far.admitted[3]) == (1059.0, 1049.0)
+
+
+def test_who_does_nothing_for_long_waits_for_what_comes_before() -> None:
+    spans = [Span("Rollout-0", "rollout", -1.0, 2.0), Span("Rollout-0", "load weights", 6.0, 7.0)]
+    lanes = with_waits(
+        {"Rollout-0": spans, "checkpoint": []}, 0.0, 10.0, {"Rollout-0": "prompts", "Reward-0": "rollout"}
+    )
+    assert {lane: [(span.name, span.start, span.end) for span in found] for lane, found in lanes.items()} == {
+        "Reward-0": [("wait for rollout", 0.0, 10.0)],
+        "Rollout-0": [
+            ("rollout", -1.0, 2.0),
+            ("wait for prompts", 2.0, 6.0),
+            ("load weights", 6.0, 7.0),
+            ("wait for prompts", 7.0, 10.0),
+        ],
+        "checkpoint": [],
+    }

@@ -35,7 +35,14 @@ def traced(tmp_path: Path, told: Mapping[str, Any] | Exception) -> dict[str, Any
 
     async def step() -> None:
         times = iter((0.0, NOW - 3.0, NOW, NOW))
-        trace = StepTrace(directory, work, lambda role: NAMES[role], group_size=4, clock=lambda: next(times))
+        trace = StepTrace(
+            directory,
+            work,
+            lambda role: NAMES[role],
+            lambda: {"Rollout-0": "prompts", "Trainer-policy-0": "rollout"},
+            group_size=4,
+            clock=lambda: next(times),
+        )
         trace.begin()
         trace.updated(1, [report(1.5, 1.5, [8, 9]), report(0.5, 1.5, [10, 11])], NOW)
         await trace.close(1)
@@ -56,7 +63,7 @@ def test_a_step_leaves_who_was_busy_and_what_it_waited_for(tmp_path: Path) -> No
     line = traced(tmp_path, told)
     assert line["step"] == 1
     assert {lane: [name for name, *_ in spans] for lane, spans in line["lanes"].items()} == {
-        "Rollout-0": ["rollout"],
+        "Rollout-0": ["rollout", "wait for prompts"],
         "Trainer-policy-0": ["wait for batch", "update"],
         "Trainer-policy-1": ["wait for batch", "update"],
     }

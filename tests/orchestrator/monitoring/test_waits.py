@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from penstock.orchestrator.monitoring.waits import StageView, Wait, waits_of
+from penstock.orchestrator.monitoring.stages import StageView, awaited
+from penstock.orchestrator.monitoring.waits import Wait, waits_of
 
 STAGES = [
     StageView("source", (), ("prompt_ids", "task"), ("Prompts",)),
@@ -49,3 +50,12 @@ def test_with_nothing_under_way_the_chain_ends_with_the_prompts_and_theirs_with_
         Wait("Rollout-1", "Prompts", "a prompt"),
         Wait("Prompts", "Trainer-policy-0", "version 5 (32 of 32 groups are under way)"),
     ]
+
+
+def test_who_does_nothing_waits_for_the_stages_before_its_own() -> None:
+    assert awaited(STAGES) == {
+        "Rollout-0": "prompts",
+        "Rollout-1": "prompts",
+        "Reward-0": "rollout",
+        "Trainer-policy-0": "rollout and reward",
+    }
