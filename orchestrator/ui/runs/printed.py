@@ -15,7 +15,8 @@ MOST_CHARACTERS = 4000
 COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 LINE = re.compile(r"(\S+Z) (out|err) (.*)")
 TROUBLE = re.compile(
-    r"\b(error|exception|traceback|fatal|killed|out of memory|oom|segmentation fault|core dumped)\b|\w+Error\b", re.I
+    r"(?i:\b(error|exception|traceback|fatal|killed|out of memory|oom|segmentation fault|core dumped)\b)"
+    r"|[A-Z]\w*(Error|Exception)\b"
 )
 
 

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer, models
 from tests.orchestrator.ui.browser import PATIENCE_MS, chromium, visit
 from tests.orchestrator.ui.made_runs import HERE, make_run, write_samples
 from tests.orchestrator.ui.served import served
+from tests.orchestrator.ui.told import write_logs, write_state, write_timeline
 
 HACK = "<script>window.hacked=1</script><img src=x onerror='window.hacked=2'>\x1b[31mred\x1b[0m"
 """What a model might write."""
@@ -36,6 +37,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = tmp_path_factory.mktemp("runs")
     make_done(place / "done")
     make_run(place / "failed", "start", "failed", metrics=metrics(3), config="seed: 7\n")
+    write_logs(place / "failed", HACK)
     make_live(place / "live")
     for name, seed, rate, shift in (("a", 1, 1, 0.0), ("b", 2, 1, 0.2), ("c", 3, 2, 0.5)):
         config = f"seed: {seed}\nlearning: {{rate: {rate}}}\n"
@@ -93,6 +95,8 @@ def make_done(path: Path) -> Path:
     rows[0] |= {"text": HACK, "task": json.dumps({"prompt": HACK, "answer": HACK})}
     write_samples(path / "samples", 20, rows)
     write_tokenizer(path / "initial_model")
+    write_timeline(path)
+    write_state(path)
     return path
 
 

@@ -16,6 +16,12 @@ PAGES = {
     "compare": ("#/compare/sweep%2Fa,sweep%2Fb,done", "#chart-reward canvas"),
     "rollouts": ("#/rollouts/done", "pre.tokens span"),
     "no samples": ("#/rollouts/failed", "p.faint"),
+    "timeline": ("#/timeline/done", ".lanes rect"),
+    "no timeline": ("#/timeline/failed", ".steps"),
+    "cluster": ("#/cluster/done", ".graph"),
+    "live cluster": ("#/cluster/live", "p.faint"),
+    "logs": ("#/logs/failed", ".lines .trouble"),
+    "no logs": ("#/logs/done", ".lines"),
 }
 """By name: its address, and what is there once it is."""
 SHOWN_AS = pytest.mark.parametrize(("size", "scheme"), [(WIDE, "light"), (PHONE, "dark")])
