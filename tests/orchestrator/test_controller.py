@@ -19,7 +19,7 @@ from penstock.orchestrator.controller import Controller, Outcome
 from penstock.orchestrator.nodes.kept_states import StateNodes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sinks import JsonLines
+from penstock.orchestrator.reporting.sinks.json_lines import JsonLines
 from penstock.workers.prompts.source import PromptStart
 from penstock.workers.protocols import Publication
 from penstock.workers.trainer.report import StepReport, TrainedRows
