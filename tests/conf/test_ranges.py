@@ -13,6 +13,7 @@ from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig, SamplingConfig
 from penstock.conf.run import RunConfig, validate
 from penstock.conf.store import StoreConfig
+from penstock.conf.trackers import WandbConfig
 from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.conf.weights import WeightsConfig
 
@@ -32,6 +33,9 @@ OUT_OF_RANGE = [
     (ClusterConfig, "cluster.shutdown_timeout_s", 0.0),
     (ClusterConfig, "cluster.num_gpus", -1),
     (TrackingConfig, "tracking.samples_every_steps", -1),
+    (TrackingConfig, "tracking.sinks", ["ray", "ray"]),
+    (TrackingConfig, "tracking.close_timeout_s", 0.0),
+    (WandbConfig, "tracking.wandb.mode", "on"),
     (DataConfig, "data.source", "json"),
     (DataConfig, "data.too_long", "cut"),
     (DataConfig, "data.max_prompt_tokens", 0),

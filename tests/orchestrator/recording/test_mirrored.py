@@ -32,6 +32,8 @@ NEVER: dict[str, float] = {}
         ("sft/model/config.json", True, True),
         ("samples/step_10.parquet", True, False),
         ("tensorboard/events.out.tfevents.1", True, False),
+        ("wandb/offline-run-1/run-1.wandb", True, False),
+        ("trackers/wandb.json", True, True),
         ("stacks/Rollout-0.txt", True, False),
         ("report.html", True, False),
         ("run.lock", False, False),

@@ -25,7 +25,7 @@ path.mkdir(exist_ok=True)
 (path / "config.yaml").write_text(f"name: {words['name']}\\n")
 calls = pathlib.Path(words["output_dir"]).parent / "calls"
 calls.mkdir(exist_ok=True)
-(calls / f"{words['name']}-{os.getpid()}").write_text("")
+(calls / f"{words['name']}-{os.getpid()}").write_text(words["tracking.group"])
 
 def event(kind):
     with (path / "events.jsonl").open("a") as file:
@@ -117,6 +117,12 @@ def test_ctrl_c_ends_the_runs_in_order_and_the_sweep_goes_on_later(tmp_path: Pat
     (tmp_path / "hurry").write_text("")
     code, said = swept(tmp_path, pretender, "mood=slow", "seed=1,2,3")
     assert (code, said.count("is finished")) == (0, 3)
+
+
+def test_its_runs_are_one_group_for_trackers_unless_it_is_said_otherwise(tmp_path: Path, pretender: list[str]) -> None:
+    for place, words, group in (("a", (), "sweep"), ("b", ("tracking.group=mine",), "mine")):
+        swept(tmp_path / place, pretender, "seed=1,2", *words)
+        assert {file.read_text() for file in (tmp_path / place / "calls").iterdir()} == {group}
 
 
 def test_the_directory_of_another_sweep_is_not_mixed_with_it(tmp_path: Path, pretender: list[str]) -> None:

@@ -25,10 +25,18 @@ def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path))
 
 
-def records_of(file: Path) -> Iterator[Any]:
+def files_below(place: Path) -> list[list[Any]]:
+    """The records of each file, older ones first."""
+    import wandb
+
+    wandb.teardown()  # its service writes on for a moment after a run's end
+    return [list(records_of(file.read_bytes())) for file in sorted(place.glob("wandb/offline-run-*/*.wandb"))]
+
+
+def records_of(data: bytes) -> Iterator[Any]:
     from wandb.proto.wandb_internal_pb2 import Record
 
-    data, at, whole = file.read_bytes(), MAGIC_BYTES, b""
+    at, whole = MAGIC_BYTES, b""
     assert data[:4] == b":W&B"
     while at < len(data):
         if (room := BLOCK_BYTES - at % BLOCK_BYTES) < HEADER_BYTES:
@@ -68,7 +76,7 @@ def test_a_run_and_what_goes_on_with_it_are_one_run(tmp_path: Path) -> None:
             tracker.log(step, {"loss": step / 4})
         tracker.finish(end)
     assert ids[0] == ids[1]
-    first, second = (list(records_of(file)) for file in sorted(directory.path.glob("wandb/offline-run-*/*.wandb")))
+    first, second = files_below(directory.path)
     assert history_of(first) == [(0, 0.0), (1, 0.25), (2, 0.5)]
     assert history_of(second) == [(3, 0.75), (4, 1.0)]
     (run,) = [record.run for record in first if record.WhichOneof("record_type") == "run"][:1]
@@ -101,7 +109,6 @@ def test_its_own_variables_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     tracker = Wandb(WandbConfig(), 60.0)
     tracker.open(about(new_run(tmp_path)), None)
     tracker.finish(End("interrupted"))
-    (file,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    records = list(records_of(file))
+    (records,) = files_below(tmp_path)
     assert {record.run.project for record in records if record.WhichOneof("record_type") == "run"} == {"adding"}
     assert exit_code(records) == 255
