@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from penstock.metering.metric import COUNTER, GAUGE, HISTOGRAM, Metric
 
-MOST_OBSERVATIONS = 64
+MOST_OBSERVATIONS = 32
 """Of a series between two drains. Of more, a sample is kept in which each is as likely: quantiles and means stay what
 they are, and the count is too low. An observation costs Ray up to 50 us."""
 Series = tuple[Metric, tuple[tuple[str, str], ...]]

@@ -89,6 +89,7 @@ OVERVIEW = (
 )  # fmt: skip
 ENGINES = (
     _rates(table.ROLLOUT_TOKENS, "Tokens a second, by engine", PER_SECOND),
+    _rates(table.ROLLOUT_SAMPLES, "Responses a second", PER_SECOND),
     Panel(
         "Sequences", PLAIN, "That an engine decodes, and that wait for room in it.",
         (

@@ -57,4 +57,5 @@ def settings(discovery: str, scrape_s: int) -> dict[str, Any]:
 
 
 def _yaml(value: dict[str, Any]) -> str:
-    return str(yaml.safe_dump(value, sort_keys=False, width=1000))
+    text: str = yaml.safe_dump(value, sort_keys=False, width=1000)
+    return text

@@ -1,7 +1,6 @@
 """A run whose metrics a real Prometheus scrapes from Ray: every panel and every rule finds data, and Ray's own state
 names the run and its actors."""
 
-import os
 import shutil
 import tempfile
 import time
@@ -12,14 +11,14 @@ from typing import Any
 import pytest
 from ray.util.state import list_actors, list_jobs
 
-from penstock.metering.table import ON_GPU
+from penstock.metering.table import MEMBER_ROLES, ON_GPU
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.grafana.panels import ROWS
 from penstock.orchestrator.grafana.rules import RULES
 from penstock.orchestrator.grafana.writing import SETTINGS, write
 from penstock.orchestrator.run import run
 from tests.orchestrator.grafana.prometheus import Prometheus, running
-from tests.ray_cluster import connected, running_cluster
+from tests.ray_cluster import running_cluster
 
 pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 
@@ -35,14 +34,18 @@ class AllAnsweredError(Exception):
 class Looking:
     """A sink that asks Prometheus, once a second, what has not been answered yet."""
 
-    def __init__(self, prometheus: Prometheus, queries: Mapping[str, str]) -> None:
+    def __init__(self, prometheus: Prometheus, queries: Mapping[str, str], directory: Path) -> None:
         self._prometheus, self.open = prometheus, dict(queries)
+        self.directory = directory
+        """Of the run."""
+        self.last: dict[str, Any] = {}
         self.answers: dict[str, list[dict[str, Any]]] = {}
         self.actors: list[Any] = []
         self.jobs: list[Any] = []
         self._looked, self._give_up = 0.0, time.monotonic() + ANSWER_S
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.last = {**metrics, "step": step}
         if time.monotonic() - self._looked < 1.0:
             return
         for name, query in list(self.open.items()):
@@ -82,9 +85,10 @@ def folder() -> Iterator[Path]:
 def watched(warm_python: list[str], folder: Path) -> Iterator[None]:
     """A Ray cluster with its dashboard, whose metrics are a second old at most."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setitem(os.environ, "RAY_metrics_report_interval_ms", "1000")
+        environment.setenv("RAY_metrics_report_interval_ms", "1000")
         node = {"num_cpus": 16, "include_dashboard": True, "temp_dir": str(folder)}
-        with running_cluster(warm_python, [node]) as address, connected(address):
+        with running_cluster(warm_python, [node]) as address:
+            environment.setenv("RAY_ADDRESS", address)
             yield
 
 
@@ -101,7 +105,7 @@ def seen(
         "tracking.tags={team: red}",
     ]  # fmt: skip
     with running(place / SETTINGS, place) as prometheus:
-        looking = Looking(prometheus, all_queries())
+        looking = Looking(prometheus, all_queries(), place / NAME)
         with pytest.raises(AllAnsweredError):
             run(load_config(words), sinks=[looking], quiet=True)
         yield looking, prometheus
@@ -110,3 +114,48 @@ def seen(
 def test_every_panel_and_every_rule_finds_data(seen: tuple[Looking, Prometheus]) -> None:
     looking, _ = seen
     assert looking.answers.keys() == all_queries().keys()
+
+
+def test_a_series_says_which_run_and_actor_it_is_of(seen: tuple[Looking, Prometheus]) -> None:
+    looking, _ = seen
+    (tokens,) = looking.answers["Tokens a second, by engine, {{run}} {{actor}}"]
+    assert tokens["metric"] == {"run": NAME, "actor": "Rollout-0"}
+    assert float(tokens["value"][1]) > 0
+    lost = looking.answers["PenstockMembersLost"]
+    assert {series["metric"]["member_role"] for series in lost} == set(MEMBER_ROLES)
+    assert {float(series["value"][1]) for series in lost} == {0.0}, "nobody died"
+
+
+def test_what_is_counted_in_actors_is_what_the_run_logs(seen: tuple[Looking, Prometheus]) -> None:
+    """The newest numbers are a few steps old: what is exported is never more than what was done."""
+    looking, prometheus = seen
+    last = looking.last
+    for name, logged in {
+        "trainer_steps": last["step"],
+        "store_admitted_rows": last["store/groups_admitted"] * 4,
+    }.items():
+        (counted,) = prometheus.ask(f"sum(max_over_time(ray_penstock_{name}_total[5m]))")
+        assert 0 < float(counted["value"][1]) <= logged + 64
+
+
+def test_prometheus_evaluates_every_rule_without_an_error(seen: tuple[Looking, Prometheus]) -> None:
+    _, prometheus = seen
+    rules = prometheus.rules()
+    assert [rule["name"] for rule in rules] == [rule.name for rule in RULES]
+    assert {rule.get("lastError", "") for rule in rules} == {""}
+
+
+def test_ray_shows_actors_by_their_names(seen: tuple[Looking, Prometheus]) -> None:
+    looking, _ = seen
+    alive = {actor.name: actor for actor in looking.actors if actor.state == "ALIVE"}
+    assert alive.keys() >= {"Rollout-0", "Trainer-policy-0", "Environment-0", "Store", "Prompts"}
+    for name in ("Rollout-0", "Trainer-policy-0", "Environment-0"):
+        assert alive[name].repr_name == name
+
+
+def test_rays_job_says_which_run_it_is_and_where(seen: tuple[Looking, Prometheus]) -> None:
+    looking, _ = seen
+    assert looking.jobs[-1].metadata == {
+        "penstock.run": NAME, "penstock.algorithm": "grpo", "penstock.directory": str(looking.directory),
+        "penstock.page": f"penstock ui {looking.directory}", "team": "red",
+    }  # fmt: skip
