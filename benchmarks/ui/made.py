@@ -13,10 +13,11 @@ from penstock.orchestrator.recording.run_directory import RunDirectory
 KEYS = (
     *(f"reward/{name}" for name in ("mean", "std", "min", "max")),
     *(f"response_length/{name}" for name in ("mean", "max", "clip_ratio")), "length_bias",
-    *(f"actor/{name}" for name in ("pg_loss", "kl", "entropy", "grad_norm", "clip_fraction", "lr", "skipped_nonfinite")),
+    *(f"actor/{name}" for name in ("pg_loss", "kl", "entropy", "grad_norm", "clip_fraction", "lr")),
     *(f"staleness/{name}" for name in ("mean", "max", "worst", "0", "1", "2")),
     *(f"mismatch/{name}" for name in ("logprob_abs_mean", "logprob_abs_max", "kl")),
-    *(f"timing_s/{name}" for name in ("step", "rollout", "reward", "compute", "train", "keep", "publish", "checkpoint")),
+    *(f"timing_s/{name}" for name in ("step", "rollout", "reward", "compute", "train", "keep", "publish")),
+    "timing_s/checkpoint", "actor/skipped_nonfinite",
     *(f"idle/{name}" for name in ("rollout", "train")), "perf/samples_per_s", "perf/tokens_per_s",
     *(f"store/{name}" for name in ("rows", "groups", "active_groups", "bytes", "leases", "blocks", "shared_bytes")),
     *(f"store/{what}/{stage}" for what in ("ready", "wait_s") for stage in ("rollout", "reward", "compute", "train")),
@@ -78,14 +79,14 @@ def write_samples(directory: RunDirectory, count: int) -> None:
 def samples_of(step: int, count: int, random: np.random.Generator) -> pa.Table:
     """The columns that `SampleLog` writes."""
     rows = np.arange(count)
-    first, second = random.integers(10, 100, size=(2, count)).tolist()
+    sums = random.integers(10, 100, size=(count, 2)).tolist()
     words = random.integers(len(WORDS), size=(count, TOKENS)).tolist()
     rewards = random.integers(0, 5, size=count) / 4
     return pa.table({
         "row_id": (step - 1) * ROWS + rows,
         "group_id": ((step - 1) * ROWS + rows) // 8,
-        "task": [json.dumps({"prompt": f"{a} + {b} = ", "answer": str(a + b)}) for a, b in zip(first, second, strict=True)],
-        "prompt_ids": [[a, 10, b, 11] for a, b in zip(first, second, strict=True)],
+        "task": [json.dumps({"prompt": f"{a} + {b} = ", "answer": str(a + b)}) for a, b in sums],
+        "prompt_ids": [[a, 10, b, 11] for a, b in sums],
         "response_ids": words,
         "response_text": [" ".join(WORDS[word] for word in line) for line in words],
         "finish_reason": np.where(rewards > 0, "stop", "length"),

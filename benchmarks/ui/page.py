@@ -45,9 +45,9 @@ FILTERED = """([name, value]) => new Promise((resolve) => {
 })"""
 """Milliseconds from a filter's change until the list of samples is painted anew."""
 FILTERS = (
-    ("reward at least", "least_reward", "0.9"), ("one group", "group", "4321"), ("the group no more", "group", ""),
-    ("how it ended", "finish_reason", "stop"), ("from a step on", "first_step", "2000"), ("by reward", "sort", "reward"),
-    ("by length", "sort", "tokens"),
+    ("all by reward", "sort", "reward"), ("all by length", "sort", "tokens"), ("all by step", "sort", "step"),
+    ("reward at least", "least_reward", "0.9"), ("one group", "group", "4321"), ("any group", "group", ""),
+    ("how it ended", "finish_reason", "stop"), ("from a step on", "first_step", "2000"),
 )  # fmt: skip
 """Each on top of those before it."""
 TEXT = ("text", "text", "eleven eleven")

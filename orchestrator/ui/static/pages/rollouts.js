@@ -42,8 +42,9 @@ export class RolloutsPage {
       this.set("down", this.wanted.down === "0" ? "1" : "0");
       event.target.textContent = this.wanted.down === "0" ? "↑" : "↓";
     } }, this.wanted.down === "0" ? "↑" : "↓");
-    return h("form.bar", { onsubmit: (event) => event.preventDefault() }, this.search, field("first_step", "steps"), field("last_step", "to"),
-      field("group", "group"), field("least_reward", "reward"), field("most_reward", "to"), this.reasons, h("label", {}, "by", sort), down);
+    return h("form.bar", { onsubmit: (event) => event.preventDefault() }, this.search,
+      h("span.pair", {}, field("first_step", "steps"), field("last_step", "to")), field("group", "group"),
+      h("span.pair", {}, field("least_reward", "reward"), field("most_reward", "to")), this.reasons, h("label", {}, "by", sort), down);
   }
 
   set(name, value) {
@@ -133,9 +134,16 @@ export class RolloutsPage {
       h("h3", {}, "Tokens ", h("label.faint", {}, shades)), this.tokens(), h("p.faint.scale", {}, SHADES[this.shade].about),
       ...(task.answer === undefined || task.answer === null ? [] : [h("h3", {}, "Answer"), h("pre.text", {}, clipped(task.answer))]),
       h("h3", {}, `The group: ${this.group.length} attempts`),
-      h("div.scroll", {}, h("table", {}, h("tbody", {}, this.group.map((row) => h(`tr${row.place === line.place ? ".at" : ""}`, {},
-        h("td.number", {}, number(row.reward)), h("td.number", {}, number(row.advantage)), h("td.number", {}, String(row.tokens)),
-        h("td", {}, row.finish_reason ?? ""), h("td.wide", {}, row.response_text ?? "")))))));
+      this.attempts(line));
+  }
+
+  /** The whole group as a table. */
+  attempts(line) {
+    const head = ["reward", "advantage", "tokens"].map((name) => h("th.number", {}, name));
+    const row = (one) => h(`tr${one.place === line.place ? ".at" : ""}`, {},
+      h("td.number", {}, number(one.reward)), h("td.number", {}, number(one.advantage)), h("td.number", {}, String(one.tokens)),
+      h("td", {}, one.finish_reason ?? ""), h("td.wide", {}, one.response_text ?? ""));
+    return h("div.scroll", {}, h("table.group", {}, h("thead", {}, h("tr", {}, head, h("th", {}, "end"), h("th", {}, "response"))), h("tbody", {}, this.group.map(row))));
   }
 
   tokens() {

@@ -53,7 +53,7 @@ export class RunsPage {
     this.head = h("tr");
     this.element = h("div", {},
       h("div.bar", {}, this.search, this.compare, this.count),
-      h("div.scroll", {}, h("table", {}, h("thead", {}, this.head), this.body)));
+      h("div.scroll", {}, h("table.runs", {}, h("thead", {}, this.head), this.body)));
     this.show();
   }
 
@@ -103,7 +103,7 @@ export class RunsPage {
     if (key === "step") {
       if (line.step === null) return "–";
       const bar = line.state === "running" && line.max_steps ? h("progress.progress.less", { value: line.step, max: line.max_steps }) : null;
-      return h("span", {}, bar, ` ${line.step} of ${line.max_steps ?? "?"}`);
+      return h("span", {}, bar, ` ${line.step}`, h("span.less", {}, ` of ${line.max_steps ?? "?"}`));
     }
     return say ? say(line[key]) : (line[key] ?? "–");
   }

@@ -92,3 +92,15 @@ def test_read_in_any_pieces_it_is_what_the_lines_say(tmp_path_factory: Any, line
     for key in "abc":
         values = [expected[step].get(key) for step in sorted(expected)]
         np.testing.assert_array_equal(columns[key], [math.nan if value is None else float(value) for value in values])
+
+
+@pytest.mark.parametrize("piece", [1, 7, 20, 10_000])
+def test_lines_are_whole_in_whatever_pieces_a_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int
+) -> None:
+    monkeypatch.setattr("penstock.orchestrator.ui.runs.columns.PIECE_BYTES", piece)
+    lines = [{"step": step, "a": step / 4, **({"b": 1} if step > 2 else {})} for step in range(5)]
+    columns = written(tmp_path / "metrics.jsonl", *lines, '{"step": 9')
+    assert columns.steps.tolist() == [0, 1, 2, 3, 4]
+    assert shown(columns, "a") == [0, 0.25, 0.5, 0.75, 1]
+    assert shown(columns, "b") == [None, None, None, 1, 1]

@@ -103,3 +103,10 @@ def test_differences_are_what_several_runs_do_not_share() -> None:
     one = {"name": "a", "trainer": {"lr": 1, "steps": 5}, "seed": 1}
     other = {"name": "b", "trainer": {"lr": 2, "steps": 5}, "seed": 1, "extra": None}
     assert differing({"a": one, "b": other}) == {"trainer.lr": {"a": 1, "b": 2}}
+
+
+def test_below_a_run_only_its_own_warm_start_is_looked_for(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "start")
+    make_run(run / "samples" / "deep", "start")
+    make_run(run / "warm_start", "start")
+    assert set(lines_of(tmp_path)) == {"run", "run/warm_start"}

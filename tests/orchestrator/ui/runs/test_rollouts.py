@@ -77,6 +77,13 @@ def test_the_group_with_the_lowest_reward_is_found(tmp_path: Path) -> None:
     assert rollouts.find(Wanted(sort="reward", down=False, limit=1))["rows"][0]["group"] == 77
 
 
+def test_a_limit_is_met_by_what_equals_it(tmp_path: Path) -> None:
+    write_samples(tmp_path, 1, [{"group": 0, "reward": 0.1}])  # which no binary number is
+    rollouts = Rollouts(tmp_path)
+    rollouts.update(10)
+    assert rollouts.find(Wanted(least_reward=0.1, most_reward=0.1))["total"] == 1
+
+
 def test_one_sample_has_all_its_columns(rollouts: Rollouts) -> None:
     assert rollouts.sample(2, 1)["response_ids"] == [0]
     for step, place in ((2, 99), (2, -1), (9, 0)):

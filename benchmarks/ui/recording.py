@@ -1,0 +1,114 @@
+"""What a run's controller spends on writing things down, against a step of the demo that has just been run."""
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from pyarrow import parquet
+from rich.console import Console
+
+from benchmarks.harness import Target
+from benchmarks.learning import penstock
+from penstock.algorithms.catalogue import build_dataflow
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.reporting.progress import Progress
+from penstock.orchestrator.reporting.sample_log import SampleLog
+from penstock.orchestrator.reporting.sinks import close_sinks, log_to, make_sinks
+from penstock.store.data.rows import Rows
+
+DEMO = ["recipe=arithmetic", "warm_start.recipe=null", "evaluation.every_steps=1000000", "tracking.export_model=false"]
+NUM_STEPS, SETTLE_STEPS = 14, 3
+REPEATS = 100
+SAMPLES_EVERY = 10
+"""`tracking.samples_every_steps` as it is by default."""
+
+
+def rounds(work: Path, num_rounds: int, num_steps: int = NUM_STEPS) -> list[dict[str, Any]]:
+    """Milliseconds, by part; the demo's step once."""
+    penstock([*DEMO, f"trainer.max_steps={num_steps}", "name=demo", f"output_dir={work}"], work / "demo.log")
+    demo = RunDirectory.open(work / "demo")
+    lines = demo.read_metrics()
+    steps = [
+        line["timing_s/step"] for line in lines if line["step"] > SETTLE_STEPS and "timing_s/evaluation" not in line
+    ]
+    found = [{"part": "step", "ms": 1000 * statistics.median(steps)}]
+    for number in range(num_rounds):
+        config = load_config([*DEMO, f"output_dir={work}", f"name=recorded-{number}", "tracking.samples_every_steps=1"])
+        found += [{"part": part, "ms": ms} for part, ms in recorded(config, lines[-1], samples_of(demo)).items()]
+    return found
+
+
+def recorded(config: RunConfig, line: dict[str, Any], rows: Rows) -> dict[str, float]:
+    """Milliseconds of one of each: a step's numbers to all sinks and the display, an event, and a step's samples: how
+    long the controller's loop is kept, and how long the thread takes."""
+    directory = RunDirectory.create(config)
+    sinks = make_sinks(config.tracking, directory)
+    with Path("/dev/null").open("w") as nowhere:
+        progress = Progress(config, "recorded", console=Console(file=nowhere), losses=directory.losses)
+
+        def numbers(step: int) -> None:
+            log_to(sinks, step, line | {"step": step}, directory.losses)
+            progress.step(step, line)
+
+        found = {
+            "numbers": each(numbers),
+            "event": each(lambda step: directory.event("checkpoint", step=step)),
+            "samples, thread": each(lambda step: directory.write_samples(step, rows)),
+            "samples, loop": asyncio.run(handed_over(config, directory, rows)),
+        }
+        progress.close()
+    close_sinks(sinks, directory.losses)
+    directory.close()
+    return found
+
+
+def each(act: Callable[[int], None]) -> float:
+    """The median."""
+    seconds = []
+    for step in range(1, REPEATS + 1):
+        started = time.perf_counter()
+        act(step)
+        seconds.append(time.perf_counter() - started)
+    return 1000 * statistics.median(seconds)
+
+
+async def handed_over(config: RunConfig, directory: RunDirectory, rows: Rows) -> float:
+    """The median of `SampleLog.write`, without what a store takes to find the rows."""
+
+    async def last_batch(columns: list[str]) -> Rows:
+        return rows
+
+    log, seconds = SampleLog(config, build_dataflow(config.algorithm), directory, last_batch), []
+    for step in range(1, REPEATS + 1):
+        started = time.perf_counter()
+        await log.write(step, len(rows))
+        seconds.append(time.perf_counter() - started)
+        await log.flush()
+    return 1000 * statistics.median(seconds)
+
+
+def samples_of(demo: RunDirectory) -> Rows:
+    """The newest, as the store hands them out."""
+    table = parquet.read_table(demo.sample_files()[-1]).combine_chunks()
+    ids = [table[name].to_numpy() for name in ("row_id", "group_id")]
+    return Rows(*ids, table.drop_columns(["row_id", "group_id"]))
+
+
+def median(rows: list[dict[str, Any]], part: str) -> float:
+    return statistics.median(row["ms"] for row in rows if row["part"] == part)
+
+
+def a_step(rows: list[dict[str, Any]]) -> float:
+    """Milliseconds of a step, loop and thread together: its numbers, an event, and its share of the samples."""
+    samples = median(rows, "samples, loop") + median(rows, "samples, thread")
+    return median(rows, "numbers") + median(rows, "event") + samples / SAMPLES_EVERY
+
+
+def targets(rows: list[dict[str, Any]]) -> list[Target]:
+    share = 100 * a_step(rows) / median(rows, "step")
+    return [Target("recording, of a step of the demo", share, "%", "<=", 1.0)]
