@@ -159,7 +159,7 @@ export class ChartView {
       const right = plot.valToPos(mark.until ?? mark.step, "x", true);
       const isNote = mark.level === "note"; // a tick at the bottom
       const height = isNote ? 8 * scale : bbox.height;
-      ctx.globalAlpha = isNote ? 0.6 : 0.25;
+      ctx.globalAlpha = right > left ? 0.25 : 0.6;
       ctx.fillStyle = ink[mark.level];
       ctx.fillRect(left, bbox.top + bbox.height - height, Math.max(1.5 * scale, right - left), height);
     }

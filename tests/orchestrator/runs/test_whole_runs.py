@@ -48,6 +48,15 @@ def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path, clu
     assert abs(steps[0]["actor/kl"]) < 1e-6
     assert steps[-1]["actor/kl"] > 0
     assert "timing_s/reference" in steps[-1]
+    check_tokens(result.directory, steps, (1, 3))
+
+
+def check_tokens(directory, lines, steps):
+    """What the samples of these steps say of each token is what the steps' metrics are made of."""
+    for step in steps:
+        measured = lines[step - 1]["mismatch/logprob_abs_mean"]
+        assert sampled_difference(directory, step) == pytest.approx(measured, rel=1e-3)
+        assert all(len(row["loss_mask"]) == len(row["response_ids"]) for row in samples_of(directory, step))
 
 
 def test_two_ranks_of_deepspeed_train_against_a_reference_and_publish_what_they_trained(small_run, tmp_path, cluster):
@@ -58,10 +67,7 @@ def test_two_ranks_of_deepspeed_train_against_a_reference_and_publish_what_they_
     assert abs(steps[0]["actor/kl"]) < 1e-6
     assert steps[-1]["actor/kl"] > 0
     assert all(line["mismatch/logprob_abs_mean"] < 1e-4 for line in steps)
-    for step in (1, 3):
-        measured = steps[step - 1]["mismatch/logprob_abs_mean"]
-        assert sampled_difference(result.directory, step) == pytest.approx(measured, rel=1e-3)
-        assert all(len(row["loss_mask"]) == len(row["response_ids"]) for row in samples_of(result.directory, step))
+    check_tokens(result.directory, steps, (1, 3))
     assert load_model(result.model).keys() == load_model(small_run[0].partition("=")[2]).keys()
 
 
