@@ -46,6 +46,7 @@ def member(name: str, role: str, phase: str | None = "serving", in_flight: int =
 def write_state(run: Path) -> None:
     """Rollout-1 has the last 24 rows; the reward and the trainer wait for it. Reward-1 does not answer."""
     counts = {"waiting": 24, "free": 0, "leased": 0, "done": 40}
+    lease = {"id": 9, "stage": "rollout", "owner": "Rollout-1", "open_rows": 24, "held_s": 12.5, "expires_in_s": 60.0}
     state = {
         "time": START + 30, "step": 5,
         "nodes": [{"id": "n1", "name": "alpha", "address": "10.0.0.1", "cpus": 8.0, "gpus": 0.0}],
@@ -60,9 +61,7 @@ def write_state(run: Path) -> None:
             "rows": {"rollout": {"waiting": 0, "free": 0, "leased": 24, "done": 40}, "reward": counts},
             "wait_s": {"rollout": 0.01, "reward": 0.02}, "counters": {"dropped/reward_error": 3},
             "oldest_group": 128, "oldest_group_waits_for": {"reward": 8},
-            "leases": [
-                {"id": 9, "stage": "rollout", "owner": "Rollout-1", "open_rows": 24, "held_s": 12.5, "expires_in_s": 9.0}
-            ],
+            "leases": [lease],
             "credits": {"active": 16, "max": 32, "published": 4},
         },
         "waits": [

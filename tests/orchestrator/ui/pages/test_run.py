@@ -34,7 +34,7 @@ def test_a_run_says_how_it_stands_and_what_is_wrong_with_it(page: Page, address:
         zip(page.locator(".card span").all_inner_texts(), page.locator(".card b").all_inner_texts(), strict=True)
     )
     assert cards["Step"] == f"{NUM_STEPS} of 9"
-    assert (cards["Held-out accuracy"], cards["Mean reward"], cards["Wall time"]) == ("75.0%", "0.010 → 0.400", "1:10")
+    assert (cards["Held-out accuracy"], cards["Mean reward"], cards["Wall time"]) == ("75.0%", "0.025 → 0.385", "1:20")
     expect(page.locator(".notice.warning")).to_have_text("step 20: entropy fell. Lower the learning rate")
     expect(page.locator(".events")).to_contain_text("member=Rollout-1")
     expect(page.locator("body")).to_contain_text("sums of two numbers")
