@@ -33,7 +33,7 @@ class Wandb:
             entity=self._config.entity,
             project=about.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             dir=self._config.directory or os.environ.get("WANDB_DIR") or about.directory,
-            mode=cast(Any, self._config.mode) or os.environ.get("WANDB_MODE"),  # wandb looks at it once in a process
+            mode=cast(Any, self._config.mode or os.environ.get("WANDB_MODE")),  # wandb looks at it once in a process
             id=id,
             resume="allow" if id else None,
             reinit="create_new",  # a program may have a run of its own
