@@ -15,6 +15,7 @@ import pytest
 
 from penstock.conf.errors import RewardFailure
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.json_lines import read_lines
 from penstock.orchestrator.run import run
 from tests.model_files import load_model
 from tests.run_files import metrics_of, sampled_difference, samples_of
@@ -35,10 +36,29 @@ def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(s
     assert steps[0]["mismatch/logprob_abs_mean"] < 1e-4
     for name in ("config.yaml", "events.jsonl", "timeline.json", "report.html", "model/model.safetensors"):
         assert (result.directory / name).stat().st_size > 0
+    check_told(result.directory, {"Rollout-0", "Reward-0", "Trainer-policy-0"})
     assert list((result.directory / "samples").glob("step_*.parquet"))
     assert list((result.directory / "plots").glob("*.png"))
     assert not list(Path("/dev/shm").glob("penstock-async-*")), "weights left in shared memory"
     assert not list((tmp_path / "disk").iterdir()), "what the store had moved to disk is left"
+
+
+def check_told(directory, members):
+    """Each step's line says who did what, and its path leads from its start to its end. The state knows everybody."""
+    for line, step in zip(read_lines(directory / "spans.jsonl"), metrics_of(directory), strict=True):
+        assert line["step"] == step["step"]
+        assert line["text"].startswith(f"step {line['step']} took ")
+        assert line["missed"] == 0
+        assert members <= line["lanes"].keys()
+        assert {"wait for batch", "update"} <= {name for name, *_ in line["lanes"]["Trainer-policy-0"]}
+        at = 0
+        for _, _, start, end in line["path"]:
+            assert abs(start - at) <= 10, line["path"]  # milliseconds: shorter segments are left out
+            at = end
+        assert abs(at - 1000 * (line["end"] - line["start"])) <= 10
+    state = json.loads((directory / "state.json").read_text())
+    assert members | {"Store", "Prompts"} <= {member["name"] for member in state["members"]}
+    assert state["store"] is None or set(state["store"]["rows"]) >= {"rollout", "reward", "train"}
 
 
 def test_two_ranks_with_a_reference_train_and_report_kl(small_run, tmp_path, cluster):
@@ -81,6 +101,7 @@ def sometimes(response, task):
         raise ValueError("no opinion")
     return float(len(response))
 def never(response, task):
+    print("nothing is good enough", flush=True)
     raise RuntimeError("broken on purpose")
 """
 
@@ -99,6 +120,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(small_run, tmp
         run(load_config([*words, f"reward.function={tmp_path}/rewards.py:never"]), quiet=True)
     events = [json.loads(line)["kind"] for line in (tmp_path / "none" / "events.jsonl").read_text().splitlines()]
     assert events[-1] == "failed"
+    assert "out nothing is good enough" in (tmp_path / "none" / "logs" / "Reward-0.log").read_text()
 
 
 def test_ctrl_c_leaves_no_process_and_a_valid_run_directory(small_run, tmp_path):
