@@ -40,4 +40,4 @@ class Diagnosis:
     def _tell(self, step: int, found: Finding) -> None:
         about = {"rule": found.rule, "text": found.text, "advice": found.advice}
         self._directory.event(found.level, step=step, **about)
-        self._progress.note(f"{found.level}: {found.text}. {found.advice}")
+        self._progress.warn(found.level, found.text, found.advice)

@@ -131,4 +131,4 @@ class Stalls:
         )
         about = {"rule": "stall", "text": text, "advice": advice}
         self._directory.event("warning", step=step, **about, members=list(chain.members), stacks=files)
-        self._progress.note(f"warning: {text}. {advice}")
+        self._progress.warn("warning", text, advice)

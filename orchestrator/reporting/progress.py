@@ -1,13 +1,13 @@
 """What the user sees while a run lasts: a live display in a terminal, one line a step elsewhere.
 
 The controller calls `phase` when it begins something that takes time, `step` once a step, `note` for what is worth a
-line. Bar, spinner, clocks and the estimate are rich's; the curves are ours, since rich has none.
+line, `warn` for what is wrong with the run. Bar, spinner, clocks and the estimate are rich's; what is made of a step's
+numbers is `step_view.py`'s.
 """
 
 import math
 import threading
 from collections.abc import Mapping
-from itertools import pairwise
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -20,10 +20,10 @@ from rich.text import Text
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.recording.losses import Losses
+from penstock.orchestrator.reporting.step_view import LABEL, is_number, plain_line, step_view
 from penstock.orchestrator.summary.elapsed import elapsed
 
-BLOCKS = "▁▂▃▄▅▆▇█"
-NUM_NOTES = 6
+NUM_NOTES = 5
 WIDTH = 100
 
 
@@ -49,6 +49,9 @@ class Progress:
         self.metrics: dict[str, Any] = {}
         self.history: dict[str, list[float]] = {"reward/mean": [], "accuracy/heldout": [], "actor/loss": []}
         self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self._newest: tuple[str, str, str] | None = None
+        """Warning: its level, text and advice."""
         self.current_step = 0
         self._lock = threading.RLock()
         self._console = console or Console()
@@ -77,7 +80,7 @@ class Progress:
         changed = text != self._phases.tasks[0].description
         self._phases.reset(self._phase, description=text)
         if changed and self.current_step == 0:
-            self._print(f"{elapsed(self._steps.tasks[0].elapsed)}  {text}")
+            self._print_timed(text)
 
     def step(self, step: int, metrics: Mapping[str, Any]) -> None:
         """A step is done; `metrics` as in metrics.jsonl. Step 0 is an evaluation before training."""
@@ -86,14 +89,26 @@ class Progress:
             self._steps.update(self._all_steps, completed=self.current_step)
             self.metrics.update(metrics)
             for name, values in self.history.items():
-                if _is_number(metrics.get(name)):
+                if is_number(metrics.get(name)):
                     values.append(float(metrics[name]))
-        self._print(plain_line(step, self.max_steps, metrics))
+        left = self._steps.tasks[0].time_remaining
+        eta = f"  ETA {elapsed(left)}" if left else ""
+        self._print(plain_line(step, self.max_steps, metrics) + eta)
 
     def note(self, text: str) -> None:
         """A line that stays."""
         with self._lock:
             self.notes.append(text)
+        self._print_timed(text)
+
+    def warn(self, level: str, text: str, advice: str) -> None:
+        """What is wrong with the run, and what to do. The newest one stays on the screen."""
+        with self._lock:
+            self.warnings.append(f"{level}: {text}. {advice}")
+            self._newest = (level, text, advice)
+        self._print_timed(self.warnings[-1])
+
+    def _print_timed(self, text: str) -> None:
         self._print(f"{elapsed(self._steps.tasks[0].elapsed)}  {text}")
 
     def _print(self, line: str) -> None:
@@ -121,10 +136,10 @@ class Progress:
             width = min(WIDTH, self._console.width)
             parts: list[RenderableType] = [Text(self.title, style="bold"), Constrain(self._steps, width)]
             if self.metrics:
-                parts.append(_metrics_table(self.metrics, self.history, self.max_staleness, width))
-            parts += [
-                Text(f"  · {note}", style="dim", overflow="ellipsis", no_wrap=True) for note in self.notes[-NUM_NOTES:]
-            ]
+                parts.append(Constrain(step_view(self.metrics, self.history, self.max_staleness, width), width))
+            if self._newest is not None:
+                parts.append(Constrain(_warning(*self._newest), width))
+            parts += [_line(f"  · {note}", "dim") for note in self.notes[-NUM_NOTES:]]
             if not self._closed:
                 parts.append(self._phases)
             return Group(*parts)
@@ -138,93 +153,14 @@ class Clock(ProgressColumn):
         return Text(elapsed(task.elapsed) + more, style="dim", no_wrap=True)
 
 
-def sparkline(values: list[float], width: int = 32, low: float | None = None, high: float | None = None) -> str:
-    """The last values as a row of blocks; longer histories are averaged down to `width`."""
-    if not values:
-        return ""
-    if len(values) > width:
-        edges = [round(i * len(values) / width) for i in range(width + 1)]
-        values = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-    low = min(values) if low is None else low
-    high = max(values) if high is None else high
-    span = (high - low) or 1.0
-    return "".join(BLOCKS[min(7, max(0, int((value - low) / span * 7.999)))] for value in values)
+def _line(text: str, style: str) -> Text:
+    return Text(text, style=style, overflow="ellipsis", no_wrap=True)
 
 
-def plain_line(step: int, max_steps: int, metrics: Mapping[str, Any]) -> str:
-    """One step for a log file: only what is there."""
-    shown = (
-        ("reward", "reward/mean", "{:.3f}"),
-        ("accuracy", "accuracy/heldout", "{:.1%}"),
-        ("loss", "actor/loss", "{:.4f}") if "reward/mean" not in metrics else ("kl", "actor/kl", "{:.4f}"),
-        ("length", "response_length/mean", "{:.1f}"),
-        ("staleness", "staleness/max", "{:.0f}"),
-        ("mismatch", "mismatch/logprob_abs_mean", "{:.1e}"),
-        ("samples/s", "perf/samples_per_s", "{:.1f}"),
-        ("s", "timing_s/step", "{:.2f}"),
-    )
-    parts = [f"step {step}/{max_steps}"]
-    parts += [f"{label} {form.format(metrics[name])}" for label, name, form in shown if _is_number(metrics.get(name))]
-    parts += [f"dropped({name.partition('/')[2]}) {metrics[name]:.0f}" for name in dropped(metrics)]
-    return "  ".join(parts)
-
-
-def dropped(metrics: Mapping[str, Any]) -> list[str]:
-    """Names of the reasons for which anything was dropped."""
-    return [name for name in metrics if name.startswith("dropped/") and metrics[name]]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
-def _metrics_table(
-    metrics: Mapping[str, Any], history: Mapping[str, list[float]], bound: int, width: int
-) -> RenderableType:
-    table = Table.grid(padding=(0, 2), pad_edge=True)
-    for style in ("dim", "", "dim", "", "dim", ""):
-        table.add_column(style=style, no_wrap=True)
-
-    def show(name: str, form: str = "{:.3f}") -> str:
-        return form.format(metrics[name]) if _is_number(metrics.get(name)) else "–"
-
-    cells = [
-        ("reward", show("reward/mean")),
-        ("held-out", show("accuracy/heldout", "{:.1%}")),
-        ("samples/s", show("perf/samples_per_s", "{:.1f}")),
-        ("length", show("response_length/mean", "{:.1f}")),
-        ("clipped", show("response_length/clip_ratio", "{:.1%}")),
-        ("tokens/s", show("perf/tokens_per_s", "{:,.0f}")),
-        ("staleness", f"{show('staleness/max', '{:.0f}')} ≤ {bound}"),
-        ("mismatch", show("mismatch/logprob_abs_mean", "{:.1e}")),
-        ("step", show("timing_s/step", "{:.2f} s")),
-    ]
-    for first in range(0, len(cells), 3):
-        table.add_row(*(text for pair in cells[first : first + 3] for text in pair))
-    parts: list[RenderableType] = [table]
-    labels = {"reward/mean": "reward", "accuracy/heldout": "held-out", "actor/loss": "loss"}
-    for name, label in labels.items():
-        if len(history[name]) > 1 and not (name == "actor/loss" and history["reward/mean"]):
-            line = sparkline(history[name], width=min(60, width - 34))
-            ends = f"{history[name][0]:.3f} → {history[name][-1]:.3f}"
-            parts.append(Text.assemble((f" {label:<9}", "dim"), (line, "green"), (f"  {ends}", "")))
-    parts.append(_phases(metrics))
-    if dropped(metrics):
-        reasons = ", ".join(f"{name.partition('/')[2]} {metrics[name]:.0f}" for name in dropped(metrics))
-        parts.append(Text(f" dropped   {reasons}", style="yellow"))
-    return Group(*parts)
-
-
-def _phases(metrics: Mapping[str, Any]) -> Text:
-    """Where the last step's time went: `rollout 0.8 s · train 0.4 s`, and who waited."""
-    phases = [
-        f"{name.partition('/')[2]} {metrics[name]:.2f} s"
-        for name in metrics
-        if name.startswith("timing_s/") and name != "timing_s/step" and _is_number(metrics[name])
-    ]
-    idle = [
-        f"{name.partition('/')[2]} idle {metrics[name]:.0%}"
-        for name in metrics
-        if name.startswith("idle/") and _is_number(metrics[name])
-    ]
-    return Text.assemble((" time      ", "dim"), " · ".join([*phases, *idle]))
+def _warning(level: str, text: str, advice: str) -> Table:
+    table = Table.grid(padding=(0, 0, 0, 1), pad_edge=True)
+    table.add_column(width=LABEL - 1)
+    table.add_column()
+    table.add_row(Text(level, "yellow"), Text(text, "yellow"))
+    table.add_row("", Text(advice, "dim"))
+    return table

@@ -23,7 +23,7 @@ def test_a_finding_is_told_once_and_again_when_it_comes_back(tmp_path: Path) -> 
     events = [event for event in directory.read_events() if event["kind"] == "warning"]
     assert [(event["rule"], event["step"]) for event in events] == [("cut_off", 5), ("cut_off", 43)]
     assert "max_tokens" in events[0]["advice"]
-    assert len([note for note in progress.notes if note.startswith("warning: ")]) == 2
+    assert len([text for text in progress.warnings if text.startswith("warning: ")]) == 2
 
 
 def test_it_can_be_switched_off(tmp_path: Path) -> None:

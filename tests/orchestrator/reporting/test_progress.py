@@ -7,7 +7,7 @@ from rich.console import Console
 
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.recording.losses import Losses
-from penstock.orchestrator.reporting.progress import Progress, plain_line, sparkline
+from penstock.orchestrator.reporting.progress import Progress
 from tests.small_files import files_up_to
 
 
@@ -28,7 +28,7 @@ def shown(*, terminal: bool, words: tuple[str, ...] = ()) -> str:
 
 def test_a_file_gets_one_line_a_step_and_no_control_characters() -> None:
     lines = shown(terminal=False).splitlines()
-    assert [line for line in lines if line.startswith("step")] == [
+    assert [line.partition("  ETA")[0] for line in lines if line.startswith("step")] == [
         f"step {step}/4  reward {step / 4:.3f}  staleness 0  s 1.00  dropped(reward_error) 2" for step in range(1, 5)
     ]
     assert any("starting vLLM" in line for line in lines)
@@ -49,14 +49,6 @@ def test_odd_numbers_do_not_stop_the_display() -> None:
     progress = Progress(load_config([]), "odd", console=Console(file=io.StringIO(), force_terminal=True))
     progress.step(1, {"reward/mean": float("nan"), "timing_s/step": None, "actor/loss": float("inf")})
     progress.close()
-    assert plain_line(1, 2, {"reward/mean": float("nan"), "timing_s/step": None}) == "step 1/2"
-
-
-def test_a_sparkline_spans_its_values_and_averages_long_ones() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([0.0, 1.0]) == "▁█"
-    assert len(sparkline([float(value) for value in range(1000)], width=32)) == 32
-    assert sparkline([3.0, 3.0]) == "▁▁"
 
 
 def test_an_output_that_cannot_be_written_is_counted_and_written_again_later(tmp_path: Path) -> None:
@@ -77,6 +69,48 @@ def test_an_output_that_cannot_be_written_is_counted_and_written_again_later(tmp
     assert (steps[0], steps[-1]) == (1, 1002)
     assert losses.lost["output"] > 900
     assert lines[-1].endswith("output: can be written again")
+
+
+def test_the_newest_warning_stays_on_the_screen_with_what_to_do() -> None:
+    stream = io.StringIO()
+    progress = Progress(load_config([]), "a run", console=Console(file=stream, force_terminal=True, width=80))
+    progress.warn("warning", "step 3: all samples had the same reward", "Read some of them.")
+    progress.warn("hint", "engines wait 80% of a step", "Use fewer engines.")
+    for number in range(20):
+        progress.note(f"note {number}")
+    progress.close()
+    last = stream.getvalue().rpartition("a run")[2]
+    assert all(part in last for part in ("hint", "engines wait 80% of a step", "Use fewer engines."))
+    assert "the same reward" not in last
+
+
+def test_a_warning_is_a_line_of_a_log() -> None:
+    stream = io.StringIO()
+    progress = Progress(load_config([]), "a run", console=Console(file=stream))
+    progress.warn("warning", "step 3: it does not learn", "Read some samples")
+    progress.close()
+    assert stream.getvalue().endswith("0:00  warning: step 3: it does not learn. Read some samples\n")
+
+
+def test_it_fits_on_a_small_terminal() -> None:
+    """24 lines of 80 characters."""
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, height=24)
+    progress = Progress(load_config(["trainer.max_steps=100"]), "a run", console=console)
+    phases = ("rollout", "reward", "reference", "train", "keep", "partner", "publish", "checkpoint", "evaluation")
+    numbers = {"reward/mean": 0.123456, "accuracy/heldout": 0.5, "perf/tokens_per_s": 1234567.8, "idle/rollout": 0.9}
+    for step in range(1, 9):
+        progress.step(step, numbers | {f"timing_s/{phase}": 123.4 for phase in phases} | {"dropped/reward_error": 2.0})
+        progress.note("a note that is far too long for one line of a terminal of eighty characters, as notes often are")
+    progress.warn(
+        "warning", "all samples of the window had the same reward, so there is nothing to learn from", "x" * 99
+    )
+    plain = Console(file=io.StringIO(), width=80, record=True)
+    plain.print(progress.render())
+    progress.close()
+    lines = plain.export_text().rstrip().splitlines()
+    assert len(lines) <= 23
+    assert max(map(len, lines)) <= 80
 
 
 def test_a_note_after_the_live_display_has_closed_is_seen() -> None:
