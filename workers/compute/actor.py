@@ -16,9 +16,12 @@ class Compute:
     the dataflow, by name."""
 
     def __init__(self, name: str, stage: Stage, columns: dict[str, Column]) -> None:
-        self._phases = Phases()
+        self._name, self._phases = name, Phases()
         self._worker = ComputeWorker(stage, columns, name=name, phases=self._phases)
         self._serving = Serving(self._worker.run)
+
+    def __repr__(self) -> str:
+        return self._name
 
     async def start(self) -> None:
         """Nothing to load; the same call as for every other actor."""

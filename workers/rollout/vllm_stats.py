@@ -19,6 +19,8 @@ class VllmStats:
         self.num_waiting = 0
         """Sequences in the queue after the last step."""
         self._meters = meters
+        for counter in (table.ROLLOUT_PREFIX_LOOKUPS, table.ROLLOUT_PREFIX_HITS):
+            meters.add(counter, 0)
 
     def logger(self, _config: Any, _engine_index: int) -> StatLoggerBase:
         """A factory of vLLM's kind."""

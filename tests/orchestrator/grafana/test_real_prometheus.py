@@ -149,7 +149,7 @@ def test_ray_shows_actors_by_their_names(seen: tuple[Looking, Prometheus]) -> No
     looking, _ = seen
     alive = {actor.name: actor for actor in looking.actors if actor.state == "ALIVE"}
     assert alive.keys() >= {"Rollout-0", "Trainer-policy-0", "Environment-0", "Store", "Prompts"}
-    for name in ("Rollout-0", "Trainer-policy-0", "Environment-0"):
+    for name in ("Rollout-0", "Trainer-policy-0", "Environment-0", "Reward-0", "Compute-group_advantage"):
         assert alive[name].repr_name == name
 
 
