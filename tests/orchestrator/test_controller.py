@@ -74,7 +74,7 @@ class Store:
         return empty_snapshot(root, step)
 
 
-def report(step: int) -> StepReport:
+def report(step: int, records_tokens: bool = False) -> StepReport:
     one = np.ones(1)
     rows = TrainedRows(
         one, one.astype(np.int64), one.astype(np.int64), one < 0, np.zeros(1, np.int64), np.zeros(1), one > 0
@@ -236,7 +236,7 @@ def test_a_place_of_checkpoints_that_does_not_answer_costs_those(
     play = Play(tmp_path, *words)
     place = play.directory.checkpoints
 
-    def step(number: int) -> StepReport:
+    def step(number: int, records_tokens: bool) -> StepReport:
         if number == 1:
             place.symlink_to(place)
         if number == 3:
