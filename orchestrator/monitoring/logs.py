@@ -8,7 +8,7 @@ So the last words of an actor that died are there with its run, whatever became 
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -62,8 +62,7 @@ class Logs:
         calls = [(agent, handle.take_output.remote(processes)) for agent, (handle, processes) in by_agent.items()]
         for told in await outcomes(calls, phase="logs", timeout_s=READ_S):
             if not isinstance(told, Exception):  # a node that is gone has nothing more to say
-                for name, lines in told.items():
-                    self._append(name, lines)
+                await asyncio.to_thread(self._write, told)
 
     async def _learn(self, timeout_s: float) -> None:
         there = {name: handle for role, name, handle in self._fleet.watched if role != "agent"}
@@ -76,6 +75,10 @@ class Logs:
                 self._known[name] = handle, ProcessId(*process)
             elif isinstance(process, ProcessId):
                 self._known[name] = handle, process
+
+    def _write(self, told: Mapping[str, Sequence[tuple[str, str]]]) -> None:
+        for name, lines in told.items():
+            self._append(name, lines)
 
     def _append(self, name: str, lines: Sequence[tuple[str, str]]) -> None:
         stamp = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

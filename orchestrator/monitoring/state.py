@@ -51,7 +51,7 @@ class StateLog:
     async def run(self) -> None:
         while True:
             began = time.monotonic()
-            self._directory.write_state(await self._state())
+            await asyncio.to_thread(self._directory.write_state, await self._state())
             took = time.monotonic() - began
             await asyncio.sleep(max(LEAST_S, MEMBER_S * len(self._fleet.watched), SHARE * took))
 

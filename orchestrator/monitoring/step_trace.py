@@ -96,12 +96,25 @@ class StepTrace:
         if self._writing is not None:
             await self._writing
 
-    async def _write(self, closed: "ClosedStep") -> None:
+    async def _write(self, closed: ClosedStep) -> None:
         try:
             told = Worked.of(await self._work(), self._clock())
         except PenstockError:  # the step's line says that it lacks the store's part
             told = None
         spans = self._directory.timeline.take()
+        members = {TRAINER: self._names(TRAINER), ENGINES: self._names("rollout")}
+        awaited = {lane: what for lane, what in self._awaited().items() if lane not in members[TRAINER]}
+        await asyncio.to_thread(self._record, closed, told, spans, members, awaited)
+
+    def _record(
+        self,
+        closed: ClosedStep,
+        told: Worked | None,
+        spans: Sequence[Span],
+        members: Mapping[str, Sequence[str]],
+        awaited: Mapping[str, str],
+    ) -> None:
+        """In a thread: nobody waits for it but the next step's."""
         work, admitted = (told.work, told.admitted) if told is not None else ((), {})
         mine = [span for span in spans if span.lane == TRAINER and span.name != WAIT]
         lane = closed.rank[0].lane if closed.rank else TRAINER
@@ -109,11 +122,8 @@ class StepTrace:
         others = [span for span in spans if span.lane == ENGINES or span.name == "load weights"]
         path = critical_path(closed.start, closed.end, rank, others, work, admitted, closed.groups)
         text = sentence(closed.step, closed.end - closed.start, path)
-        members = {TRAINER: self._names(TRAINER), ENGINES: self._names("rollout")}
         lanes = lanes_of(spans, work, {lane: names for lane, names in members.items() if names})
         if told is not None:
-            ranks = set(self._names(TRAINER))
-            awaited = {lane: what for lane, what in self._awaited().items() if lane not in ranks}
             lanes = with_waits(lanes, closed.start, closed.end, awaited)
         missed = None if told is None else told.missed
         self._directory.log_spans(line_of(closed, lanes, path, text, missed))
