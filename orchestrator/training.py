@@ -32,7 +32,7 @@ from penstock.orchestrator.monitoring.logs import Logs
 from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.origins import DRIVER, origin_of
 from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
-from penstock.orchestrator.placement.actors import ActorPlan
+from penstock.orchestrator.placement.actors import ActorPlan, needed
 from penstock.orchestrator.recording.connection import note_connection
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
@@ -127,7 +127,8 @@ class Training:
             self._progress.phase(_starting_text(self._plan, self._config))
             began = time.monotonic()
             fleet.create()
-            self._directory.event("placed", actors=fleet.reservation.assignment.titles)
+            cpus, gpus = needed(self._plan)
+            self._directory.event("placed", actors=fleet.reservation.assignment.titles, cpus=cpus, gpus=gpus)
             logs.meet()
             fleet.start()
             self._directory.event("serving", seconds=round(time.monotonic() - began, 3))

@@ -18,6 +18,7 @@ import yaml
 from penstock.orchestrator.recording.json_lines import first_line, last_lines
 from penstock.orchestrator.recording.run_lock import FILE as LOCK
 from penstock.orchestrator.recording.turns import last_turn
+from penstock.orchestrator.ui.runs.cost import cost_of
 
 TAIL_BYTES = 1 << 18
 """Of a file's end, in which the newest values are looked for."""
@@ -55,6 +56,9 @@ class RunLine:
     accuracy: float | None = None
     reward: float | None = None
     samples_per_s: float | None = None
+    cost: float | None = None
+    cost_unit: str | None = None
+    """GPU h, or CPU h."""
     error: str | None = None
     """What it failed with, or why it cannot be read."""
 
@@ -135,6 +139,8 @@ def line_of(path: Path, run: str = ".") -> RunLine:
     first = first_line(path / "events.jsonl", TAIL_BYTES) or {}
     state, error = state_of(path, events)
     step, max_steps = newest(metrics[-1:], "step"), newest([section(config, "trainer")], "max_steps")
+    seconds = _seconds(first.get("time"), events[-1].get("time") if events else None)
+    cost, unit = cost_of(events, seconds) or (None, None)
     return RunLine(
         id=run,
         name=_text(config.get("name")) or path.name,
@@ -143,12 +149,14 @@ def line_of(path: Path, run: str = ".") -> RunLine:
         algorithm=_text(section(config, "algorithm").get("name")),
         model=_last_part(section(config, "model").get("path")),
         started=_text(first.get("time")),
-        seconds=_seconds(first.get("time"), events[-1].get("time") if events else None),
+        seconds=seconds,
         step=None if step is None else int(step),
         max_steps=None if max_steps is None else int(max_steps),
         accuracy=newest(metrics, "accuracy/heldout"),
         reward=newest(metrics, "reward/mean"),
         samples_per_s=newest(metrics, "perf/samples_per_s"),
+        cost=cost,
+        cost_unit=unit,
         error=error,
     )
 

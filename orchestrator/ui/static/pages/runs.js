@@ -12,10 +12,16 @@ const COLUMNS = [
   { key: "reward", title: "Reward", number: true, say: number },
   { key: "samples_per_s", title: "Samples/s", number: true, say: number, less: true },
   { key: "seconds", title: "Time", number: true, say: elapsed, less: true },
+  { key: "cost", title: "Cost", number: true, say: cost, less: true },
   { key: "recipe", title: "Recipe", less: true },
   { key: "algorithm", title: "Algorithm", less: true },
   { key: "started", title: "Started (UTC)", say: time, less: true },
 ];
+
+/** Of what the run reserved, as long as it lasted. */
+function cost(hours, { cost_unit: unit }) {
+  return hours === null || hours === undefined ? "–" : `${number(hours, 3)} ${unit}`;
+}
 
 /** Rows that match every word, in any column. */
 export function matching(lines, words) {
@@ -105,7 +111,7 @@ export class RunsPage {
       const bar = line.state === "running" && line.max_steps ? h("progress.progress.less", { value: line.step, max: line.max_steps }) : null;
       return h("span", {}, bar, ` ${line.step}`, h("span.less", {}, ` of ${line.max_steps ?? "?"}`));
     }
-    return say ? say(line[key]) : (line[key] ?? "–");
+    return say ? say(line[key], line) : (line[key] ?? "–");
   }
 
   sort(column) {

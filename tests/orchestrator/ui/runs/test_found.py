@@ -54,6 +54,16 @@ def test_runs_are_found_below_a_place_and_as_one_with_those_that_came_before_the
     assert not lines_of(tmp_path / "nowhere")
 
 
+def test_its_cost_is_what_was_reserved_as_long_as_it_lasted(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", "start", "serving", "end")
+    assert lines_of(tmp_path)["run"].cost is None  # it does not say
+    with (run / "events.jsonl").open("a") as events:
+        placed = {"time": "2026-01-01T02:00:00.000Z", "kind": "placed", "cpus": 3.0, "gpus": 0.0}
+        events.write(json.dumps(placed) + "\n")
+    line = lines_of(tmp_path)["run"]
+    assert (line.cost, line.cost_unit) == (6.0, "CPU h")
+
+
 def test_what_changes_is_read_again_and_what_goes_is_gone(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", "start", "end", metrics=steps(1))
     runs = Runs(tmp_path)
