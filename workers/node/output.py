@@ -61,6 +61,8 @@ class _Printing:
     process: ProcessId
     files: dict[str, _File] = field(default_factory=dict)
     """By stream."""
+    is_alive: bool = True
+    """When it was looked at last."""
 
 
 class Output:
@@ -71,8 +73,8 @@ class Output:
         """By name: several processes have had it, one after the other."""
 
     def take(self, processes: Mapping[str, ProcessId]) -> dict[str, Lines]:
-        """What members of this node have printed since the last time. `processes`: of those that are there now, by
-        name. Of those that are not any more the rest is told once."""
+        """What members of this node have printed since the last time. `processes`: those that whoever asks knows of, by
+        name. What a process printed last is told after its death, and then it is forgotten."""
         for name, process in processes.items():
             known = self._printing.setdefault(name, [])
             if all(one.process != process for one in known):
@@ -81,10 +83,12 @@ class Output:
         for name in list(self._printing):
             lines: Lines = []
             for one in self._printing[name]:
-                is_over = processes.get(name) != one.process or not one.process.is_alive
+                one.is_alive = one.process.is_alive  # before its last words are read
                 for stream, file in one.files.items():
-                    lines += [(stream, text) for text in (file.end() if is_over else file.take())]
-            self._printing[name] = [one for one in self._printing[name] if processes.get(name) == one.process]
+                    lines += [(stream, text) for text in (file.take() if one.is_alive else file.end())]
+            self._printing[name] = [
+                one for one in self._printing[name] if one.is_alive or processes.get(name) == one.process
+            ]
             if not self._printing[name]:
                 del self._printing[name]
             if kept := [(stream, text) for stream, text in lines if text and not MARKERS.match(text)]:

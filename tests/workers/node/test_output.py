@@ -69,6 +69,17 @@ def test_another_in_its_place_goes_on_under_its_name(tmp_path: Path) -> None:
     assert told == {"Rollout-0": [("out", "the first"), ("out", "the second")]}
 
 
+def test_who_is_not_known_of_for_a_while_repeats_nothing(tmp_path: Path) -> None:
+    output = Output()
+    with talker(tmp_path) as process:
+        there = {"Rollout-0": ProcessId.of(process.pid)}
+        do(process, "print('one')")
+        output.take(there)
+        do(process, "print('two')")
+        assert output.take({}) == {"Rollout-0": [("out", "two")]}
+        assert output.take(there) == {}
+
+
 def test_a_flood_loses_its_middle_and_says_so(tmp_path: Path) -> None:
     output = Output()
     with talker(tmp_path) as process:
