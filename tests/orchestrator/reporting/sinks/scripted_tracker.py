@@ -40,6 +40,7 @@ class Scripted:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._before(str(step))
         self.calls.append(str(step))
+        assert numbers == {"loss": 1.0}
 
     def finish(self, end: End) -> None:
         self._before("finish")
@@ -84,6 +85,6 @@ def until(is_so: Callable[[], bool]) -> None:
 def sent(sender: Sender, *steps: int) -> None:
     """These steps, and the run's end."""
     for step in steps:
-        sender.log(step, {"loss": 1.0, "note": "no number"})
+        sender.log(step, {"step": step, "loss": 1.0, "note": "no number"})
     sender.finish(End("finished"))
     sender.close()
