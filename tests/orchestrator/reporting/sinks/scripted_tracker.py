@@ -28,6 +28,7 @@ class Scripted:
     def __init__(self, before: Callable[[str], None] = lambda call: None) -> None:
         self.calls: list[str] = []
         self.ids: list[str | None] = []
+        self.numbers: list[dict[str, float]] = []
         self.end: End | None = None
         self._before = before
 
@@ -40,7 +41,7 @@ class Scripted:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._before(str(step))
         self.calls.append(str(step))
-        assert numbers == {"loss": 1.0}
+        self.numbers.append(dict(numbers))
 
     def finish(self, end: End) -> None:
         self._before("finish")
