@@ -159,7 +159,7 @@ def _line(text: str, style: str) -> Text:
 
 def _warning(level: str, text: str, advice: str) -> Table:
     table = Table.grid(padding=(0, 0, 0, 1), pad_edge=True)
-    table.add_column(width=LABEL - 1)
+    table.add_column(width=LABEL)
     table.add_column()
     table.add_row(Text(level, "yellow"), Text(text, "yellow"))
     table.add_row("", Text(advice, "dim"))

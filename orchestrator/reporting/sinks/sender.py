@@ -62,7 +62,7 @@ class Sender:
         self._thread.start()
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        new = self._new.of(step, numbers(metrics))
+        new = self._new.of(step, {name: value for name, value in numbers(metrics).items() if name != "step"})
         if not new:
             return
         with self._changed:

@@ -36,7 +36,8 @@ class Trackio:
             resume="allow" if id else "never",
             embed=False,
         )
-        return Opened(self._run.id, f"trackio show --project {project}")
+        where = f"TRACKIO_DIR={wanted} " if wanted is not None else ""
+        return Opened(self._run.id, f"{where}trackio show --project {project}")
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._last = step

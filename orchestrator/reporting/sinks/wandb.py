@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from penstock.conf.trackers import WandbConfig
 from penstock.orchestrator.reporting.sinks.tracker import (
@@ -29,11 +29,12 @@ class Wandb:
     def open(self, about: About, id: str | None) -> Opened:
         import wandb  # late: half a second, and only where it is asked for
 
+        mode: Any = self._config.mode or os.environ.get("WANDB_MODE")  # wandb looks at it once in a process
         self._run = wandb.init(
             entity=self._config.entity,
             project=about.project or os.environ.get("WANDB_PROJECT") or DEFAULT_PROJECT,
             dir=self._config.directory or os.environ.get("WANDB_DIR") or about.directory,
-            mode=cast(Any, self._config.mode or os.environ.get("WANDB_MODE")),  # wandb looks at it once in a process
+            mode=mode,
             id=id,
             resume="allow" if id else None,
             reinit="create_new",  # a program may have a run of its own

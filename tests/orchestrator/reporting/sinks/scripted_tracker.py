@@ -28,6 +28,7 @@ class Scripted:
     def __init__(self, before: Callable[[str], None] = lambda call: None) -> None:
         self.calls: list[str] = []
         self.ids: list[str | None] = []
+        self.numbers: list[dict[str, float]] = []
         self.end: End | None = None
         self._before = before
 
@@ -40,6 +41,7 @@ class Scripted:
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         self._before(str(step))
         self.calls.append(str(step))
+        self.numbers.append(dict(numbers))
 
     def finish(self, end: End) -> None:
         self._before("finish")
@@ -84,6 +86,6 @@ def until(is_so: Callable[[], bool]) -> None:
 def sent(sender: Sender, *steps: int) -> None:
     """These steps, and the run's end."""
     for step in steps:
-        sender.log(step, {"loss": 1.0, "note": "no number"})
+        sender.log(step, {"step": step, "loss": 1.0, "note": "no number"})
     sender.finish(End("finished"))
     sender.close()

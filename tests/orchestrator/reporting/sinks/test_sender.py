@@ -15,6 +15,7 @@ def test_every_step_arrives_in_order_and_then_the_end(tmp_path: Path) -> None:
     sender, told = sender_to(tracker, directory)
     sent(sender, *range(5))
     assert tracker.calls == ["open", "0", "1", "2", "3", "4", "finish"]
+    assert tracker.numbers == [{"loss": 1.0}] * 5
     assert tracker.end == End("finished")
     assert told == ["tracker: its page"]
     assert not directory.losses.lost
