@@ -17,6 +17,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from penstock.orchestrator.ui.runs.sample_index import SampleIndex
+
 EXCERPT = 240
 """Characters of a text in a list."""
 MANY = 200
@@ -45,42 +47,6 @@ class Wanted:
     limit: int = 50
 
 
-Integers = NDArray[np.integer[Any]]
-Floats = NDArray[np.floating[Any]]
-DTYPES = {
-    "step": np.int32, "place": np.int32, "row": np.int64, "group": np.int64, "reward": np.float32,
-    "advantage": np.float32, "tokens": np.int32, "finish": np.int16,
-}  # fmt: skip
-"""Of the index, 40 bytes a sample: of a million it is in memory as a whole. Runs write float32 as well."""
-
-
-@dataclass
-class Index:
-    """`[N]` each, in the order of the files and of the rows in them."""
-
-    step: Integers
-    place: Integers
-    """Of the row in its file."""
-    row: Integers
-    group: Integers
-    reward: Floats
-    advantage: Floats
-    tokens: Integers
-    finish: Integers
-    """Index of the reason; -1: none."""
-
-    @classmethod
-    def joined(cls, parts: Sequence["Index"]) -> "Index":
-        found: dict[str, Any] = {}
-        for name, dtype in DTYPES.items():
-            columns = [np.empty(0, dtype), *(getattr(part, name) for part in parts)]
-            found[name] = np.concatenate(columns, dtype=dtype, casting="unsafe")
-        return cls(**found)
-
-    def __len__(self) -> int:
-        return len(self.step)
-
-
 SORTS = ("step", "group", "reward", "advantage", "tokens")
 
 
@@ -89,8 +55,7 @@ class Rollouts:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._index = Index.joined([])
-        self._parts: list[Index] = []
+        self._index = SampleIndex()
         self._read: set[int] = set()
         self._unread: list[int] = []
         self.reasons: list[str] = []
@@ -110,24 +75,26 @@ class Rollouts:
             step = self._unread.pop()
             self._read.add(step)
             try:
-                self._parts.append(self._indexed(step))
+                self._take_up(step)
             except (pa.ArrowException, OSError):
                 self.num_unreadable += 1
             if time.monotonic() > deadline:
                 break
+        pa.default_memory_pool().release_unused()
         return not self._unread
 
     def find(self, wanted: Wanted, budget_s: float = 1.0) -> dict[str, Any]:
         """One page of the samples that are wanted: {total, rows, complete}. `complete`: false if there was not time
         enough to look for the text in all of them."""
-        index = self._whole()
+        index = self._index
         kept = np.flatnonzero(_matches(index, wanted, self.reasons))
-        order = _order(index, kept, wanted)
-        complete = True
+        end, total, complete = wanted.offset + min(wanted.limit, MANY), len(kept), True
         if wanted.text:
-            order, complete = self._with_text(index, order, wanted, budget_s)
-        shown = order[wanted.offset : wanted.offset + min(wanted.limit, MANY)]
-        return {"total": len(order), "complete": complete, "rows": self._lines(index, shown)}
+            order, complete = self._with_text(index, _order(index, kept, wanted, total), wanted, budget_s)
+            total = len(order)
+        else:
+            order = _order(index, kept, wanted, end)
+        return {"total": total, "complete": complete, "rows": self._lines(index, order[wanted.offset : end])}
 
     def sample(self, step: int, place: int) -> dict[str, Any]:
         """All columns of one row. Raises `LookupError`."""
@@ -140,48 +107,44 @@ class Rollouts:
         (row,) = table.slice(place, 1).to_pylist()
         return dict(row)
 
-    def _whole(self) -> Index:
-        if self._parts:
-            self._index = Index.joined([self._index, *self._parts])
-            self._parts.clear()
-        return self._index
-
     def _file(self, step: int) -> Path:
         return self._directory / f"step_{step}.parquet"
 
-    def _indexed(self, step: int) -> Index:
+    def _take_up(self, step: int) -> None:
         file = parquet.ParquetFile(self._file(step))
         names = [name for name in ("row_id", "group_id", "reward", "advantage", "finish_reason", "response_ids")
                  if name in file.schema_arrow.names]  # fmt: skip
         table = file.read(names)
-        count = table.num_rows
-        finish = np.full(count, -1, np.int64)
-        if "finish_reason" in names:
-            said = table["finish_reason"].to_pylist()
-            for reason in dict.fromkeys(filter(None, said)):
-                if reason not in self.reasons:
-                    self.reasons.append(reason)
-            finish = np.array([self.reasons.index(one) if one else -1 for one in said], np.int64)
-        return Index(
-            step=np.full(count, step, np.int64), place=np.arange(count),
-            row=_integers(table, "row_id"), group=_integers(table, "group_id"),
-            reward=_floats(table, "reward"), advantage=_floats(table, "advantage"),
-            tokens=_lengths(table, "response_ids"), finish=finish,
-        )  # fmt: skip
+        self._index.add(table.num_rows, {
+            "step": step, "place": np.arange(table.num_rows),
+            "row": _integers(table, "row_id"), "group": _integers(table, "group_id"),
+            "reward": _floats(table, "reward"), "advantage": _floats(table, "advantage"),
+            "tokens": _lengths(table, "response_ids"), "finish": self._finish(table),
+        })  # fmt: skip
+
+    def _finish(self, table: pa.Table) -> NDArray[np.int64]:
+        """Indices of reasons, those that are new among them."""
+        if "finish_reason" not in table.column_names:
+            return np.full(table.num_rows, -1, np.int64)
+        said = [None if one is None else str(one) for one in table["finish_reason"].to_pylist()]
+        for reason in dict.fromkeys(filter(None, said)):
+            if reason not in self.reasons:
+                self.reasons.append(reason)
+        return np.array([self.reasons.index(one) if one else -1 for one in said], np.int64)
 
     def _with_text(
-        self, index: Index, order: NDArray[np.int64], wanted: Wanted, budget_s: float
+        self, index: SampleIndex, order: NDArray[np.int64], wanted: Wanted, budget_s: float
     ) -> tuple[NDArray[np.int64], bool]:
         """Files in the order in which their first row comes."""
         deadline = time.monotonic() + budget_s
-        steps = list(dict.fromkeys(index.step[order].tolist()))
+        steps = list(dict.fromkeys(index["step"][order].tolist()))
         hits: dict[int, NDArray[np.bool_]] = {}
         for step in steps:
             if time.monotonic() > deadline:
                 break
             hits[step] = self._contains(step, wanted.text)
         none = np.zeros(0, np.bool_)
-        kept = [at for at in order.tolist() if _is_hit(hits.get(int(index.step[at]), none), int(index.place[at]))]
+        kept = [at for at in order.tolist() if _is_hit(hits.get(int(index["step"][at]), none), int(index["place"][at]))]
         return np.array(kept, np.int64), len(hits) == len(steps)
 
     def _contains(self, step: int, text: str) -> NDArray[np.bool_]:
@@ -195,21 +158,21 @@ class Rollouts:
             found |= np.asarray(pc.fill_null(hit, False))
         return found
 
-    def _lines(self, index: Index, places: NDArray[np.int64]) -> list[dict[str, Any]]:
+    def _lines(self, index: SampleIndex, places: NDArray[np.int64]) -> list[dict[str, Any]]:
         tables: dict[int, pa.Table | None] = {}
         lines = []
         for at in places.tolist():
-            step, place = int(index.step[at]), int(index.place[at])
+            step, place = int(index["step"][at]), int(index["place"][at])
             if step not in tables:
                 try:
                     tables[step] = _texts(parquet.ParquetFile(self._file(step)))
                 except (pa.ArrowException, OSError):
                     tables[step] = None
             lines.append({
-                "step": step, "place": place, "row": int(index.row[at]), "group": int(index.group[at]),
-                "reward": _number(index.reward[at]), "advantage": _number(index.advantage[at]),
-                "tokens": int(index.tokens[at]),
-                "finish_reason": self.reasons[index.finish[at]] if index.finish[at] >= 0 else None,
+                "step": step, "place": place, "row": int(index["row"][at]), "group": int(index["group"][at]),
+                "reward": _number(index["reward"][at]), "advantage": _number(index["advantage"][at]),
+                "tokens": int(index["tokens"][at]),
+                "finish_reason": self.reasons[index["finish"][at]] if index["finish"][at] >= 0 else None,
                 **_excerpts(tables[step], place),
             })  # fmt: skip
         return lines
@@ -233,13 +196,13 @@ def _is_hit(hits: NDArray[np.bool_], place: int) -> bool:
     return place < len(hits) and bool(hits[place])
 
 
-def _matches(index: Index, wanted: Wanted, reasons: Sequence[str]) -> NDArray[np.bool_]:
+def _matches(index: SampleIndex, wanted: Wanted, reasons: Sequence[str]) -> NDArray[np.bool_]:
     kept = np.ones(len(index), np.bool_)
     for values, least, most in (
-        (index.step, wanted.first_step, wanted.last_step),
-        (index.group, wanted.group, wanted.group),
-        (index.reward, wanted.least_reward, wanted.most_reward),
-        (index.tokens, wanted.least_tokens, wanted.most_tokens),
+        (index["step"], wanted.first_step, wanted.last_step),
+        (index["group"], wanted.group, wanted.group),
+        (index["reward"], wanted.least_reward, wanted.most_reward),
+        (index["tokens"], wanted.least_tokens, wanted.most_tokens),
     ):
         if least is not None:
             kept &= values >= least
@@ -247,17 +210,21 @@ def _matches(index: Index, wanted: Wanted, reasons: Sequence[str]) -> NDArray[np
             kept &= values <= most
     if wanted.finish_reason:
         known = reasons.index(wanted.finish_reason) if wanted.finish_reason in reasons else -2
-        kept &= index.finish == known
+        kept &= index["finish"] == known
     return kept
 
 
-def _order(index: Index, kept: NDArray[np.int64], wanted: Wanted) -> NDArray[np.int64]:
-    """By what is asked for, then by step, group and place; what is not known comes last."""
+def _order(index: SampleIndex, kept: NDArray[np.int64], wanted: Wanted, most: int) -> NDArray[np.int64]:
+    """The first `most` at least, by what is asked for, then by step, group and place; what is not known comes last."""
     if wanted.sort not in SORTS:
         raise ValueError(f"sort={wanted.sort}: one of {', '.join(SORTS)}.")
-    values = np.asarray(getattr(index, wanted.sort)[kept], np.float64)
+    values = np.asarray(index[wanted.sort][kept], np.float64)
     values = np.where(np.isnan(values), np.inf, -values if wanted.down else values)
-    order: NDArray[np.int64] = kept[np.lexsort((index.place[kept], index.group[kept], -index.step[kept], values))]
+    if 0 < most < len(kept):
+        first = values <= np.partition(values, most - 1)[most - 1]
+        kept, values = kept[first], values[first]
+    ties = index["place"][kept], index["group"][kept], -index["step"][kept]
+    order: NDArray[np.int64] = kept[np.lexsort((*ties, values))]
     return order
 
 

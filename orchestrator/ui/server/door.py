@@ -38,6 +38,9 @@ class Door:
                 headers["Content-Security-Policy"] = POLICY
                 headers["X-Content-Type-Options"] = "nosniff"
                 headers["Referrer-Policy"] = "no-referrer"
+                headers.setdefault(
+                    "Cache-Control", "no-cache"
+                )  # a browser asks whether the page is still that of yesterday
             await send(message)
 
         await self._app(scope, receive, told)

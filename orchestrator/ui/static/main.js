@@ -13,6 +13,7 @@ const place = (id) => document.getElementById(id);
 
 class App {
   lines = new Map();
+  isListed = false; // whether the server has told which runs there are
   page = null;
   wasOff = false; // what is shown may be old, or an error
   trouble = h("div.notice", { role: "alert" });
@@ -23,8 +24,8 @@ class App {
     addEventListener("hashchange", () => this.open());
     addEventListener("keydown", (event) => this.pressed(event));
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.page?.themed?.());
-    await this.anew();
-    this.open();
+    this.open(); // it asks for what it shows while the table of runs is on its way
+    await this.list();
     listen((change) => this.heard(change), (state) => {
       if (state === "off") this.wasOff = true;
       place("live").className = `live ${state}`;
@@ -32,10 +33,20 @@ class App {
     });
   }
 
+  async list() {
+    try {
+      await this.anew();
+      if (this.page instanceof RunsPage) this.page.show();
+    } catch (error) {
+      this.troubled(error);
+    }
+  }
+
   /** Asks for all lines; ids of the runs that have changed. */
   async anew() {
     const before = this.lines;
     this.lines = new Map((await ask("runs")).map((line) => [line.id, line]));
+    this.isListed = true;
     const ids = [...new Set([...before.keys(), ...this.lines.keys()])];
     return ids.filter((id) => JSON.stringify(before.get(id)) !== JSON.stringify(this.lines.get(id)));
   }
@@ -48,9 +59,14 @@ class App {
       this.wasOff = false;
       this.trouble.remove();
     } catch (error) {
-      this.trouble.textContent = error.message; // what is shown stays: the run may have been removed
-      place("page").prepend(this.trouble);
+      this.troubled(error);
     }
+  }
+
+  /** What is shown stays: the run may have been removed. */
+  troubled(error) {
+    this.trouble.textContent = error.message;
+    place("page").prepend(this.trouble);
   }
 
   open() {

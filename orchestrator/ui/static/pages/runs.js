@@ -81,7 +81,7 @@ export class RunsPage {
       "aria-sort": column.key === this.key ? (this.down ? "descending" : "ascending") : null,
     }, h("button", { type: "button", onclick: () => this.sort(column) }, column.title, column.key === this.key ? (this.down ? " ↓" : " ↑") : ""))));
     this.fill(lines.slice(0, MOST_SHOWN));
-    if (!lines.length) this.body.append(h("tr", {}, h("td.wide", { colspan: COLUMNS.length + 1 }, this.app.lines.size ? "No run matches." : "There is no run here yet. `penstock run recipe=arithmetic` makes one.")));
+    if (!lines.length) this.body.append(h("tr", {}, h("td.wide", { colspan: COLUMNS.length + 1 }, !this.app.isListed ? "…" : this.app.lines.size ? "No run matches." : "There is no run here yet. `penstock run recipe=arithmetic` makes one.")));
     const more = lines.length > MOST_SHOWN ? `, the first ${MOST_SHOWN} are shown` : "";
     this.count.textContent = `${lines.length} of ${this.app.lines.size} runs${more}`;
     this.compare.disabled = this.picked.size < 2;

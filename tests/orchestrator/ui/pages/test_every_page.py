@@ -73,7 +73,9 @@ def test_the_keys_of_a_page_are_shown_and_light_and_dark_are_kept(page: Page, ad
 def test_on_a_phone_the_table_of_runs_and_the_themes_of_a_run_need_little_room(browser: Browser, address: str) -> None:
     with visit(browser, PHONE) as page:
         page.goto(f"{address}/#/")
-        expect(page.locator("tr[data-run='sweep/a'] td.number:visible")).to_have_text(["10", "75.0%", "0.1"])
+        expect(page.locator("tr[data-run='sweep/a'] td.number:visible")).to_have_text(
+            ["10", "75.0%", "0.1"], use_inner_text=True
+        )
         assert page.locator(".scroll").evaluate("(box) => box.scrollWidth - box.clientWidth") <= 0
         page.goto(f"{address}/#/run/done")
         expect(page.locator("#chart-reward canvas")).to_be_visible()

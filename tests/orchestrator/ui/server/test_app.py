@@ -1,5 +1,6 @@
 """What the page is answered, and who is not."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from penstock.conf.model import FreshModelConfig
-from penstock.orchestrator.ui.server.app import make_app
+from penstock.orchestrator.ui.server.app import STATIC, make_app
 from penstock.workers.models.fresh import build_fresh_model
 from tests.orchestrator.ui.made_runs import HERE, make_run, steps, write_samples
 
@@ -37,6 +38,17 @@ def test_the_page_and_its_files_are_there_and_come_from_nowhere_else(page: TestC
     assert "https://" not in answer.text
     for file in ("main.js", "style.css", "pages/run.js", "vendor/uPlot.iife.min.js"):
         assert page.get(f"/static/{file}").status_code == 200
+
+
+def test_the_page_names_all_its_modules_so_that_none_waits_for_another(page: TestClient) -> None:
+    """A new module needs a line in index.html."""
+    named = set(re.findall(r'rel="modulepreload" href="/static/(.*?)"', page.get("/").text))
+    there = {file.relative_to(STATIC).as_posix() for file in STATIC.rglob("*.js") if file.parent.name != "vendor"}
+    assert named == there - {"main.js", "report.js"}
+
+
+def test_a_browser_asks_whether_its_copy_of_the_page_is_still_the_same(page: TestClient) -> None:
+    assert page.get("/static/main.js").headers["cache-control"] == "no-cache"
 
 
 def test_runs_are_listed_and_told_one_by_one(page: TestClient) -> None:
