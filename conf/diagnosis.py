@@ -28,17 +28,17 @@ class DiagnosisConfig:
     dropped_share: float = 0.3
     """Of the samples: those that were dropped as something was wrong with them."""
     filtered_share: float = 0.8
-    """Of the samples: those that the algorithm's own filter drops, as their groups agree on the reward. Half of them is
-    usual late in a run; four fifths make a step five times as long."""
+    """Of the samples: those that the algorithm's own filter drops, as their groups agree on the reward. At four fifths
+    five samples are made for each that is trained."""
     engine_share: float = 0.25
-    """Of the groups that an engine samples on the average: one that samples less is told to be held up. Chance and
-    unequal lengths make a half."""
+    """Of the groups that an engine samples on the average: one that samples less is told to be held up. Engines take
+    groups as they have room, so responses of unequal lengths alone do not make so much."""
     rank_slowdown: float = 2.0
-    """So many times the forward passes of the other ranks, of one and the same rank, and a tenth of the step more: the
-    others wait for it. Uneven rows make 1.3."""
+    """So many times the seconds of the other ranks' forward passes, in most steps for the same rank, and a tenth of the
+    step more: the others wait for it. Rows are spread over ranks by their tokens, so those alone do not make twice."""
     padding_share: float = 0.6
-    """Of the tokens that micro-batches have room for: those that only pad shorter rows. Rows of few tokens are a third
-    padding, as one more micro-batch costs more than that."""
+    """Of the tokens that micro-batches have room for: those that only pad shorter rows. Micro-batches are cut where
+    padding costs more than one more of them, so that most of it is there only if rows of a group must stay together."""
     idle_share: float = 0.5
     """Of a step that engines or ranks waited, above which there are too many of them. Where they take turns
     (max_staleness=0): what overlapping would hide of a step."""

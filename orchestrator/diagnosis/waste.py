@@ -97,7 +97,7 @@ def padding(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding 
         return None
     return Finding(
         "padding", f"{share:.0%} of what ranks compute is padding",
-        "Lower trainer.max_tokens_per_microbatch, so that rows of like length share a micro-batch.", HINT,
+        "Lower trainer.max_tokens_per_microbatch, so that only rows of like length share a micro-batch.", HINT,
     )  # fmt: skip
 
 

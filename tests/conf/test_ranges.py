@@ -6,6 +6,7 @@ from penstock.conf.algorithms.base import AlgorithmConfig, GrpoConfig, SftConfig
 from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
+from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.conf.errors import ConfigError
 from penstock.conf.faults import FaultsConfig
 from penstock.conf.model import FreshModelConfig, ModelConfig
@@ -36,6 +37,10 @@ OUT_OF_RANGE = [
     (TrackingConfig, "tracking.sinks", ["ray", "ray"]),
     (TrackingConfig, "tracking.close_timeout_s", 0.0),
     (WandbConfig, "tracking.wandb.mode", "on"),
+    (DiagnosisConfig, "diagnosis.engine_share", 1.5),
+    (DiagnosisConfig, "diagnosis.rank_slowdown", 0.5),
+    (DiagnosisConfig, "diagnosis.padding_share", -0.1),
+    (DiagnosisConfig, "diagnosis.filtered_share", 2.0),
     (DataConfig, "data.source", "json"),
     (DataConfig, "data.too_long", "cut"),
     (DataConfig, "data.max_prompt_tokens", 0),
