@@ -68,7 +68,7 @@ if [ -f "$lock_stamp" ] && [ -f "$project_stamp" ]; then exit 0; fi
 start=$SECONDS
 .venv/bin/python -c '' 2>/dev/null || make_venv
 if [ ! -f "$lock_stamp" ]; then
-  echo "setup: $(grep -c '==' "$lock") pinned packages of $lock into .venv; takes two to three minutes and 3.2 GB (GPU: some minutes more)"
+  echo "setup: $(grep -c '==' "$lock") pinned packages of $lock into .venv; takes two to three minutes and 3.6 GB (GPU: some minutes more)"
   : >"$log"
   install_torch
   watched pip_install -r "$lock" || fail "installing $lock failed, the end of $log is above. The pins are for Linux x86-64 and Python 3.11; after mending, run it again: what is done is kept"
