@@ -7,6 +7,7 @@
 Decides nothing about the run. Used by `controller.py`.
 """
 
+import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,7 @@ class Observer:
     ) -> None:
         """`counters`: cumulative ones of the controller's own parts."""
         self._fleet, self._store, self._supervisor = fleet, store, supervisor
+        self._directory, self._progress = directory, progress
         self._log = StepLog(
             fleet, flow, lambda: supervisor.with_store(store.stats), directory, progress, sinks, counters
         )
@@ -73,7 +75,17 @@ class Observer:
 
     def tasks(self) -> list[Awaitable[None]]:
         """What looks at the run by itself."""
-        return [self._state.run(), self._logs.run(), self._stalls.run()]
+        looks = (self._state.run(), self._logs.run(), self._stalls.run())
+        return [self._ending_alone(look) for look in looks]
+
+    async def _ending_alone(self, look: Awaitable[None]) -> None:
+        """A run is worth more than a look at it: what fails in one is told, and ends that one."""
+        try:
+            await look
+        except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
+            trace = "".join(traceback.format_exception(error))
+            self._directory.event("observing_failed", error=type(error).__name__, message=str(error), traceback=trace)
+            self._progress.note(f"a part of the page will be missing: {type(error).__name__}: {error}")
 
     def begin(self) -> None:
         self._log.begin()

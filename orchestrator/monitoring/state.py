@@ -64,7 +64,7 @@ class StateLog:
             "step": self._step(),
             "nodes": [
                 {"id": node.id, "name": node.name, "address": node.address, "cpus": node.cpus, "gpus": node.gpus}
-                for node in self._fleet.reservation.assignment.nodes
+                for node in self._fleet.machines
             ],
             "members": members,
             "stages": [asdict(view) for view in views],
@@ -81,7 +81,6 @@ class StateLog:
         calls = [(name, handle.progress.remote()) for _, name, handle in watched]
         answers = await outcomes(calls, phase="state", timeout_s=ANSWER_S)
         stage_of = {actor.name: actor.stage for actor in self._fleet.plan}
-        node_of = self._fleet.reservation.assignment.node_of
         found = []
         for (role, name, _), said in zip(watched, answers, strict=True):
             progress = None if isinstance(said, Exception) else (said or Progress(SERVING, 0.0))
@@ -89,7 +88,7 @@ class StateLog:
                 "name": name,
                 "role": role,
                 "stage": stage_of.get(name),
-                "node": getattr(node_of.get(name), "id", None),
+                "node": self._fleet.node_of(name),
             }
             found.append(facts | ({"phase": None} if progress is None else asdict(progress)))
         return found
