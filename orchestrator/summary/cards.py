@@ -112,7 +112,8 @@ def _loss(numbers: Numbers) -> Card | None:
 
 def _steps(numbers: Numbers, config: Mapping[str, Any]) -> Card:
     done = int(numbers.steps.max()) if len(numbers.steps) else 0
-    asked = (config.get("trainer") or {}).get("max_steps")
+    trainer = config.get("trainer")
+    asked = trainer.get("max_steps") if isinstance(trainer, Mapping) else None
     short = isinstance(asked, int) and done < asked
     return Card("Policy updates", f"{done}", f"of {asked} asked for" if short else "")
 
@@ -135,6 +136,7 @@ def _staleness(numbers: Numbers, config: Mapping[str, Any]) -> Card | None:
     values, bound = _values(numbers, "staleness/max"), config.get("max_staleness")
     if not values:
         return None
+    bound = bound if isinstance(bound, int) else None
     kept = None if bound is None else max(values) <= bound
     return Card(
         "Staleness",

@@ -26,6 +26,7 @@ class Bed:
     def __init__(self, trained: int) -> None:
         self.said: list[str] = []
         self.generation, self.is_cut_off, self._trained = 0, False, trained
+        self.loaded: dict[str, float] = {}
         self.loads: list[Callable[[Publication], Any]] = []
         """What loading comes to, call by call; afterwards it works."""
         self.versions = Versions(self, self, Turns(), self, self, self, Timeline(), 0)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 SHORT = [
     "rollout.engine=hf", "trainer.num_threads=1", "diagnosis.window=5", "evaluation.every_steps=0",
-    "checkpoint.every_steps=0", "tracking.samples_every_steps=0", "tracking.tensorboard=false",
+    "checkpoint.every_steps=0", "tracking.samples_every_steps=0", "tracking.sinks=[]",
 ]  # fmt: skip
 STEPS = 12
 

@@ -12,14 +12,14 @@ const COLUMNS = [
   { key: "reward", title: "Reward", number: true, say: number },
   { key: "samples_per_s", title: "Samples/s", number: true, say: number, less: true },
   { key: "seconds", title: "Time", number: true, say: elapsed, less: true },
-  { key: "cost", title: "Cost", number: true, say: cost, less: true },
+  { key: "cost", title: "Cost", number: true, sayOf: cost, less: true },
   { key: "recipe", title: "Recipe", less: true },
   { key: "algorithm", title: "Algorithm", less: true },
   { key: "started", title: "Started (UTC)", say: time, less: true },
 ];
 
 /** Of what the run reserved, as long as it lasted. */
-function cost(hours, { cost_unit: unit }) {
+function cost({ cost: hours, cost_unit: unit }) {
   return hours === null || hours === undefined ? "–" : `${number(hours, 3)} ${unit}`;
 }
 
@@ -103,7 +103,7 @@ export class RunsPage {
     })), cells);
   }
 
-  cell(line, { key, say }) {
+  cell(line, { key, say, sayOf }) {
     if (key === "name") return h("a", { href: `#/run/${encodeURIComponent(line.id)}` }, line.id.includes("/") ? line.id : line.name);
     if (key === "state") return h(`span.state.${line.state}`, { title: line.error }, line.state);
     if (key === "step") {
@@ -111,7 +111,8 @@ export class RunsPage {
       const bar = line.state === "running" && line.max_steps ? h("progress.progress.less", { value: line.step, max: line.max_steps }) : null;
       return h("span", {}, bar, ` ${line.step}`, h("span.less", {}, ` of ${line.max_steps ?? "?"}`));
     }
-    return say ? say(line[key], line) : (line[key] ?? "–");
+    if (sayOf) return sayOf(line);
+    return say ? say(line[key]) : (line[key] ?? "–");
   }
 
   sort(column) {
