@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import psutil
 
@@ -26,6 +27,12 @@ class ProcessId:
     @classmethod
     def of(cls, pid: int) -> "ProcessId":
         return cls(pid, identity(pid))
+
+    @classmethod
+    def told(cls, said: Any) -> "ProcessId | None":
+        """What an actor's `process` has answered; the store's, which knows no such class, says it in a tuple. None: it
+        has not."""
+        return said if isinstance(said, cls) else cls(*said) if isinstance(said, tuple) else None
 
     @classmethod
     def own(cls) -> "ProcessId":

@@ -101,11 +101,8 @@ class Watch:
         calls = [(name, watched.handle.process.remote(self._fleet.stacks_root)) for name, watched in unknown]
         calls += [(name, watched.handle.progress.remote()) for name, watched in members]
         answers = await outcomes(calls, phase="heartbeat", timeout_s=timeout_s)
-        for (_, watched), process in zip(unknown, answers, strict=False):
-            if isinstance(process, tuple):  # the store's, which knows no such class
-                watched.process = ProcessId(*process)
-            elif isinstance(process, ProcessId):
-                watched.process = process
+        for (_, watched), said in zip(unknown, answers, strict=False):
+            watched.process = ProcessId.told(said) or watched.process
         for (_, watched), progress in zip(members, answers[len(unknown) :], strict=True):
             if not isinstance(progress, Exception):
                 watched.liveness.heard(time.monotonic(), progress or SERVES)

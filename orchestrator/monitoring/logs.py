@@ -70,10 +70,8 @@ class Logs:
         new = [(name, handle) for name, handle in there.items() if name not in self._known]
         calls = [(name, handle.process.remote(self._fleet.stacks_root)) for name, handle in new]
         said = await outcomes(calls, phase="logs", timeout_s=timeout_s)
-        for (name, handle), process in zip(new, said, strict=True):
-            if isinstance(process, tuple):  # the store's, which knows no such class
-                self._known[name] = handle, ProcessId(*process)
-            elif isinstance(process, ProcessId):
+        for (name, handle), answer in zip(new, said, strict=True):
+            if (process := ProcessId.told(answer)) is not None:
                 self._known[name] = handle, process
 
     def _write(self, told: Mapping[str, Sequence[tuple[str, str]]]) -> None:
