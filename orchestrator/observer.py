@@ -7,8 +7,9 @@
 Decides nothing about the run. Used by `controller.py`.
 """
 
+import contextlib
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -79,9 +80,14 @@ class Observer:
         return [self._ending_alone(look) for look in looks]
 
     async def _ending_alone(self, look: Awaitable[None]) -> None:
+        with self._tolerant():
+            await look
+
+    @contextlib.contextmanager
+    def _tolerant(self) -> Iterator[None]:
         """A run is worth more than a look at it: what fails in one is told, and ends that one."""
         try:
-            await look
+            yield
         except Exception as error:  # noqa: BLE001 - whatever it is, training goes on
             trace = "".join(traceback.format_exception(error))
             self._directory.event("observing_failed", error=type(error).__name__, message=str(error), traceback=trace)
@@ -116,7 +122,8 @@ class Observer:
     ) -> dict[str, Any]:
         """All of the step is done: its line, and what is wrong by it."""
         metrics = await self._log.write(step, reports, phases, evaluated)
-        self._diagnosis.look(step, metrics)
+        with self._tolerant():
+            self._diagnosis.look(step, metrics)
         self._stalls.finished(step, metrics.get("timing_s/step"))
         return metrics
 
@@ -130,10 +137,12 @@ class Observer:
 
     async def close(self, step: int) -> None:
         """Nothing waits for the step any more."""
-        await self._trace.close(step)
+        with self._tolerant():
+            await self._trace.close(step)
 
     async def finish(self) -> None:
-        await self._trace.finish()
+        with self._tolerant():
+            await self._trace.finish()
         await self._samples.flush()
 
     async def described_store(self) -> str:

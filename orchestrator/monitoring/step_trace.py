@@ -93,8 +93,9 @@ class StepTrace:
 
     async def finish(self) -> None:
         """What is being written is there."""
-        if self._writing is not None:
-            await self._writing
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            await writing
 
     async def _write(self, closed: ClosedStep) -> None:
         try:

@@ -16,6 +16,7 @@ from penstock.orchestrator import controller as controlling
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.controller import Controller, Outcome
+from penstock.orchestrator.monitoring.state import StateLog
 from penstock.orchestrator.nodes.kept_states import StateNodes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.progress import Progress
@@ -252,3 +253,15 @@ def test_a_place_of_checkpoints_that_does_not_answer_costs_those(
     assert [message.partition(":")[0] for message in failed] == [f"{place}/global_step_{step}" for step in (1, 2)]
     assert all("cannot be written" in message for message in failed)
     assert Checkpoints(str(place), play.config.checkpoint).steps() == [3]
+
+
+def test_a_look_at_the_run_that_fails_is_told_and_ends_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(self: StateLog) -> dict[str, Any]:
+        raise ValueError("no such thing")
+
+    monkeypatch.setattr(StateLog, "_state", broken)
+    play = Play(tmp_path, "trainer.max_steps=3", "evaluation.every_steps=0")
+    assert play.run(monkeypatch).num_steps == 3
+    [event] = [event for event in play.directory.read_events() if event["kind"] == "observing_failed"]
+    assert (event["error"], event["message"]) == ("ValueError", "no such thing")
+    assert "in broken" in event["traceback"]
