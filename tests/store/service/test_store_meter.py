@@ -49,15 +49,17 @@ def test_drops_and_staleness_are_those_of_the_ledger_once() -> None:
 
 def test_waits_for_leases_are_measured_and_reasons_begin_at_nothing() -> None:
     async def scenario() -> None:
-        meters = Meters()
-        store = Store(make_spec(), meters=meters)
+        meters, now = Meters(), 0.0
+        store = Store(make_spec(), clock=lambda: now, meters=meters)
         client = StoreClient(store)
         asking = asyncio.ensure_future(client.lease("rollout", 1, "engine-0"))
-        await asyncio.sleep(0.05)
+        while not (await client.stats())["store/waiting_consumers"]:
+            await asyncio.sleep(0)
+        now = 2.0
         await client.put_groups([group(0)])
         assert await asking is not None
         (waited,) = measured(meters).observed["store_lease_wait_seconds rollout"]
-        assert waited >= 0.05
+        assert waited == 2.0
         store._meter.start()
         assert measured(meters).counts == {f"store_dropped_rows_total {reason}": 0 for reason in DROP_REASONS}
         await client.leave()
