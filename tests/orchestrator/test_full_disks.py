@@ -66,7 +66,7 @@ def test_the_numbers_of_every_step_are_there_once_a_full_disk_has_room_again(
     assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
     waiting = [line["recording/waiting"] for line in lines[:BACK_AT]]
     assert waiting[:2] == [0.0, 0.0]
-    assert all(number <= found <= 2 * number for number, found in enumerate(waiting[2:], start=1))  # of spans.jsonl, too
+    assert all(lost <= found <= 2 * lost for lost, found in enumerate(waiting[2:], start=1))  # of spans.jsonl, too
     assert lines[-1]["recording/waiting"] == 0.0
     assert {"kind": "recording_failed", "what": "metrics"}.items() <= directory.read_events()[1].items()
 
