@@ -5,8 +5,9 @@
 *First paint*: from the navigation until all charts in view of a run's page are painted, by a `penstock ui` that has
 just started and was asked nothing before (cold), and again (warm); the browser has nothing of it either time. *Filter*:
 from the change of a field until the list of samples is painted anew, once all samples are in the server's index.
-*Memory*: resident, after the page of every run was looked at. *Recording*: numbers, an event and samples of a step of
-the demo, by the controller's own code, against the time of a step of the demo in the same run of the benchmark.
+*Memory*: resident, after the page of every run was looked at. *Recording*: numbers, an event, the line of the timeline,
+the state and the samples of a step of the demo, by the controller's own code, against the time of a step of the demo in
+the same run of the benchmark.
 """
 
 import statistics
