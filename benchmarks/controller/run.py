@@ -158,7 +158,7 @@ def summary(readings: Readings, scale: Scale) -> dict[str, Any]:
 
 def main() -> None:
     scale = Scale(**json.loads(sys.argv[1]))
-    profile = cProfile.Profile() if len(sys.argv) > 2 else None
+    profile = cProfile.Profile(time.thread_time) if len(sys.argv) > 2 else None
     readings = run_apart(scale, profile)
     if profile is not None:
         profile.dump_stats(sys.argv[2])

@@ -49,7 +49,6 @@ class Scale:
                 "checkpoint.every_steps=0",
                 "evaluation.every_steps=0",
                 "tracking.export_model=false",
-                f"store.lease_timeout_s={60 / self.speed}",  # renewed by threads, whose seconds are the wall's
             )
         )
 
