@@ -146,8 +146,9 @@ class Controller:
             lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
         )  # fmt: skip
         self._state = StateLog(
-            fleet, flow, lambda: self.store.describe(), self._versions.state, lambda: self._supervisor.step, directory
-        )
+            fleet, flow, lambda: self.store.describe(), self._versions.state, lambda: self._supervisor.step,
+            self._watch.heard, directory,
+        )  # fmt: skip
         self._logs = Logs(fleet, directory)
         self._log = StepLog(
             fleet,

@@ -1,5 +1,5 @@
-"""An event loop whose seconds pass faster: a step of 30 s of waiting takes one or two, and what is computed takes what it
-takes.
+"""An event loop whose seconds pass faster: a step of 30 s of waiting takes one or two, and what is computed takes what
+it takes.
 
 Deadlines and pauses of asyncio go by this clock. What reads `time.monotonic` itself, as the watch does to judge
 silence, sees real seconds, and so never too many.

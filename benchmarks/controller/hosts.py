@@ -88,9 +88,7 @@ def _host(serve: Serve, scale: Scale, output_dir: str, speed: float, there: Conn
     run_fast(_serving(serve, scale, output_dir, there), speed)
 
 
-def _serving(
-    serve: Serve, scale: Scale, output_dir: str, there: Connection
-) -> Callable[[], Coroutine[Any, Any, None]]:
+def _serving(serve: Serve, scale: Scale, output_dir: str, there: Connection) -> Callable[[], Coroutine[Any, Any, None]]:
     async def main() -> None:
         async with serve(scale, output_dir) as place:
             there.send(place)
