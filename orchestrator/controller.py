@@ -28,8 +28,6 @@ from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.orchestrator.checkpointing.saving import CheckpointWriter
 from penstock.orchestrator.colocation import Turns
-from penstock.orchestrator.diagnosis.diagnosis import Diagnosis
-from penstock.orchestrator.diagnosis.stall import Stalls
 from penstock.orchestrator.elastic.ear import Ear
 from penstock.orchestrator.elastic.following import Following
 from penstock.orchestrator.elastic.members import Members, catching_up
@@ -43,25 +41,19 @@ from penstock.orchestrator.faults.trainer_recovery import TrainerRecovery
 from penstock.orchestrator.faults.watch import Watch
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.model_export import export_model
-from penstock.orchestrator.monitoring.logs import Logs
-from penstock.orchestrator.monitoring.stages import awaited, stages_of
-from penstock.orchestrator.monitoring.state import StateLog
-from penstock.orchestrator.monitoring.step_trace import StepTrace
 from penstock.orchestrator.nodes.kept_states import KeptStates
+from penstock.orchestrator.observer import Observer
 from penstock.orchestrator.ownership.owners import ThisProcess
-from penstock.orchestrator.ray_calls import answer, answers, translate
+from penstock.orchestrator.ray_calls import answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, update_metrics
 from penstock.orchestrator.reporting.progress import Progress
-from penstock.orchestrator.reporting.sample_log import SampleLog
 from penstock.orchestrator.reporting.sinks.sink import Sink
-from penstock.orchestrator.reporting.step_log import QUICK_S, StepLog
 from penstock.orchestrator.takeover.handover import Handover
 from penstock.orchestrator.takeover.taken import Taken
 from penstock.orchestrator.versions import Versions
 from penstock.orchestrator.weight_sync import WeightSync
 from penstock.store.client.client import StoreClient
-from penstock.store.data.rows import Rows
 from penstock.workers.trainer.report import StepReport
 from penstock.workers.weights.transport import Delivery
 
@@ -134,31 +126,10 @@ class Controller:
         )  # fmt: skip
         self._engines = EngineDirectory(fleet)
         self._stop = False
-        self._samples = SampleLog(config, flow, directory, self._last_batch, lambda: fleet.role("trainer"))
-        self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
-        self._stalls = Stalls(
-            config.diagnosis, self._describe, self._watch.stacks,
-            {column.name: stage.name for stage in flow.stages if not stage.is_in_trainer for column in stage.writes},
-            lambda: [name for name, _ in fleet.role("trainer")], directory, progress,
+        self._observer = Observer(
+            fleet, config, flow, self.store, self._supervisor, self._watch, self._versions, self._counters, directory,
+            progress, sinks,
         )  # fmt: skip
-        self._trace = StepTrace(
-            directory, self._asked_work, lambda role: [name for name, _ in fleet.role(role)],
-            lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
-        )  # fmt: skip
-        self._state = StateLog(
-            fleet, flow, lambda: self.store.describe(), self._versions.state, lambda: self._supervisor.step,
-            self._watch.heard, directory,
-        )  # fmt: skip
-        self._logs = Logs(fleet, directory)
-        self._log = StepLog(
-            fleet,
-            flow,
-            lambda: self._supervisor.with_store(self.store.stats),
-            directory,
-            progress,
-            sinks,
-            self._counters,
-        )
 
     async def run(self) -> Outcome:
         """All steps. Raises the failure that explains the others."""
@@ -169,8 +140,8 @@ class Controller:
                 if self._taken is not None:
                     await self._stores.adopt()
                 self._members.until_end(self._handover.run())
-                self._members.until_end(self._state.run())
-                self._members.until_end(self._logs.run())
+                for work in self._observer.tasks():
+                    self._members.until_end(work)
                 self._members.until_end(self._stores.take_snapshots())
                 self._members.serve("prompts", "compute", "scorer", "reward")
                 await tasks.create_task(held_back(self._steps(tasks)))
@@ -195,11 +166,9 @@ class Controller:
             self._members.until_end(self._engines.run())
             self._members.serve("environment")
         self._take_wishes()
-        self._members.until_end(self._stalls.run())
         if not self._before and not (self._taken is not None and self._taken.metrics):
             await self._first_evaluation()
-        self._log.begin()
-        self._trace.begin()
+        self._observer.begin()
         self._recoveries.time.begin(self._before, len(self.fleet.role("rollout")), time.monotonic())
         finishing: asyncio.Task[None] | None = None
         unwritten = dict(self._taken.unwritten) if self._taken is not None else {}
@@ -209,19 +178,18 @@ class Controller:
             reports, phases = (unwritten[step], {}) if step in unwritten else await self._train(step)
             if finishing is not None:
                 await finishing
-            await self._samples.write(step, sum(len(report.row_ids) for report in reports))
+            await self._observer.sample(step, reports)
             phases |= await self._save_if_due(step, reports)
             delivery, phases["publish"] = await self._versions.publish(step)
             finishing = tasks.create_task(held_back(self._finish(step, reports, delivery, phases)))
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
-            await self._trace.close(step)
+            await self._observer.close(step)
             if self._stop:
                 break
         if finishing is not None:
             await finishing
-        await self._trace.finish()
-        await self._samples.flush()
+        await self._observer.finish()
         if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
             await self._saving.begin(self.outcome.num_steps, self.outcome.last_metrics, is_last=True)
         await self._end()
@@ -238,10 +206,10 @@ class Controller:
         """A resumed run: the engines have the starting model, and the store may have heard of fewer versions."""
         self.outcome.num_steps = self._before
         if self._taken is not None:
-            self._log.begin()
+            self._observer.begin()
             is_done = self._before not in self._taken.unwritten
             for step in sorted(self._taken.unwritten.keys() - {self._before}):
-                await self._log.write(step, self._taken.unwritten[step], {})
+                await self._observer.written_before(step, self._taken.unwritten[step])
             due, metrics = (self._before if is_done else None), self._taken.metrics
             await self._versions.with_ranks(lambda: self._saving.adopt(due, metrics))
             if not is_done:  # the loop goes on with it
@@ -277,21 +245,18 @@ class Controller:
             self._recoveries.time.trained(step, tokens, time.monotonic(), len(self.fleet.role("rollout")))
             return reports, {"partner": copied_s} if copied_s else {}
 
-    async def _last_batch(self, columns: list[str]) -> Rows:
-        return await self._supervisor.with_store(lambda: self.store.last_batch(columns))
-
     async def _update(self, step: int) -> list[StepReport]:
         self._supervisor.step = step
-        due = self._samples.is_due(step)
+        due = self._observer.is_sampled(step)
         calls = [(name, handle.step.remote(step, due)) for name, handle in self.fleet.role("trainer")]
         try:
             reports = await answers(calls, phase=f"step {step}", timeout_s=self.config.trainer.step_timeout_s)
         except DeadlineExceeded as error:
-            raise DeadlineExceeded(f"{error} The store: {await self._described()}") from None
+            raise DeadlineExceeded(f"{error} The store: {await self._observer.described_store()}") from None
         if any(report is None for report in reports):
             raise PartnerGone(f"step {step}: the store closed while the trainers waited for their batch.")
         end = time.time()
-        self._trace.updated(step, reports, end)
+        self._observer.updated(step, reports, end)
         for problem in dict.fromkeys(report.not_kept for report in reports if report.not_kept):
             self.directory.event("state_not_kept", step=step, reason=problem)
             self.progress.note(problem)
@@ -306,25 +271,11 @@ class Controller:
         """Begin the checkpoint after step `step`; the seconds that it cost, by phase."""
         if not self._saving.is_due(step):
             return {}
-        await self._samples.flush()
+        await self._observer.flush()
         metrics, start = update_metrics(step, step, StepArrays.of_reports(reports), reports[0].metrics), time.time()
         seconds = await self._versions.with_ranks(lambda: self._saving.begin(step, metrics))
         self.directory.timeline.span("trainer", "save", start, time.time(), step=step)
         return {"checkpoint": seconds}
-
-    async def _describe(self) -> dict[str, Any]:
-        found: dict[str, Any] = await answer(self.store.describe(), name="Store", phase="describe", timeout_s=QUICK_S)
-        return found
-
-    async def _asked_work(self) -> dict[str, Any]:
-        found: dict[str, Any] = await answer(self.store.work(), name="Store", phase="work", timeout_s=QUICK_S)
-        return found
-
-    async def _described(self) -> str:
-        try:
-            return str(await self._describe())
-        except PenstockError as error:
-            return str(error)
 
     async def _finish(
         self, step: int, reports: Sequence[StepReport], delivery: Delivery, phases: dict[str, float]
@@ -335,9 +286,7 @@ class Controller:
         evaluated, evaluation_s = await self._evaluate_if_due(step)
         await self._versions.tell(delivery.version)
         phases |= {"evaluation": evaluation_s} if evaluated else {}
-        self.outcome.last_metrics = await self._log.write(step, reports, phases, evaluated)
-        self._diagnosis.look(step, self.outcome.last_metrics)
-        self._stalls.finished(step, self.outcome.last_metrics.get("timing_s/step"))
+        self.outcome.last_metrics = await self._observer.written(step, reports, phases, evaluated)
         self._handover.written(step)
         self.outcome.num_steps = step
 
@@ -353,7 +302,7 @@ class Controller:
             return
         self.progress.phase("evaluating the model as it is")
         evaluated, seconds = await self._evaluate()
-        self._log.emit(0, {"step": 0, "policy_version": 0, **evaluated, "timing_s/evaluation": seconds})
+        self._observer.emit(0, {"step": 0, "policy_version": 0, **evaluated, "timing_s/evaluation": seconds})
 
     def _evaluates(self, step: int) -> bool:
         every, last = self.config.evaluation.every_steps, step == self.config.trainer.max_steps

@@ -243,10 +243,20 @@ class Fleet(Roster):
         """Where processes write their stacks on every node."""
         return f"{self.agents.root}/{STACKS}"
 
+    @property
+    def machines(self) -> list[Node]:
+        """Those that the run has, the driver's first."""
+        return list(self.reservation.assignment.nodes)
+
+    def node_of(self, name: str) -> str | None:
+        """Ray's id of the node that the actor of a name is on; None: it has none, or the node has left."""
+        node = self.reservation.assignment.node_of.get(name)
+        return node.id if node is not None else None
+
     def agent_of(self, name: str) -> tuple[str, Any] | None:
         """Name and handle, of the node that the actor of a name is on; None: the node has left."""
-        node = self.reservation.assignment.node_of.get(name)
-        return self.agents.members.get(node.id) if node is not None else None
+        node = self.node_of(name)
+        return self.agents.members.get(node) if node is not None else None
 
     @property
     def watched(self) -> list[tuple[str, str, Any]]:

@@ -70,7 +70,7 @@ class StateLog:
             "step": self._step(),
             "nodes": [
                 {"id": node.id, "name": node.name, "address": node.address, "cpus": node.cpus, "gpus": node.gpus}
-                for node in self._fleet.reservation.assignment.nodes
+                for node in self._fleet.machines
             ],
             "members": members,
             "stages": [asdict(view) for view in views],
@@ -86,7 +86,6 @@ class StateLog:
         watched = self._fleet.watched
         said = await self._said(watched)
         stage_of = {actor.name: actor.stage for actor in self._fleet.plan}
-        node_of = self._fleet.reservation.assignment.node_of
         found = []
         for role, name, _ in watched:
             progress = said.get(name)
@@ -94,7 +93,7 @@ class StateLog:
                 "name": name,
                 "role": role,
                 "stage": stage_of.get(name),
-                "node": getattr(node_of.get(name), "id", None),
+                "node": self._fleet.node_of(name),
             }
             found.append(facts | ({"phase": None} if progress is None else asdict(progress)))
         return found

@@ -43,12 +43,14 @@ class Losses:
             self.tell(text)
 
     @contextlib.contextmanager
-    def tolerating(self, kind: str, advice: str = TRIED_AGAIN) -> Iterator[None]:
-        """The block writes one thing of this kind. `advice`: what is told of one that cannot be written."""
+    def tolerating(self, kind: str, advice: str = TRIED_AGAIN, *, is_renewed: bool = False) -> Iterator[None]:
+        """The block writes one thing of this kind. `advice`: what is told of one that cannot be written. `is_renewed`:
+        the next one has all that it would have had, so that nothing is lost with it."""
         try:
             yield
         except OSError as error:
-            self.loses(kind)
+            if not is_renewed:
+                self.loses(kind)
             self.fails(kind, error, advice)
         else:
             self.works(kind)

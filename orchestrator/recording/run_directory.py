@@ -300,7 +300,7 @@ class RunDirectory:
 
     def write_state(self, state: Mapping[str, Any]) -> None:
         """Who is there and who waits for whom, at this moment."""
-        with self.losses.tolerating("state"):
+        with self.losses.tolerating("state", is_renewed=True):
             self.write_text(STATE, line_of(state))
 
     def write_samples(self, step: int, table: Any) -> None:

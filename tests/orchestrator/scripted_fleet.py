@@ -327,6 +327,13 @@ class ScriptedFleet(OneMachine):
         pass
 
     stacks_root = ""
+    machines: Sequence[Any] = ()
+
+    def node_of(self, name: str) -> str | None:
+        return None
+
+    def agent_of(self, name: str) -> tuple[str, Any] | None:
+        return None
 
     def strike(self, name: str) -> bool:
         """As a machine does that breaks. Nobody is told but those who call it. False: it was dead already."""

@@ -61,8 +61,11 @@ class Store:
     async def stats(self) -> dict[str, float]:
         return {}
 
-    async def describe(self) -> str:
-        return "described"
+    async def describe(self) -> dict[str, Any]:
+        return {"leases": []}
+
+    async def work(self) -> dict[str, Any]:
+        return {"now": 0.0, "leases": [], "admitted": [], "missed": 0}
 
     async def settle(self, stage: str) -> int:
         return 0
@@ -126,7 +129,7 @@ class Play:
             places=files.places, collect=files.collect, discard=files.discard, config=self.config,
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
-            growth=SimpleNamespace(nodes=[]),
+            growth=SimpleNamespace(nodes=[]), plan=[], machines=[],
         )  # fmt: skip
 
         async def measure(fleet: Any) -> dict[str, float]:

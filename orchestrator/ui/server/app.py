@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 from sse_starlette.sse import EventSourceResponse
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
@@ -35,6 +36,8 @@ LOOK_S = 1.0
 """Between two looks at what has changed."""
 PING_S = 15
 """Between signs of life of a stream."""
+END_S = 1.0
+"""For a stream to end by itself with the server, which waits twice as long (`serve.py`)."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -69,7 +72,8 @@ def answering(answers: Answers, question: Callable[[Answers, QueryParams], Any])
 
 def streaming(live: Live) -> Handler:
     async def stream(request: Request) -> Response:
-        return EventSourceResponse(live.events(), ping=PING_S)
+        ending = anyio.Event()
+        return EventSourceResponse(live.events(ending), ping=PING_S, shutdown_event=ending, shutdown_grace_period=END_S)
 
     return stream
 

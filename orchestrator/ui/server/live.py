@@ -7,6 +7,8 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
+import anyio
+
 _LOG = logging.getLogger("penstock")
 SHARE = 4
 """Times as long as a look took is the least that the next one waits: many runs on a slow disk keep no core busy."""
@@ -37,15 +39,24 @@ class Live:
                     _LOG.warning("the runs cannot be looked at: %s", error)
             await asyncio.sleep(max(self._look_s, SHARE * (time.monotonic() - started)))
 
-    async def events(self) -> AsyncIterator[dict[str, str]]:
-        """`{"runs": {id: its line, or null}}` of runs that changed; `ANEW` first, after the first look."""
+    async def events(self, ending: anyio.Event | None = None) -> AsyncIterator[dict[str, str]]:
+        """`{"runs": {id: its line, or null}}` of runs that changed; `ANEW` first, after the first look. `ending`: set
+        when the server ends."""
         queue: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._pages.add(queue)
         self._new.add(queue)
+        ended = asyncio.create_task((ending or anyio.Event()).wait())
         try:
-            while True:
-                yield _event(await queue.get())
+            while not ended.done():
+                change = asyncio.create_task(queue.get())
+                try:
+                    await asyncio.wait({change, ended}, return_when=asyncio.FIRST_COMPLETED)
+                    if change.done():
+                        yield _event(change.result())
+                finally:
+                    change.cancel()
         finally:
+            ended.cancel()
             self._pages.discard(queue)
             self._new.discard(queue)
 

@@ -11,6 +11,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from penstock.orchestrator.configuration.differences import differences_of
 from penstock.orchestrator.recording.json_lines import last_lines
 from penstock.orchestrator.summary.cards import cards
@@ -95,8 +97,10 @@ class OpenRun:
             rollouts = self._rollouts
             rollouts.update(INDEX_S)
             known, every = rollouts.num_files
+            found = rollouts.find(wanted)
+            pa.default_memory_pool().release_unused()  # of files that were looked through for a text
             return {
-                **rollouts.find(wanted),
+                **found,
                 "known": known,
                 "files": every,
                 "unreadable": rollouts.num_unreadable,

@@ -4,6 +4,8 @@ import asyncio
 import json
 from typing import Any
 
+import anyio
+
 from penstock.orchestrator.ui.server.live import ANEW, BEHIND, Live
 
 
@@ -51,6 +53,15 @@ def test_a_page_that_is_slow_is_told_to_ask_for_everything_anew() -> None:
     found = asyncio.run(scenario())
     assert found[-1] == ANEW
     assert ANEW not in found[:-1]
+
+
+def test_a_stream_ends_with_the_server() -> None:
+    async def scenario() -> list[Any]:
+        live, ending = Live(0.01), anyio.Event()
+        asyncio.get_running_loop().call_later(0.05, ending.set)
+        return [event async for event in live.events(ending)]
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 10)) == []
 
 
 def test_a_look_that_fails_ends_nothing() -> None:
