@@ -7,7 +7,6 @@ Read by the page's *Cluster*. Run by `controller.py`; what does not answer in ti
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
@@ -73,13 +72,13 @@ class StateLog:
                 for node in self._fleet.machines
             ],
             "members": members,
-            "stages": [asdict(view) for view in views],
+            "stages": [dict(vars(view)) for view in views],
             "weights": dict(self._weights()),
         }
         if described is None:
             return state | {"store": None, "waits": []}
         leases = longest_first(described["leases"])
-        waits = [asdict(wait) for wait in waits_of(described, views)]
+        waits = [dict(vars(wait)) for wait in waits_of(described, views)]
         return state | {"store": {**described, "leases": leases[:MOST_LEASES]}, "waits": waits}
 
     async def _members(self) -> list[dict[str, Any]]:
@@ -95,7 +94,7 @@ class StateLog:
                 "stage": stage_of.get(name),
                 "node": self._fleet.node_of(name),
             }
-            found.append(facts | ({"phase": None} if progress is None else asdict(progress)))
+            found.append(facts | ({"phase": None} if progress is None else vars(progress)))
         return found
 
     async def _said(self, watched: Sequence[tuple[str, str, Any]]) -> Mapping[str, Progress]:
