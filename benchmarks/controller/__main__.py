@@ -2,7 +2,7 @@
 
     python -m benchmarks.controller --json controller.json
 
-Rounds of 100 steps, a longer one for memory, and what Ray's calls cost. Each is a process of its own. Seconds of the run
+Rounds of 100 steps, a longer one for memory, and what Ray's calls cost. Each is a process of its own. A run's seconds
 pass faster than the wall's (`clock.py`), CPU seconds do not: a step of 30 s costs the controller what it costs.
 """
 
@@ -81,8 +81,10 @@ def show_rounds(rounds: Sequence[dict[str, Any]]) -> None:
         )  # fmt: skip
     show(table, width=120)
     total_ms, call_us = with_ray_ms(rounds), middle(rounds, "ray", "call_us")
-    print(f"A call of a Ray actor costs its caller {call_us:.0f} µs of CPU, in Ray's threads too. With as many calls "
-          f"the driver's process has {total_ms:,.0f} ms a step, {total_ms / (10 * STEP_S):.1f}% of {STEP_S:g} s.")  # fmt: skip
+    print(
+        f"A call of a Ray actor costs its caller {call_us:.0f} µs of CPU, in Ray's threads too. With as many calls the "
+        f"driver's process has {total_ms:,.0f} ms a step, {total_ms / (10 * STEP_S):.1f}% of {STEP_S:g} s."
+    )
 
 
 def main() -> None:
