@@ -21,8 +21,8 @@ from penstock.workers.processes import ProcessId
 
 LOOK_S = 2.0
 """Between two looks."""
-NODE_S = 0.05
-"""More for each node: a hundred are read every five seconds."""
+NODE_S = 0.1
+"""More for each node: a hundred are read every ten seconds."""
 ANSWER_S = 2.0
 """For a member to say which process it is; one that is busy is asked again."""
 READ_S = 10.0
