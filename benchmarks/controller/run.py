@@ -73,6 +73,8 @@ class Readings:
     store: psutil.Process | None
     """None: it is in this process."""
     found: list[Reading] = field(default_factory=list)
+    call_s: float = 0.0
+    """CPU seconds that a call takes here by itself, in Ray's place."""
     process: psutil.Process = field(default_factory=psutil.Process)
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
@@ -112,6 +114,7 @@ async def run_here(scale: Scale, output_dir: str, store: Endpoint, members: str,
     readings = Readings(caller, psutil.Process(store_pid) if store_pid is not None else None)
     try:
         await attach(fleet, START_S)
+        readings.call_s = await cost_of_calls(fleet)
         outcome: Outcome = await controller_of(fleet, config, flow, directory, readings).run()
         assert outcome.num_steps == scale.num_steps
     finally:
@@ -119,6 +122,16 @@ async def run_here(scale: Scale, output_dir: str, store: Endpoint, members: str,
         fleet.owner.let_go()
         directory.close()
     return readings
+
+
+async def cost_of_calls(fleet: Fleet) -> float:
+    """CPU seconds of one, by what calls of all engines take that nobody looks at."""
+    engines = fleet.role("rollout")
+    for _ in range(2):  # the first time is not counted
+        began = time.process_time()
+        await asyncio.gather(*(handle.progress.remote() for _, handle in engines))
+        took_s = time.process_time() - began
+    return took_s / len(engines)
 
 
 def run_apart(scale: Scale, profile: cProfile.Profile | None = None) -> Readings:
@@ -141,14 +154,18 @@ def summary(readings: Readings, scale: Scale) -> dict[str, Any]:
         return (value(last) - value(first)) / steps
 
     middle = next(one for one in found if one.step >= (first.step + last.step) // 2)
+    cpu_ms = 1000 * each(lambda one: one.cpu_s)
     calls = {name: (count - first.calls.get(name, 0)) / steps for name, count in last.calls.items()}
     return {
         **asdict(scale),
         "step_s": run_s / steps,
-        "cpu_ms": 1000 * each(lambda one: one.cpu_s),
+        "cpu_ms": cpu_ms,
+        "own_ms": cpu_ms - 1000 * sum(calls.values()) * readings.call_s,
+        "call_us": 1e6 * readings.call_s,
         "thread_ms": 1000 * each(lambda one: one.thread_s),
         "store_cpu_ms": 1000 * each(lambda one: one.store_cpu_s),
         "share": each(lambda one: one.cpu_s) * steps / run_s,
+        "own_share": (cpu_ms / 1000 - sum(calls.values()) * readings.call_s) * steps / run_s,
         "calls": {name: round(count, 2) for name, count in sorted(calls.items(), key=lambda item: -item[1])},
         "num_calls": sum(calls.values()),
         "rss_mib": [one.rss_bytes / 2**20 for one in found],
