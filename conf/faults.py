@@ -32,7 +32,8 @@ class FaultsConfig:
     the next one ends the run. Each costs the steps since the checkpoint and a start of everything. 0: never return."""
     heartbeat_s: float = 10.0
     """Each member is asked how far it is every so many seconds: often enough to learn of a hang within a minute or two,
-    and far too seldom to cost anything."""
+    and far too seldom to cost anything. With more than five hundred members up to twice as seldom, so that the
+    controller asks fifty a second."""
     heartbeat_timeout_s: float = 60.0
     """A member that answers no heartbeat for so many seconds counts as lost, and is killed. Raise it where one call of
     C code holds Python's lock for longer, or while you debug."""

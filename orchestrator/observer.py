@@ -65,7 +65,9 @@ class Observer:
             directory, lambda: self._asked(store.work(), "work"), self._names,
             lambda: awaited(stages_of(flow, fleet)), flow.samples_per_prompt,
         )  # fmt: skip
-        self._state = StateLog(fleet, flow, store.describe, versions.state, lambda: supervisor.step, directory)
+        self._state = StateLog(
+            fleet, flow, store.describe, versions.state, lambda: supervisor.step, watch.heard, directory
+        )
         self._logs = Logs(fleet, directory)
         self._diagnosis = Diagnosis(config.diagnosis, config.max_staleness, directory, progress)
         self._stalls = Stalls(

@@ -56,7 +56,7 @@ async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float
     except RayError as error:  # first: what an actor raises is also of its cause's type, which may be TimeoutError
         raise translate(error, name) from None
     except TimeoutError:
-        raise DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.") from None
+        raise _late(name, phase, timeout_s) from None
 
 
 async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
@@ -76,14 +76,30 @@ async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, ti
 async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
     """Of several actor calls that do not depend on each other, in order: each one's result, or the error that it
     failed with."""
+    tasks = [asyncio.ensure_future(_as_coroutine(ref)) for _, ref in calls]
+    try:
+        if tasks:  # one deadline for all: a timer a call is a third of what a thousand calls cost
+            await asyncio.wait(tasks, timeout=timeout_s)
+        return [_outcome(task, name, phase, timeout_s) for (name, _), task in zip(calls, tasks, strict=True)]
+    finally:
+        for task in tasks:
+            task.cancel()
 
-    async def outcome(name: str, ref: Awaitable[Any]) -> Any:
-        try:
-            return await answer(ref, name=name, phase=phase, timeout_s=timeout_s)
-        except Exception as error:  # noqa: BLE001 - the caller looks at it
-            return error
 
-    return list(await asyncio.gather(*(outcome(name, ref) for name, ref in calls)))
+def _outcome(task: "asyncio.Task[Any]", name: str, phase: str, timeout_s: float) -> Any:
+    """Raises what is no failure of a call, such as a cancellation."""
+    error = task.exception() if task.done() else TimeoutError()
+    if error is None:
+        return task.result()
+    if isinstance(error, TimeoutError) and not isinstance(error, RayError):
+        return _late(name, phase, timeout_s)
+    if not isinstance(error, Exception):
+        raise error
+    return translate(error, name)
+
+
+def _late(name: str, phase: str, timeout_s: float) -> DeadlineExceeded:
+    return DeadlineExceeded(f"{phase}: {name} did not answer within {timeout_s:g} s.")
 
 
 async def look(members: Iterable[tuple[str, Any]]) -> list[Exception | None]:

@@ -18,8 +18,9 @@ import ray
 from ray.exceptions import RayError
 
 from penstock.conf.errors import PenstockError
+from penstock.conf.faults import FaultsConfig
 from penstock.conf.run import RunConfig
-from penstock.orchestrator.faults.liveness import Liveness, State, Verdict
+from penstock.orchestrator.faults.liveness import MOST_BEATS, Liveness, State, Verdict
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
@@ -29,6 +30,10 @@ from penstock.workers.progress import SERVING, Progress
 AGENT = "agent"
 SERVES = Progress(SERVING, 0.0)
 """Of who answers, and has nothing to be stuck in."""
+MEMBER_S = 0.02
+"""Between two heartbeats for each member: more than five hundred are asked more seldom than every ten seconds."""
+LEAST_BEATS = 3
+"""Within the time in which a member has to answer one."""
 STACKS_S = 60.0
 """For an agent to read stacks, and for one to end a process."""
 
@@ -42,6 +47,8 @@ class _Watched:
     liveness: Liveness
     process: ProcessId | None = None
     """None until it has said so: one that never does is ended by Ray."""
+    said: Progress | None = None
+    """At the last heartbeat that it answered."""
 
 
 class Watch:
@@ -52,10 +59,10 @@ class Watch:
         self._watched: dict[str, _Watched] = {}
 
     async def run(self) -> None:
-        beat_s = self._config.faults.heartbeat_s
         while True:
             began = time.monotonic()
             self._look_around()
+            beat_s = beat_of(len(self._watched), self._config.faults)
             await self._ask(beat_s)
             for name, watched in list(self._watched.items()):
                 verdict = watched.liveness.judge(time.monotonic())
@@ -69,6 +76,10 @@ class Watch:
     def tokens_in_flight(self, names: Sequence[str]) -> int:
         """Response tokens that these had under way at their last heartbeats."""
         return sum(self._watched[name].liveness.tokens_in_flight for name in names if name in self._watched)
+
+    def heard(self) -> dict[str, Progress]:
+        """What everybody said at the last heartbeat that was answered, by name."""
+        return {name: one.said for name, one in self._watched.items() if one.said is not None}
 
     async def stacks(self, names: Sequence[str]) -> list[str]:
         """What these are at, written into the run's directory: the files' names. They go on meanwhile."""
@@ -105,7 +116,8 @@ class Watch:
             watched.process = ProcessId.told(said) or watched.process
         for (_, watched), progress in zip(members, answers[len(unknown) :], strict=True):
             if not isinstance(progress, Exception):
-                watched.liveness.heard(time.monotonic(), progress or SERVES)
+                watched.said = progress or SERVES
+                watched.liveness.heard(time.monotonic(), watched.said)
 
     async def _end(self, name: str, watched: _Watched, verdict: Verdict) -> None:
         process, stacks = watched.process, "it has not said which process it is"
@@ -130,3 +142,14 @@ class Watch:
             return str(await answer(call, name=agent, phase=method, timeout_s=STACKS_S))
         except PenstockError as error:
             return str(error)
+
+
+def beat_of(num_members: int, faults: FaultsConfig) -> float:
+    """Seconds between two heartbeats. Asking thousands costs more than learning of a hang a little later: they are
+    asked up to `MOST_BEATS` times more seldom, as far as silence is still told from one lost answer.
+
+    >>> [beat_of(count, FaultsConfig()) for count in (8, 600, 4096)]
+    [10.0, 12.0, 20.0]
+    """
+    seldom_s = min(MOST_BEATS * faults.heartbeat_s, faults.heartbeat_timeout_s / LEAST_BEATS)
+    return max(faults.heartbeat_s, min(MEMBER_S * num_members, seldom_s))

@@ -28,11 +28,9 @@ def lanes_of(spans: Iterable[Span], work: Sequence[Work], members: Mapping[str, 
         for lane in members.get(span.lane, (span.lane,)):
             lanes.setdefault(lane, []).append(Span(lane, span.name, span.start, span.end, span.details))
     length = max((one.end for one in work), default=0.0) - min((one.start for one in work), default=0.0)
-    for owner in dict.fromkeys(one.owner for one in work):
-        for stage in dict.fromkeys(one.stage for one in work if one.owner == owner):
-            own = [one for one in work if one.owner == owner and one.stage == stage]
-            spans_of = _alike(owner, stage, own, length / FINE) if stage == SEPARATE else _joined(owner, stage, own)
-            lanes.setdefault(owner, []).extend(spans_of)
+    for (owner, stage), own in _by_owner(work).items():
+        spans_of = _alike(owner, stage, own, length / FINE) if stage == SEPARATE else _joined(owner, stage, own)
+        lanes.setdefault(owner, []).extend(spans_of)
     return {lane: sorted(found, key=lambda span: span.start) for lane, found in sorted(lanes.items())}
 
 
@@ -47,6 +45,14 @@ def with_waits(lanes: Lanes, start: float, end: float, awaited: Mapping[str, str
                 waits.append(Span(lane, f"wait for {awaited[lane]}", at, min(span.start, end)))
             at = max(at, span.end)
         found[lane] = sorted([*spans, *waits], key=lambda span: span.start)
+    return found
+
+
+def _by_owner(work: Iterable[Work]) -> dict[tuple[str, str], list[Work]]:
+    """And by stage."""
+    found: dict[tuple[str, str], list[Work]] = {}
+    for one in work:
+        found.setdefault((one.owner, one.stage), []).append(one)
     return found
 
 

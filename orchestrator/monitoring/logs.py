@@ -21,6 +21,8 @@ from penstock.workers.processes import ProcessId
 
 LOOK_S = 2.0
 """Between two looks."""
+NODE_S = 0.1
+"""More for each node: a hundred are read every ten seconds."""
 ANSWER_S = 2.0
 """For a member to say which process it is; one that is busy is asked again."""
 READ_S = 10.0
@@ -51,7 +53,7 @@ class Logs:
     async def run(self) -> None:
         while True:
             await self._look(ANSWER_S)
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(max(LOOK_S, NODE_S * len(self._fleet.growth.nodes)))
 
     async def _look(self, timeout_s: float) -> None:
         await self._learn(timeout_s)

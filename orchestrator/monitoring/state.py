@@ -6,15 +6,14 @@ Read by the page's *Cluster*. Run by `controller.py`; what does not answer in ti
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.monitoring.stages import stages_of
-from penstock.orchestrator.monitoring.waits import waits_of
+from penstock.orchestrator.monitoring.waits import longest_first, waits_of
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.workers.progress import SERVING, Progress
@@ -22,7 +21,7 @@ from penstock.workers.progress import SERVING, Progress
 LEAST_S = 2.0
 """Between two looks."""
 MEMBER_S = 0.02
-"""More for each member: a thousand are asked every twenty seconds."""
+"""More for each member: a thousand are looked at every twenty seconds."""
 SHARE = 50.0
 """A look that takes long is followed by a pause of so many times that."""
 ANSWER_S = 2.0
@@ -41,19 +40,25 @@ class StateLog:
         describe: Callable[[], Awaitable[Mapping[str, Any]]],
         weights: Callable[[], Mapping[str, Any]],
         step: Callable[[], int],
+        heard: Callable[[], Mapping[str, Progress]],
         directory: RunDirectory,
     ) -> None:
         """`describe`: of the store. `weights`: versions that are published, told, and served by engine. `step`: that is
-        under way."""
+        under way. `heard`: what members said at their last heartbeats, by name."""
         self._fleet, self._flow, self._directory = fleet, flow, directory
-        self._describe, self._weights, self._step = describe, weights, step
+        self._describe, self._weights, self._step, self._heard = describe, weights, step, heard
 
     async def run(self) -> None:
         while True:
             began = time.monotonic()
             await asyncio.to_thread(self._directory.write_state, await self._state())
             took = time.monotonic() - began
-            await asyncio.sleep(max(LEAST_S, MEMBER_S * len(self._fleet.watched), SHARE * took))
+            await asyncio.sleep(max(self._pause_s, SHARE * took))
+
+    @property
+    def _pause_s(self) -> float:
+        """Between two looks that take no time."""
+        return max(LEAST_S, MEMBER_S * len(self._fleet.watched))
 
     async def _state(self) -> dict[str, Any]:
         members = await self._members()
@@ -67,31 +72,42 @@ class StateLog:
                 for node in self._fleet.machines
             ],
             "members": members,
-            "stages": [asdict(view) for view in views],
+            "stages": [dict(vars(view)) for view in views],
             "weights": dict(self._weights()),
         }
         if described is None:
             return state | {"store": None, "waits": []}
-        leases = sorted(described["leases"], key=lambda lease: -(lease["held_s"] or 0.0))
-        waits = [asdict(wait) for wait in waits_of(described, views)]
+        leases = longest_first(described["leases"])
+        waits = [dict(vars(wait)) for wait in waits_of(described, views)]
         return state | {"store": {**described, "leases": leases[:MOST_LEASES]}, "waits": waits}
 
     async def _members(self) -> list[dict[str, Any]]:
         watched = self._fleet.watched
-        calls = [(name, handle.progress.remote()) for _, name, handle in watched]
-        answers = await outcomes(calls, phase="state", timeout_s=ANSWER_S)
+        said = await self._said(watched)
         stage_of = {actor.name: actor.stage for actor in self._fleet.plan}
         found = []
-        for (role, name, _), said in zip(watched, answers, strict=True):
-            progress = None if isinstance(said, Exception) else (said or Progress(SERVING, 0.0))
+        for role, name, _ in watched:
+            progress = said.get(name)
             facts = {
                 "name": name,
                 "role": role,
                 "stage": stage_of.get(name),
                 "node": self._fleet.node_of(name),
             }
-            found.append(facts | ({"phase": None} if progress is None else asdict(progress)))
+            found.append(facts | ({"phase": None} if progress is None else vars(progress)))
         return found
+
+    async def _said(self, watched: Sequence[tuple[str, str, Any]]) -> Mapping[str, Progress]:
+        """By name, of those that answer. Where heartbeats come as often as these looks, nobody is asked again."""
+        if self._pause_s >= self._fleet.config.faults.heartbeat_s:
+            return self._heard()
+        calls = [(name, handle.progress.remote()) for _, name, handle in watched]
+        answers = await outcomes(calls, phase="state", timeout_s=ANSWER_S)
+        return {
+            name: said or Progress(SERVING, 0.0)
+            for (name, _), said in zip(calls, answers, strict=True)
+            if not isinstance(said, Exception)
+        }
 
     async def _described(self) -> Mapping[str, Any] | None:
         try:

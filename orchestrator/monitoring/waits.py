@@ -3,7 +3,7 @@
 an engine without prompts ─▶ Prompts ─▶ ranks that have not published ─▶ the reward that has the last rows ─▶ …
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,9 @@ from penstock.orchestrator.monitoring.stages import SOURCE, StageView, before
 
 A_PROMPT = "a prompt"
 """What is waited for where nothing is under way."""
+MOST_AWAITED = 32
+"""Of those that hold what a stage lacks: those that have held it longest. Sixty-four ranks that wait for a thousand
+engines would be as many waits as both numbers make."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +34,16 @@ def waits_of(described: Mapping[str, Any], stages: Sequence[StageView]) -> list[
         if name == "put":
             found |= dict.fromkeys(_for_credits(described, stages))
         elif name in by_name:
+            blockers = list(_blockers(described, stages, by_name[name], frozenset()))
+            awaited = [one for one in blockers if one[1] != A_PROMPT] or blockers
             for who in _idle(described, by_name[name]):
-                blockers = list(_blockers(described, stages, by_name[name], frozenset()))
-                of_stages = [one for one in blockers if one[1] != A_PROMPT]
-                found |= {Wait(who, on, what): None for on, what in of_stages or blockers if on != who}
+                found |= {Wait(who, on, what): None for on, what in awaited[:MOST_AWAITED] if on != who}
     return list(found)
+
+
+def longest_first(leases: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that have been held longest first; of which that is not known, last."""
+    return sorted(leases, key=lambda lease: -(lease.get("held_s") or 0.0))
 
 
 def _idle(described: Mapping[str, Any], stage: StageView) -> list[str]:
@@ -57,7 +65,7 @@ def _blockers(
             yield from ((member, A_PROMPT) for member in one.members)
             continue
         owners: dict[str, int] = {}
-        for lease in described.get("leases") or ():
+        for lease in longest_first(described.get("leases") or ()):
             if lease["stage"] == one.name:
                 owners[lease["owner"]] = owners.get(lease["owner"], 0) + int(lease["open_rows"])
         free = int(((described.get("rows") or {}).get(one.name) or {}).get("free") or 0)

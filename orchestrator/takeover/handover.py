@@ -7,13 +7,17 @@
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from penstock.orchestrator.ownership.owners import Owner, RunOwner
 from penstock.workers.trainer.report import StepReport
 
-KEEP_S = 1.0
+KEEP_S, LONGEST_S = 1.0, 10.0
 """Between two looks at what has changed. A member that has come since is not known to the next command, and ends."""
+SHARE = 2000.0
+"""A look that takes long is followed by a pause of so many times that: those at a thousand members come every two
+seconds or three."""
 
 
 class Handover:
@@ -25,19 +29,26 @@ class Handover:
         self._owner = owner if isinstance(owner, RunOwner) else None
         self._describe = describe
         self._kept = b""
+        self._took_s = 0.0
+        """Of this thread, to describe the run the last time."""
         self._open: dict[int, list[StepReport]] = {}
         """Of steps whose line is not written yet."""
 
     async def keep(self) -> None:
         """Raises `TakenOver`, `WorkerDied`, `DeadlineExceeded`, as the others do."""
-        if self._owner is not None and (state := self._describe(self._owner)) != self._kept:
+        if self._owner is None:
+            return
+        began = time.thread_time()
+        state = self._describe(self._owner)
+        self._took_s = time.thread_time() - began
+        if state != self._kept:
             await self._owner.keep(state)
             self._kept = state
 
     async def run(self) -> None:
         while self._owner is not None:
             await self.keep()
-            await asyncio.sleep(KEEP_S)
+            await asyncio.sleep(min(LONGEST_S, max(KEEP_S, SHARE * self._took_s)))
 
     async def note(self, step: int, reports: Sequence[StepReport]) -> None:
         """A step that all ranks have made."""

@@ -1,7 +1,34 @@
 """Who holds which rows, and until when."""
 
 import heapq
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+
+
+@dataclass
+class Account:
+    """Where the open units of a lease are counted, with those of its client's other leases of the stage. What has a
+    thousand consumers to share among cannot look at all of their leases each time."""
+
+    units: dict[str, int]
+    """By client: samples or groups, as the stage's unit is."""
+    client: str
+    counts_rows: bool
+
+    def opened(self, masks: Iterable[int]) -> None:
+        """`masks`: of rows, one a group."""
+        found = sum(mask.bit_count() for mask in masks) if self.counts_rows else sum(map(bool, masks))
+        self._add(found)
+
+    def closed(self, mask: int, is_last: bool) -> None:
+        """Of a group's open rows, these are no more. `is_last`: none is left."""
+        self._add(-mask.bit_count() if self.counts_rows else -int(bool(mask) and is_last))
+
+    def _add(self, number: int) -> None:
+        if left := self.units.get(self.client, 0) + number:
+            self.units[self.client] = left
+        else:
+            self.units.pop(self.client, None)
 
 
 @dataclass
@@ -19,6 +46,8 @@ class HeldLease:
     """Group -> mask of those whose result is awaited."""
     revoked: dict[int, int] = field(default_factory=dict)
     """Group -> mask of those that go to another, since values were lost: nothing is awaited of them any more."""
+    account: Account | None = None
+    """Told of rows that are open no more. None: nobody counts them."""
 
 
 class LeaseBook:

@@ -146,7 +146,10 @@ class Residents:
     def unhold(self, lease: HeldLease, group: Group, mask: int, effects: Effects) -> None:
         """Take open rows from a lease, which ends with its last one. The caller refreshes readiness."""
         effects.stages |= 1 << lease.stage  # its owner holds less, and may be due more
-        rest = lease.open.get(group.id, 0) & ~mask
+        held = lease.open.get(group.id, 0)
+        rest = held & ~mask
+        if lease.account is not None:
+            lease.account.closed(held & mask, not rest)
         group.leased[lease.stage] &= ~mask | self.stragglers.of_others(lease, group.id)
         if rest:
             lease.open[group.id] = rest

@@ -4,9 +4,9 @@
 The ledger knows leases and their owners' names; an owner that was replaced has the same name and another client.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
-from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.leases import Account, HeldLease
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.calls import LeaseRequest
 
@@ -25,6 +25,8 @@ class Clients:
         """Owner -> its clients that have asked for leases."""
         self._dead: set[str] = set()
         """Clients whose owner is known to be dead: what they asked for on their way is not given."""
+        self._held: dict[str, dict[str, int]] = {stage.name: {} for stage in ledger.spec.stages}
+        """By stage and client: units that it works on."""
 
     def asked(self, ask: LeaseRequest) -> bool:
         """False if its owner is dead."""
@@ -33,19 +35,19 @@ class Clients:
         self._of_owner.setdefault(ask.owner, set()).add(ask.client)
         return True
 
-    def gave(self, ask: LeaseRequest, lease_id: int) -> None:
-        self._swept(ask.client)[lease_id] = ask.ticket
+    def gave(self, ask: LeaseRequest, lease: HeldLease) -> None:
+        self._swept(ask.client)[lease.id] = ask.ticket
+        stage = self._ledger.spec.stages[lease.stage]
+        lease.account = Account(self._held[stage.name], ask.client, stage.unit == "sample")
+        lease.account.opened(lease.open.values())
 
     def given(self, client: str, tickets: Collection[int]) -> list[int]:
         """Leases that a client was given for some of its requests; they may be over."""
         return [lease_id for lease_id, ticket in self._leases.get(client, {}).items() if ticket in tickets]
 
-    def held_by(self, stage: str, client: str) -> int:
-        """Units of a stage that a client works on."""
-        held = self._ledger.residents.leases.held
-        index = self._ledger.residents.stage(stage).index
-        living = (held[lease] for lease in self._swept(client) if lease in held)
-        return sum(self.units_of(lease) for lease in living if lease.stage == index)
+    def held_of(self, stage: str) -> Mapping[str, int]:
+        """Units of a stage that clients work on; none of one that is not in it. It changes."""
+        return self._held[stage]
 
     def units_of(self, lease: HeldLease) -> int:
         """Samples or groups that are open, as the stage's unit is."""

@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayTaskError
 
 from penstock.conf.errors import DataError, DeadlineExceeded, PartnerGone, WorkerDied, WorkerFailed
 from penstock.orchestrator import ray_calls as waiting
-from penstock.orchestrator.ray_calls import answer, answers, get_all, translate
+from penstock.orchestrator.ray_calls import answer, answers, get_all, outcomes, translate
 
 
 class Ref:
@@ -163,3 +163,17 @@ def test_a_cancellation_that_comes_with_the_answer_is_a_cancellation(error: Exce
             await asking
 
     asyncio.run(run())
+
+
+def test_of_calls_that_do_not_depend_on_each_other_each_has_its_own_outcome() -> None:
+    refs = [Ref(result=1), Ref(result=crossed(DataError("row 3"))), Ref(after_s=None), Ref(result=TimeoutError())]
+    calls = [(f"Rollout-{i}", ref) for i, ref in enumerate(refs)]
+
+    async def all_of() -> list[Any]:
+        return await outcomes(calls, phase="heartbeat", timeout_s=0.2)
+
+    found = asyncio.run(asyncio.wait_for(all_of(), 60))
+    assert found[0] == 1
+    assert [type(error) for error in found[1:]] == [DataError, DeadlineExceeded, DeadlineExceeded]
+    assert str(found[2]) == "heartbeat: Rollout-2 did not answer within 0.2 s."
+    assert asyncio.run(outcomes([], phase="heartbeat", timeout_s=0.2)) == []

@@ -6,7 +6,6 @@ expected and do not come.
 
 import asyncio
 from collections.abc import Callable
-from functools import partial
 
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
@@ -31,7 +30,7 @@ class Consumers:
         self._schedule, self._nearness = schedule, nearness
         self._queue = WaitQueue(schedule)
         self._sharing = Sharing()
-        self._held_by = partial(clients.held_by, stage)
+        self._held = clients.held_of(stage)
         self._patience: asyncio.TimerHandle | None = None
         """Until when units are kept for consumers that are not there."""
 
@@ -63,7 +62,7 @@ class Consumers:
             leases.append(lease)
         for lease in leases:
             self._sharing.took(ask.client, self._clients.units_of(lease))
-            self._clients.gave(ask, lease.id)
+            self._clients.gave(ask, lease)
         return leases
 
     def share_of(self, ask: LeaseRequest) -> int:
@@ -72,14 +71,14 @@ class Consumers:
         free = self._stage.num_free
         if not free:
             return 0
-        share = self._sharing.share(free, ask, self._queue.requests, self._held_by)
+        share = self._sharing.share(free, ask, self._queue.requests, self._held)
         if not share and self._patience is None:
             self._patience = asyncio.get_running_loop().call_later(PATIENCE_S, self._lose_patience)
         return share
 
     def _may_help(self, ask: LeaseRequest) -> bool:
         """It has nothing to do, and may take a group that another has had for too long."""
-        has_room = not ask.max_held or self._held_by(ask.client) < ask.max_held
+        has_room = not ask.max_held or self._held.get(ask.client, 0) < ask.max_held
         return self._slow is not None and not self._stage.num_free and has_room
 
     def withdraw(self, client: str, ticket: int | None = None) -> None:
@@ -96,7 +95,7 @@ class Consumers:
             self._queue.wake_first(self._priority(self._nearness.of_next(self._stage) if len(self) > 1 else None))
         else:
             self._be_patient_again()
-            if self._slow is not None and (priority := self._slow.priority(self._held_by)) is not None:
+            if self._slow is not None and (priority := self._slow.priority(self._held)) is not None:
                 self._queue.wake_first(priority)
 
     def _priority(self, node: str | None) -> Callable[[LeaseRequest], tuple[float, bool, int]]:
@@ -104,7 +103,7 @@ class Consumers:
 
         def priority(ask: LeaseRequest) -> tuple[float, bool, int]:
             is_far = node is not None and self._nearness.of_client(ask.client) != node
-            return self._sharing.priority(ask, self._held_by(ask.client), is_far)
+            return self._sharing.priority(ask, self._held.get(ask.client, 0), is_far)
 
         return priority
 

@@ -12,8 +12,8 @@ not there then is expected no more until it asks again.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from penstock.store.service.calls import LeaseRequest
 
@@ -21,31 +21,36 @@ PATIENCE_S = 5.0
 """How long units are kept for a consumer that should be there and is not: others work on their own share meanwhile."""
 
 
-@dataclass(frozen=True)
-class Claim:
+class Claim(NamedTuple):
     """What one consumer holds of a stage, and how many units more it can take."""
 
     held: int
     room: int
 
 
-def fair_share(free: int, claim: Claim, others: Sequence[Claim]) -> int:
+def fair_share(free: int, claim: Claim, others: Sequence[Claim] | Counter[Claim]) -> int:
     """Of `free` units, those for `claim`, if each goes to the one that holds the fewest. Ties are for `claim`.
+    `others`: of a thousand most are alike, so they may come counted.
 
     >>> fair_share(32, Claim(0, 64), [Claim(0, 64)])
     16
     >>> fair_share(4, Claim(6, 2), [Claim(2, 6)])
     0
     """
+    alike = Counter(others)
+
+    def poured(level: int) -> int:
+        return sum(count * _poured(other, level) for other, count in alike.items())
+
     low, high = 0, claim.held + min(free, claim.room)
     while low < high:  # the highest level that all can be filled to, or how far `claim` can be
         level = (low + high + 1) // 2
-        if _poured(claim, level) + sum(_poured(other, level) for other in others) <= free:
+        if _poured(claim, level) + poured(level) <= free:
             low = level
         else:
             high = level - 1
     share = _poured(claim, low)
-    left = free - share - sum(_poured(other, low) for other in others)
+    left = free - share - poured(low)
     return share + (1 if left > 0 and share < claim.room and low >= claim.held else 0)
 
 
@@ -90,21 +95,21 @@ class Sharing:
         self._regulars = {client: most for client, most in self._regulars.items() if client in there}
         self._num_peers = -1
 
-    def share(
-        self, free: int, ask: LeaseRequest, requests: Sequence[LeaseRequest], held_by: Callable[[str], int]
-    ) -> int:
-        """Units for `ask`, beside those that wait (`requests`, it may be among them) and those that are expected."""
+    def share(self, free: int, ask: LeaseRequest, requests: Sequence[LeaseRequest], held: Mapping[str, int]) -> int:
+        """Units for `ask`, beside those that wait (`requests`, it may be among them) and those that are expected.
+        `held`: by client."""
         if ask.max_held == 0 and all(request is ask for request in requests):
             return free  # alone
-        others = [_claim(request, held_by(request.client)) for request in requests if request is not ask]
+        others = Counter(_claim(one, held.get(one.client, 0)) for one in requests if one is not ask)
         if ask.max_held:
-            there = {ask.client, *(request.client for request in requests)}
-            for client, most in self._regulars.items():
-                if client not in there:
-                    held = held_by(client)
-                    others.append(Claim(held, max(0, most - held)))
-            others += [Claim(0, ask.max_held)] * (self._num_peers - len(self._regulars))
-        return fair_share(free, _claim(ask, held_by(ask.client)), others)
+            others += self._expected({ask.client, *(request.client for request in requests)}, held)
+            others[Claim(0, ask.max_held)] += max(0, self._num_peers - len(self._regulars))
+        return fair_share(free, _claim(ask, held.get(ask.client, 0)), others)
+
+    def _expected(self, there: Collection[str], held: Mapping[str, int]) -> Counter[Claim]:
+        """Of those that are not there at the moment."""
+        absent = Counter((held.get(client, 0), most) for client, most in self._regulars.items() if client not in there)
+        return Counter({Claim(has, max(0, most - has)): count for (has, most), count in absent.items()})
 
 
 def _claim(ask: LeaseRequest, held: int) -> Claim:

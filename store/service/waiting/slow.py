@@ -4,7 +4,7 @@ decides.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.calls import LeaseRequest
@@ -22,10 +22,11 @@ class Slow:
         """Of the groups that may be taken by another."""
         return {lease.owner for _, lease in self._ledger.residents.stragglers.slow(self._clock())}
 
-    def priority(self, held_by: Callable[[str], int]) -> Callable[[LeaseRequest], tuple[bool, int]] | None:
-        """The lowest is next: one that can take a group, and holds the fewest. None if there is nothing to take."""
+    def priority(self, held: Mapping[str, int]) -> Callable[[LeaseRequest], tuple[bool, int]] | None:
+        """The lowest is next: one that can take a group, and holds the fewest. None if there is nothing to take.
+        `held`: units by client."""
         owners = self.owners()
-        return (lambda ask: (owners == {ask.owner}, held_by(ask.client))) if owners else None
+        return (lambda ask: (owners == {ask.owner}, held.get(ask.client, 0))) if owners else None
 
     def arm(self) -> None:
         self.cancel()

@@ -3,7 +3,7 @@
 from typing import Any
 
 from penstock.orchestrator.monitoring.stages import StageView, awaited
-from penstock.orchestrator.monitoring.waits import Wait, waits_of
+from penstock.orchestrator.monitoring.waits import MOST_AWAITED, Wait, waits_of
 
 STAGES = [
     StageView("source", (), ("prompt_ids", "task"), ("Prompts",)),
@@ -59,3 +59,11 @@ def test_who_does_nothing_waits_for_the_stages_before_its_own() -> None:
         "Reward-0": "rollout",
         "Trainer-policy-0": "rollout and reward",
     }
+
+
+def test_ranks_that_wait_for_very_many_are_told_those_that_have_held_theirs_longest() -> None:
+    told = described({"train": 1}, {"train": []}, [("rollout", f"Rollout-{n}", 4) for n in range(100)], {})
+    for number, lease in enumerate(told["leases"]):
+        lease["held_s"] = float(number)
+    waits = waits_of(told, STAGES)
+    assert [wait.on for wait in waits] == [f"Rollout-{n}" for n in range(99, 99 - MOST_AWAITED, -1)]
