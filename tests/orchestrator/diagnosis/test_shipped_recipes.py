@@ -30,12 +30,12 @@ def ended(recipe: str, directory: Path, *words: str) -> RunResult:
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory, cluster: str) -> Path:
     """A model that answers some sums."""
-    result = ended("sft", tmp_path_factory.mktemp("warm"), "trainer.max_steps=100")
+    result = ended("sft", tmp_path_factory.mktemp("warm"), "trainer.max_steps=60")
     assert metrics_of(result.directory)[-1]["actor/padding_share"] < 0.5
     return result.model
 
 
-@pytest.mark.parametrize("recipe", ["grpo", "gspo", "dpo"])
+@pytest.mark.parametrize("recipe", ["grpo", "dpo"])
 def test_a_recipe_is_told_that_nothing_is_wrong(recipe: str, warm: Path, tmp_path: Path) -> None:
     result = ended(recipe, tmp_path, f"model.path={warm}", f"trainer.max_steps={STEPS}")
     lines = metrics_of(result.directory)
