@@ -33,7 +33,7 @@ MAX_POINTS = 4000
 """Of a curve, whatever is asked for."""
 LAST_STEPS = 3
 """Of the timeline, where none are asked for."""
-MARKED = ("fault", "ended", "replaced", "returned", "warning")
+MARKED = ("fault", "ended", "recovered", "returned", "warning")
 """Events that the timeline marks."""
 FAILURES = ("fault", "ended", "failed", "return_failed")
 """Events that tell of something that went wrong."""
