@@ -1,4 +1,4 @@
-"""Looks at a run after each step, and tells what it finds once. Called by `controller.py`."""
+"""Looks at a run after each step, and tells what it finds once. Called by `observer.py`."""
 
 from collections.abc import Mapping
 from typing import Any

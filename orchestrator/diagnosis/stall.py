@@ -2,7 +2,7 @@
 
     Pace       when a step is too long, by those before it                    pure
     chain_of   whose work the oldest group lacks, from what the store says    pure
-    Stalls     looks now and then, and tells                                  run by `controller.py`
+    Stalls     looks now and then, and tells                                  run by `observer.py`
 
 Deadlines end a run that hangs for good; this says earlier, and without ending anything, where it hangs.
 """

@@ -3,7 +3,7 @@
     an actor's stdout and stderr ─▶ files of Ray's on its node ─ the node's agent ─▶ Logs ─▶ logs/Rollout-0.log
 
 So the last words of an actor that died are there with its run, whatever became of its node's files. Used by
-`training.py` from before the actors start, and run by `controller.py`.
+`training.py` from before the actors start, and run by `observer.py`.
 """
 
 import asyncio

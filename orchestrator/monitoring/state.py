@@ -1,7 +1,7 @@
 """The state of a run that goes on, written to `state.json` every few seconds: who is there and what each does, the rows
 of the store by stage, who holds which lease, who waits for whom, and which version of the weights serves where.
 
-Read by the page's *Cluster*. Run by `controller.py`; what does not answer in time is left out, and the run never waits.
+Read by the page's *Cluster*. Run by `observer.py`; what does not answer in time is left out, and the run never waits.
 """
 
 import asyncio
@@ -11,12 +11,13 @@ from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import PenstockError
+from penstock.orchestrator.faults.watch import SERVES
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.monitoring.stages import stages_of
 from penstock.orchestrator.monitoring.waits import longest_first, waits_of
 from penstock.orchestrator.ray_calls import answer, outcomes
 from penstock.orchestrator.recording.run_directory import RunDirectory
-from penstock.workers.progress import SERVING, Progress
+from penstock.workers.progress import Progress
 
 LEAST_S = 2.0
 """Between two looks."""
@@ -104,7 +105,7 @@ class StateLog:
         calls = [(name, handle.progress.remote()) for _, name, handle in watched]
         answers = await outcomes(calls, phase="state", timeout_s=ANSWER_S)
         return {
-            name: said or Progress(SERVING, 0.0)
+            name: said or SERVES
             for (name, _), said in zip(calls, answers, strict=True)
             if not isinstance(said, Exception)
         }

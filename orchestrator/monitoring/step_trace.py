@@ -4,7 +4,7 @@
     the store's work log   ├─▶ lanes, critical path ─▶ spans.jsonl ─▶ the page; at the end timeline.json
     the ranks' reports     ┘
 
-Used by `controller.py`, beside the next step: no step waits for it.
+Used by `observer.py`, beside the next step: no step waits for it.
 """
 
 import asyncio

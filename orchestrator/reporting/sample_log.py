@@ -1,4 +1,4 @@
-"""Some steps' samples, written for people to read. Used by `controller.py`.
+"""Some steps' samples, written for people to read. Used by `observer.py`.
 
 
 Columns are those that the store has of the batch, and two that the trainer's ranks know of it alone

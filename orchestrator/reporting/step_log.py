@@ -1,5 +1,5 @@
 """The numbers of each step: gathered from the ranks' reports, the workers and the store, and given to the sinks and the
-display. Used by `controller.py`.
+display. Used by `observer.py`.
 """
 
 import time
