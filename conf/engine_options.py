@@ -36,6 +36,7 @@ BROKEN = {
 """Options that would break what a run promises, and what."""
 ON_CPU = {
     "enable_chunked_prefill": "the generator of a seeded sample cannot be set back on a CPU (rollout.sampling.seeded)",
+    "worker_extension_cls": "there is one, which sets how many threads compute (rollout.num_threads)",
 }
 """The same, of the CPU build."""
 

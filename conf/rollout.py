@@ -81,8 +81,9 @@ class RolloutConfig:
     gpu_memory_utilization: float = 0.5
     """GPU: share of the memory that vLLM takes. Half leaves room for a colocated trainer."""
     num_threads: int = 0
-    """CPU threads of each engine. 0: an even share, of all cores among the engines when max_staleness=0, else among
-    engines and ranks."""
+    """CPU threads of each engine. 0: an even share of all cores among the engines when max_staleness=0, since they and
+    the trainer take turns. Otherwise a short trial at the start finds the numbers by which a token is soonest through
+    both (vLLM; `threads.json` in the run's directory has it), and until then engines and ranks have even shares."""
     enforce_eager: bool = True
     """Skip graph capture: starts faster. Set false on GPUs for speed."""
     start_timeout_s: float = 300.0

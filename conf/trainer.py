@@ -133,8 +133,8 @@ class TrainerConfig:
     rounding.
     """
     num_threads: int = 0
-    """CPU threads of each rank. 0: an even share, of all cores among the ranks when max_staleness=0, else among
-    engines and ranks."""
+    """CPU threads of each rank. 0: an even share of all cores among the ranks when max_staleness=0, otherwise what a
+    trial finds (rollout.num_threads)."""
     collective_timeout_s: float = 600.0
     """Deadline, in seconds, of each collective of the ranks, of their meeting, and of an export. Long enough for what
     all ranks wait for in between, such as a first compilation."""

@@ -28,6 +28,7 @@ from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import End, Recoveries
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.fleet.growth import takes_newcomers
+from penstock.orchestrator.fleet.thread_trial import try_threads
 from penstock.orchestrator.monitoring.logs import Logs
 from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.origins import DRIVER, origin_of
@@ -35,6 +36,7 @@ from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan, needed
 from penstock.orchestrator.recording.connection import note_connection
 from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.orchestrator.recording.thread_record import read_trials
 from penstock.orchestrator.reporting.progress import Progress
 from penstock.orchestrator.reporting.sinks.sink import Sink
 from penstock.orchestrator.takeover.handover import Handover
@@ -116,7 +118,7 @@ class Training:
         agents = NodeAgents(self._directory.run_id, self._namespace, config.cluster, spill_dir, owner)
         fleet = Fleet(
             self._plan, config, self._flow, self._model_path, self._namespace, agents, resumed=self._resumed,
-            owner=owner,
+            owner=owner, trials=read_trials(self._directory),
         )  # fmt: skip
         logs, is_anothers = Logs(fleet, self._directory), False
         try:
@@ -131,6 +133,7 @@ class Training:
             self._directory.event("placed", actors=fleet.reservation.assignment.titles, cpus=cpus, gpus=gpus)
             logs.meet()
             fleet.start()
+            try_threads(fleet, self._directory)
             self._directory.event("serving", seconds=round(time.monotonic() - began, 3))
             self._has_started = True
             if self._cause is not None:

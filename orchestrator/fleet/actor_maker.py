@@ -19,7 +19,8 @@ from penstock.orchestrator.origins import origin_of
 from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.placement.actors import ActorPlan, reward_of
 from penstock.orchestrator.placement.reservation import Reservation
-from penstock.orchestrator.placement.threads import threads_of
+from penstock.orchestrator.placement.threads import Company, threads_of
+from penstock.orchestrator.recording.thread_record import Trial
 from penstock.store.spec import given
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
 from penstock.workers.compute.actor import Compute
@@ -52,12 +53,14 @@ class ActorMaker:
         cores: Mapping[str, int],
         states_root: str,
         owner: Owner,
+        trials: Mapping[Company, Trial],
     ) -> None:
-        """`cores`: of each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their state."""
+        """`cores`: of each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their state.
+        `trials`: of numbers of threads; the fleet adds to them."""
         self._plan, self._config, self._flow = plan, config, flow
         self._model_path, self._resumed, self._namespace = model_path, resumed, namespace
         self._reservation, self._files, self._cores = reservation, files, cores
-        self._states_root, self._owner = states_root, owner
+        self._states_root, self._owner, self._trials = states_root, owner, trials
 
     def bring_files(self) -> None:
         """What actors read from the driver's disk, to the nodes that they are on. Raises `ResourceError`,
@@ -128,7 +131,7 @@ class ActorMaker:
     def _rollout_spec(self, actor: ActorPlan) -> RolloutSpec:
         config = self._config
         return RolloutSpec(
-            actor.name, config.rollout, self.local(actor.name, self._model_path), self._threads_of(actor), config.seed,
+            actor.name, config.rollout, self.local(actor.name, self._model_path), self.threads_of(actor), config.seed,
             self._flow.samples_per_prompt, bool(self._flow.of_kind("greedy_rollout")), choose_transport(config),
             config.trainer.lora if config.trainer.lora.publishes_adapter else None, config.weights.phase_timeout_s,
             1 if actor.joins else sum(other.role == "rollout" and not other.joins for other in self._plan),
@@ -217,7 +220,7 @@ class ActorMaker:
             "config": config.trainer,
             "rank": actor.rank,
             "num_ranks": config.trainer.num_ranks,
-            "num_threads": self._threads_of(actor),
+            "num_threads": self.threads_of(actor),
             "stage": stage.name,
             "head": "scores" if stage.is_scored else "policy",
             "temperature": config.rollout.sampling.temperature if self._flow.of_kind("rollout") else 1.0,
@@ -234,8 +237,10 @@ class ActorMaker:
         """The model of a scorer's stage."""
         return self._config.model.path_of(str(stage.model), self._model_path)
 
-    def _threads_of(self, actor: ActorPlan) -> int:
-        return threads_of(actor, self._plan, self._reservation.assignment, self._cores, self._config)
+    def threads_of(self, actor: ActorPlan) -> int:
+        """CPU threads that an engine or a rank computes by."""
+        chosen = {company: trial.threads for company, trial in self._trials.items()}
+        return threads_of(actor, self._plan, self._reservation.assignment, self._cores, self._config, chosen)
 
     def _node_of(self, name: str) -> str:
         return self._reservation.assignment.node_of[name].id

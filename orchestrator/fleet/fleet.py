@@ -32,7 +32,9 @@ from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.reservation import Reservation
+from penstock.orchestrator.placement.threads import Company
 from penstock.orchestrator.ray_calls import answers, get_all, outcomes
+from penstock.orchestrator.recording.thread_record import Trial
 from penstock.store.service.actor import STORE
 from penstock.workers.node.agent import STACKS, STATES, WEIGHTS
 
@@ -58,8 +60,10 @@ class Fleet(Roster):
         with_store: bool = True,
         resumed: Checkpoint | None = None,
         owner: Owner | None = None,
+        trials: Mapping[Company, Trial] | None = None,
     ) -> None:
-        """`resumed`: what the run goes on from. `owner`: with whom the actors end; None: this process."""
+        """`resumed`: what the run goes on from. `owner`: with whom the actors end; None: this process. `trials`: of
+        numbers of threads that the run has made before."""
         super().__init__(plan, config.rollout.start_timeout_s)
         self.config, self.flow, self.model_path, self.namespace = config, flow, model_path, namespace
         self.agents, self.with_store, self.resumed = agents, with_store, resumed
@@ -68,7 +72,10 @@ class Fleet(Roster):
         self._files = NodeFiles(agents, config.cluster.files_timeout_s)
         self._maker: ActorMaker | None = None
         self._growth: Growth | None = None
-        self._cores: dict[str, int] = {}
+        self.cores: dict[str, int] = {}
+        """That processes may use, by node."""
+        self.trials: dict[Company, Trial] = dict(trials or {})
+        """Of numbers of threads: those of `thread_trial.py` join them."""
         self.store_process: StoreProcess | None = None
 
     @property
@@ -95,7 +102,7 @@ class Fleet(Roster):
         self._reservation = Reservation.make(self.plan, self.config, self.namespace, timeout_s, self.owner)
         nodes = self._reservation.assignment.nodes
         self.agents.create([(node.id, node.address) for node in nodes])
-        self._cores = dict(self._cores_of(nodes))
+        self.cores = dict(self._cores_of(nodes))
         maker = self._put_together()
         if len(nodes) > 1:
             maker.bring_files()
@@ -112,10 +119,10 @@ class Fleet(Roster):
         """What makes actors, once it is known where they go."""
         self._maker = ActorMaker(
             self.plan, self.config, self.flow, self.model_path, self.resumed, self.namespace, self.reservation,
-            self._files, self._cores, f"{self.agents.root}/{STATES}/{POLICY}", self.owner,
+            self._files, self.cores, f"{self.agents.root}/{STATES}/{POLICY}", self.owner, self.trials,
         )  # fmt: skip
         self._growth = Growth(
-            self.plan, self.reservation, self.agents, self._maker, self._cores, self.config, self.namespace, self.made
+            self.plan, self.reservation, self.agents, self._maker, self.cores, self.config, self.namespace, self.made
         )
         if self.with_store:
             store, crosses_nodes = self.plan_of(STORE), len(self.reservation.assignment.nodes) > 1
@@ -131,7 +138,7 @@ class Fleet(Roster):
         store = self.store_process.state if self.store_process is not None else None
         return FleetState(
             list(self.plan), names, Counter(self.made), self.reservation, self.agents.state, self._files.state, store,
-            dict(self._cores),
+            dict(self.cores),
         )  # fmt: skip
 
     def adopt(self, state: FleetState, handles: Mapping[str, Any]) -> None:
@@ -139,7 +146,7 @@ class Fleet(Roster):
         names that Ray knows them by."""
         self.plan[:] = state.plan
         self.made.update(state.made)
-        self._cores = dict(state.cores)
+        self.cores = dict(state.cores)
         self._reservation = state.reservation.belong_to(self.owner)
         self.agents.adopt(state.agents, handles)
         self._files.adopt(state.places)
@@ -252,6 +259,11 @@ class Fleet(Roster):
         """Ray's id of the node that the actor of a name is on; None: it has none, or the node has left."""
         node = self.reservation.assignment.node_of.get(name)
         return node.id if node is not None else None
+
+    def threads_of(self, name: str) -> int:
+        """CPU threads that an engine or a rank computes by."""
+        assert self._maker is not None
+        return self._maker.threads_of(self.plan_of(name))
 
     def agent_of(self, name: str) -> tuple[str, Any] | None:
         """Name and handle, of the node that the actor of a name is on; None: the node has left."""

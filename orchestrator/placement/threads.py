@@ -1,10 +1,38 @@
-"""CPU threads of engines and ranks, from the cores of the node that each is on. Called by `fleet/`."""
+"""CPU threads of engines and ranks, from the cores of the node that each is on. Called by `fleet/`.
+
+max_staleness=0     they take turns: each side divides all cores among its own kind
+otherwise           they run at the same time: as `best` finds by what `fleet/thread_trial.py` has measured there;
+                    before that, and where nothing is measured, an even share each
+"""
 
 from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import NamedTuple
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.assignment import Assignment
+
+NEARLY = 1.05
+"""Fewer threads are taken where more would gain less than this: trials differ by as much."""
+
+
+class Company(NamedTuple):
+    """Engines and ranks of the trainer that share a node's cores."""
+
+    cores: int
+    engines: int
+    ranks: int
+
+
+class Threads(NamedTuple):
+    """Of each engine, and of each rank."""
+
+    rollout: int
+    trainer: int
+
+
+Chosen = Mapping[Company, Threads]
 
 
 def threads_of(
@@ -13,6 +41,7 @@ def threads_of(
     assignment: Assignment,
     cores: Mapping[str, int],
     config: RunConfig,
+    chosen: Chosen,
 ) -> int:
     """`cores`: those that processes may use, by node id. An actor's ranks are those of its stage, on its node."""
     node = assignment.node_of[actor.name]
@@ -20,18 +49,63 @@ def threads_of(
     engines = sum(other.role == "rollout" for other in here)
     role, stage = (actor.role, actor.stage) if actor.role == "scorer" else ("trainer", "train")
     ranks = sum(other.role == role and other.stage == stage for other in here)
+    found = chosen.get(Company(cores[node.id], engines, ranks)) if actor.role in ("rollout", "trainer") else None
+    if found is not None:
+        return found.rollout if actor.role == "rollout" else found.trainer
     return threads_per_worker(actor.role, config, cores[node.id], engines, ranks)
 
 
 def threads_per_worker(role: str, config: RunConfig, num_cores: int, num_engines: int, num_ranks: int) -> int:
-    """CPU threads of an engine (`rollout`) or of a rank (`trainer`, `scorer`) on a node with so many.
-
-    With `max_staleness=0` generation and training take turns, so each side divides every core among its own kind;
-    otherwise they run at the same time and all share them evenly.
-    """
+    """CPU threads of an engine (`rollout`) or of a rank (`trainer`, `scorer`) on a node with so many, by division."""
     is_engine = role == "rollout"
     requested = config.rollout.num_threads if is_engine else config.trainer.num_threads
     workers = num_engines if is_engine else num_ranks
     if config.max_staleness > 0:
         workers = num_engines + num_ranks
     return requested or max(1, num_cores // workers)
+
+
+def are_tried(config: RunConfig) -> bool:
+    """Engines and ranks compute on the same CPUs at the same time, and somebody's number is not given."""
+    on_gpus = config.rollout.num_gpus_per_worker or config.trainer.num_gpus_per_rank
+    given = config.rollout.num_threads and config.trainer.num_threads
+    return config.max_staleness > 0 and config.rollout.engine == "vllm" and not on_gpus and not given
+
+
+def companies(
+    actors: Sequence[ActorPlan], assignment: Assignment, cores: Mapping[str, int]
+) -> dict[Company, list[ActorPlan]]:
+    """Those that have several cores to share, each with one engine of it and all of its ranks: of nodes that are alike
+    the first."""
+    found: dict[Company, list[ActorPlan]] = {}
+    for node, num_cores in cores.items():
+        here = [actor for actor in actors if assignment.node_of[actor.name].id == node]
+        engines = [actor for actor in here if actor.role == "rollout"]
+        ranks = [actor for actor in here if actor.role == "trainer"]
+        if engines and ranks and num_cores > 1:
+            found.setdefault(Company(num_cores, len(engines), len(ranks)), [engines[0], *ranks])
+    return found
+
+
+def counts_to_try(given: int, num_cores: int) -> list[int]:
+    """1, 2, 4, … and all cores; of a number that is given, no other. `given`: 0 for none."""
+    if given:
+        return [given]
+    doubled = [2**power for power in range(num_cores.bit_length()) if 2**power < num_cores]
+    return [*doubled, num_cores]
+
+
+def best(company: Company, engine_s: Mapping[int, float], rank_s: Mapping[int, float]) -> Threads:
+    """The threads by which a token is soonest through both sides: sampled and trained at the same time, on cores that
+    both take. `engine_s`, `rank_s`: seconds a token on one engine and one rank alone, by threads."""
+
+    def seconds(threads: tuple[int, int]) -> float:
+        engine, rank = engine_s[threads[0]], rank_s[threads[1]]
+        of_cores = (threads[0] * engine + threads[1] * rank) / company.cores
+        return max(engine / company.engines, rank / company.ranks, of_cores)
+
+    pairs = list(product(engine_s, rank_s))
+    bound = NEARLY * min(map(seconds, pairs))
+    return Threads(
+        *min((pair for pair in pairs if seconds(pair) <= bound), key=lambda pair: (sum(pair), seconds(pair)))
+    )

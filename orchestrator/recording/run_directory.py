@@ -7,7 +7,7 @@
     report.html     plots/                    tensorboard/
     cluster.json    where its actors are      checkpoints/    global_step_N: to go on from
     run.lock        who works in it           stacks/         of members that did not answer any more
-    logs/           what actors printed
+    logs/           what actors printed       threads.json    by how many threads actors compute
     trackers/       as what they know it      wandb/          what W&B keeps
 
 The controller writes through `RunDirectory`; the report reads through the same class. A line is appended by one call
@@ -50,6 +50,7 @@ from penstock.workers.whole_files import replacing, write_whole
 MADE_AT_START = (
     "config.yaml", EVENTS, "timeline.json", "report.html", "plots", "cluster.json", "initial_model",
     "resumed_store", "resumed_models", "tensorboard", "trackers", "wandb", METRICS, RECORD, SPANS, STATE, LOGS,
+    "threads.json",
 )  # fmt: skip
 """What may be there of a run that has come to nothing yet."""
 

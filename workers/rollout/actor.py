@@ -21,6 +21,7 @@ from penstock.workers.progress import ASLEEP, LOADING, SERVING, Phases, Progress
 from penstock.workers.protocols import Completion, Publication, Sampling
 from penstock.workers.rollout.factory import make_engine
 from penstock.workers.rollout.metered import MeteredEngine
+from penstock.workers.rollout.thread_trial import ThreadedEngine, seconds_per_token
 from penstock.workers.rollout.worker import RolloutWorker
 from penstock.workers.serving import Serving
 from penstock.workers.stacks import register
@@ -155,6 +156,20 @@ class Rollout:
     async def wake(self) -> None:
         await self._engine.wake()
         self._phases.enter(SERVING)
+
+    async def try_threads(self, counts: Sequence[int], num_groups: int) -> dict[int, float]:
+        """Seconds that a token takes, by threads, where so many groups are decoded together."""
+        seed = 0 if self._spec.config.sampling.seeded else None
+        return await seconds_per_token(self._threaded, counts, num_groups, self._spec.group_size, seed)
+
+    async def use_threads(self, num_threads: int) -> None:
+        """Compute by so many from now on."""
+        await self._threaded.use_threads(num_threads)
+
+    @property
+    def _threaded(self) -> ThreadedEngine:
+        """vLLM's on a CPU alone, as `placement/threads.py` sees to."""
+        return cast(ThreadedEngine, self._receiver)
 
     async def version(self) -> int:
         return await self._engine.version()

@@ -182,6 +182,12 @@ class VllmEngine:
         await self._llm.wake_up(["weights"])
         self._has_weights = True
 
+    async def use_threads(self, num_threads: int) -> None:
+        """Compute by so many from the next decode step on. Of the CPU build."""
+        self._check_alive()
+        call = self._llm.collective_rpc("use_threads", args=(num_threads,))
+        await self._in_time(f"use of {num_threads} threads", call, self._phase_timeout_s, PHASE_KEY)
+
     async def version(self) -> int:
         """As the engine process says."""
         self._check_alive()

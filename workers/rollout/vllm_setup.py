@@ -23,6 +23,8 @@ CPU_BATCHED_TOKENS = 4096
 CPU_BLOCK_TOKENS = 32
 """Tokens in a KV block on the CPU: the smallest that its kernels like, so that short prompts are shared in a group."""
 
+WORKER_THREADS = "penstock.workers.rollout.vllm_threads.WorkerThreads"
+
 
 def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "shm") -> dict[str, Any]:
     """Keyword arguments of `AsyncEngineArgs`. `transport`: of weights. Imports vLLM. Raises `ConfigError` for an option
@@ -53,6 +55,7 @@ def engine_arguments(config: RolloutConfig, model_path: str, transport: str = "s
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
         arguments["enable_sleep_mode"] = shares_gpu(config)
     else:
+        arguments["worker_extension_cls"] = WORKER_THREADS
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * 2**30)
         arguments["block_size"] = CPU_BLOCK_TOKENS
         # A seeded request whose prefill is cut in two has its generator set back, which CPU generators cannot do.

@@ -10,6 +10,7 @@ collective returns only when every rank has been called. `progress` is answered 
 Light to import: whoever starts a run has these classes, and torch and transformers wait until an actor is made.
 """
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -23,6 +24,7 @@ from penstock.network.addresses import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
 from penstock.workers.files import SavedFile
+from penstock.workers.openmp import let_waiting_threads_sleep
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAVING, SERVING, Phases, Progress
 from penstock.workers.protocols import Loss, Publication, UpdateReport
@@ -54,6 +56,11 @@ class _Rank:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""
         return register(stacks)
 
+    def _prepare_process(self, spec: RankSpec) -> None:
+        """Before torch is there."""
+        if not spec.config.num_gpus_per_rank:
+            let_waiting_threads_sleep()
+
     def address(self) -> str:
         """`host:port` where this rank, the first, lets the others meet from now on."""
         from penstock.workers.trainer.meeting import Meeting
@@ -82,11 +89,13 @@ class Trainer(_Rank):
     `step`, `publish` and the rest, then `close`."""
 
     def __init__(self, spec: TrainerSpec) -> None:
+        self._prepare_process(spec)
         from penstock.workers.trainer import assembly
 
         self._phases = Phases()
         self._assembly = assembly
         self._spec: TrainerSpec = spec
+        self._num_threads = spec.num_threads
         self._meters = exported(spec.origin)
         self._started: TrainerParts | None = None
         self._connected: Transport | None = None
@@ -110,6 +119,16 @@ class Trainer(_Rank):
         self._needed(worker.store, "a store")
         with self._together(f"step {step}"):
             return worker.step(step, records_tokens)
+
+    def try_threads(self, counts: Sequence[int]) -> dict[int, float]:
+        """Seconds that a token of an update takes this rank, by threads. Collective; changes nothing that is
+        trained."""
+        with self._together("try numbers of threads"):
+            return self._assembly.seconds_per_token(self._parts.trainer, counts)
+
+    def use_threads(self, num_threads: int) -> None:
+        """Compute by so many from now on."""
+        self._num_threads = num_threads
 
     def token_values(self, step: int) -> TokenValues | None:
         """What the last update knew of each token of this rank's rows, if it was that of `step` and recorded it."""
@@ -227,6 +246,9 @@ class Trainer(_Rank):
         self._close_meeting()
 
     def _together(self, name: str) -> AbstractContextManager[None]:
+        """Within it this rank computes, by as many threads as it is to: torch keeps their number for each thread that
+        calls, and Ray calls from several."""
+        self._assembly.use_threads(self._num_threads)
         return self._collective(name, self._parts.trainer.ranks)
 
     @property
@@ -246,6 +268,7 @@ class Scorer(_Rank):
     session, then `close`. `run` with another store ends the one before."""
 
     def __init__(self, spec: ScorerSpec) -> None:
+        self._prepare_process(spec)
         from penstock.workers.trainer import assembly
 
         self._phases = Phases()

@@ -19,6 +19,8 @@ from penstock.workers.trainer.preparation import Preparation
 from penstock.workers.trainer.scalar import ScalarTrainer
 from penstock.workers.trainer.spec import RankSpec, ScorerSpec, TrainerSpec
 from penstock.workers.trainer.step_meter import StepMeter
+from penstock.workers.trainer.thread_trial import seconds_per_token as seconds_per_token
+from penstock.workers.trainer.thread_trial import use_threads as use_threads
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.training_state import TrainingState
 from penstock.workers.trainer.update.old_turns import without_old_turns

@@ -1,10 +1,21 @@
 """Who gets which share of the machine."""
 
+from typing import Any
+
 import pytest
 
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.placement.assignment import assign
-from penstock.orchestrator.placement.threads import threads_of, threads_per_worker
+from penstock.orchestrator.placement.threads import (
+    Company,
+    Threads,
+    are_tried,
+    best,
+    companies,
+    counts_to_try,
+    threads_of,
+    threads_per_worker,
+)
 from tests.orchestrator.placement.clusters import node, planned
 
 
@@ -54,8 +65,106 @@ def test_the_cores_are_those_of_the_node_and_so_are_the_workers(
     actors, config = planned(*words, f"max_staleness={max_staleness}")
     assignment = assign(actors, nodes, config)
     cores = dict(zip((its.id for its in nodes), (4, 16, 17), strict=True))
-    threads = {actor.name: threads_of(actor, actors, assignment, cores, config) for actor in actors if actor.num_cpus}
+    threads = {
+        actor.name: threads_of(actor, actors, assignment, cores, config, {}) for actor in actors if actor.num_cpus
+    }
     found = {assignment.node_of[f"Rollout-{i}"].name: threads[f"Rollout-{i}"] for i in range(3)}
     assert found == {"node-2": of_engines[0], "node-3": of_engines[1]}
     assert {threads["Trainer-policy-0"], threads["Trainer-policy-1"]} == {of_rank}
     assert {threads["Scorer-reference-0"], threads["Scorer-reference-1"]} == {of_rank}
+
+
+def test_what_was_found_for_a_node_holds_for_its_engines_and_ranks_and_for_nobody_else() -> None:
+    nodes = [node(1, cpus=5), node(2, cpus=1)]
+    words = ("rollout.num_workers=2", "algorithm.kl_coef=0.1", "reward.cpus_per_worker=0", "max_staleness=1")
+    actors, config = planned(*words)
+    assignment = assign(actors, nodes, config)
+    cores = {nodes[0].id: 8, nodes[1].id: 8}
+    together = next(iter(companies(actors, assignment, cores)))
+    chosen = {together: Threads(rollout=3, trainer=5)}
+    threads = {
+        actor.name: threads_of(actor, actors, assignment, cores, config, chosen) for actor in actors if actor.num_cpus
+    }
+    alone = [name for name in ("Rollout-0", "Rollout-1") if assignment.node_of[name].id == nodes[1].id]
+    assert threads["Trainer-policy-0"] == 5
+    assert {threads[name] for name in ("Rollout-0", "Rollout-1") if name not in alone} == {3}
+    assert {threads[name] for name in alone} <= {8}
+    assert threads["Scorer-reference-0"] == threads_per_worker("scorer", config, 8, together.engines, 1)
+
+
+def test_nodes_that_are_alike_are_tried_once_and_those_of_one_side_or_one_core_never() -> None:
+    nodes = [node(number, cpus=2) for number in (1, 2, 3)]
+    actors, config = planned("rollout.num_workers=2", "trainer.num_ranks=2", "reward.cpus_per_worker=0")
+    assignment = assign(actors, nodes, config)
+    placed = {actor.name: assignment.node_of[actor.name].id for actor in actors}
+    found = companies(actors, assignment, {its.id: 4 for its in nodes})
+    mixed = {
+        node_id
+        for node_id in placed.values()
+        if {actor.role for actor in actors if placed[actor.name] == node_id} >= {"rollout", "trainer"}
+    }
+    assert len(found) <= len(mixed)
+    for company, members in found.items():
+        assert company.cores == 4
+        assert [actor.role for actor in members] == ["rollout", *["trainer"] * company.ranks]
+    assert companies(actors, assignment, {its.id: 1 for its in nodes}) == {}
+
+
+@pytest.mark.parametrize(
+    ("words", "tried"),
+    [
+        ({}, True),
+        ({"max_staleness": 0}, False),  # they take turns
+        ({"rollout": {"engine": "hf"}}, False),
+        ({"rollout": {"num_threads": 1}}, True),
+        ({"rollout": {"num_threads": 1}, "trainer": {"num_threads": 2}}, False),
+        ({"rollout": {"num_gpus_per_worker": 1}}, False),
+        ({"trainer": {"num_gpus_per_rank": 1}}, False),
+    ],
+)
+def test_threads_are_tried_where_both_sides_compute_on_the_same_cpus_at_once(
+    words: dict[str, Any], tried: bool
+) -> None:
+    config = RunConfig(max_staleness=words.get("max_staleness", 1))
+    config.rollout.engine = "vllm"
+    for part in ("rollout", "trainer"):
+        for key, value in words.get(part, {}).items():
+            setattr(getattr(config, part), key, value)
+    assert are_tried(config) is tried
+
+
+@pytest.mark.parametrize(
+    ("given", "num_cores", "counts"),
+    [
+        (0, 1, [1]),
+        (0, 2, [1, 2]),
+        (0, 4, [1, 2, 4]),
+        (0, 6, [1, 2, 4, 6]),
+        (0, 64, [1, 2, 4, 8, 16, 32, 64]),
+        (3, 8, [3]),
+    ],
+)
+def test_numbers_to_try_are_powers_of_two_and_all_cores(given: int, num_cores: int, counts: list[int]) -> None:
+    assert counts_to_try(given, num_cores) == counts
+
+
+@pytest.mark.parametrize(
+    ("cores", "engine_s", "rank_s", "found"),
+    [
+        (2, {1: 1.0, 2: 1.1}, {1: 2.0, 2: 1.1}, (1, 2)),  # a second thread is worth nothing to the engine
+        (2, {1: 2.0, 2: 1.0}, {1: 2.0, 2: 1.0}, (1, 1)),  # both gain, and there are two cores
+        (2, {1: 1.0, 2: 0.6}, {1: 0.2, 2: 0.12}, (2, 1)),
+        (2, {1: 1.0, 2: 0.99}, {1: 1.0, 2: 0.99}, (1, 1)),
+        (8, {1: 4.0, 2: 2.2, 4: 1.5, 8: 1.4}, {1: 8.0, 2: 4.1, 4: 2.1, 8: 1.2}, (4, 8)),
+        (2, {1: 1.0}, {1: 2.0, 2: 1.1}, (1, 2)),  # the engine's number is given
+    ],
+)
+def test_the_best_threads_bring_a_token_soonest_through_both_sides(
+    cores: int, engine_s: dict[int, float], rank_s: dict[int, float], found: tuple[int, int]
+) -> None:
+    assert best(Company(cores, 1, 1), engine_s, rank_s) == found
+
+
+def test_several_engines_and_ranks_divide_what_has_to_be_done() -> None:
+    times = {1: 4.0, 2: 2.0, 4: 1.0}
+    assert best(Company(cores=4, engines=2, ranks=2), times, times) == (1, 1)

@@ -37,6 +37,8 @@ def test_an_asynchronous_run_with_vllm_keeps_its_staleness_bound_and_its_files(s
     for name in ("config.yaml", "events.jsonl", "timeline.json", "report.html", "model/model.safetensors"):
         assert (result.directory / name).stat().st_size > 0
     check_told(result.directory, {"Rollout-0", "Reward-0", "Trainer-policy-0"})
+    for trial in json.loads((result.directory / "threads.json").read_text()):
+        assert all(seconds > 0 for role in ("rollout", "trainer") for seconds in trial["s_per_token"][role].values())
     assert list((result.directory / "samples").glob("step_*.parquet"))
     assert list((result.directory / "plots").glob("*.png"))
     assert not list(Path("/dev/shm").glob("penstock-async-*")), "weights left in shared memory"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ModelError, suggest
+from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 from penstock.workers.trainer.models.token_scores import ENTROPY, OutputLayer
 
@@ -33,8 +34,9 @@ class PolicyModel(nn.Module):
         """`temperature`: of the sampling distribution; logits are divided by it. `chunk_mib`: memory for logits and
         what is made of them.
 
-        `lm`'s output layer is replaced by one that scores tokens too, with the same parameters. Raises `ModelError`
-        for models whose logits are more than a linear layer's result.
+        `lm`'s output layer is replaced by one that scores tokens too, and on some CPUs its linear layers by faster ones
+        (`linear.py`), with the same parameters. Raises `ModelError` for models whose logits are more than a linear
+        layer's result.
         """
         super().__init__()
         for name in LOGIT_CHANGES:
@@ -51,6 +53,7 @@ class PolicyModel(nn.Module):
                 "it is."
             )
         lm.set_output_embeddings(OutputLayer.of(layer))
+        use_fast_linears(lm)
         self.lm = lm
         self.temperature = temperature
         self.budget_bytes = int(chunk_mib * 2**20)

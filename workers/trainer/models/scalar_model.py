@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from penstock.conf.errors import ModelError
+from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.models.policy_model import for_training, without_dropout
 from penstock.workers.trainer.models.starting_weights import StartingWeights, without_weights
 
@@ -21,6 +22,7 @@ class ScalarModel(nn.Module):
 
     def __init__(self, lm: Any) -> None:
         super().__init__()
+        use_fast_linears(lm)
         self.lm = lm
 
     def forward(self, input_ids_BL: Tensor, positions_K: Tensor) -> Tensor:

@@ -1,0 +1,60 @@
+"""`threads.json` in a run's directory: how many threads engines and ranks compute by, and what was measured to find it.
+Written by `fleet/thread_trial.py`; read by whoever goes on with the run, which keeps what is there.
+
+    [{"cpu": "AMD EPYC", "cores": 2, "engines": 1, "ranks": 1, "threads": {"rollout": 1, "trainer": 2},
+      "s_per_token": {"rollout": {"1": 1.4e-4, "2": 1.6e-4}, "trainer": {"1": 2.9e-4, "2": 1.7e-4}}}]
+"""
+
+import json
+import platform
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.orchestrator.placement.threads import Company, Threads
+from penstock.orchestrator.recording.run_directory import RunDirectory
+
+FILE = "threads.json"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What was chosen for those of one node, and why: seconds a token on one engine and one rank alone, by threads."""
+
+    threads: Threads
+    engine_s: Mapping[int, float]
+    rank_s: Mapping[int, float]
+
+
+def write_trials(directory: RunDirectory, trials: Mapping[Company, Trial]) -> None:
+    lines = [_line_of(company, trial) for company, trial in trials.items()]
+    with directory.losses.tolerating(FILE, "A run that goes on finds the numbers of threads anew."):
+        directory.write_text(FILE, json.dumps(lines, indent=1) + "\n")
+
+
+def read_trials(directory: RunDirectory) -> dict[Company, Trial]:
+    """Nothing where there are none that can be read, or they are of another CPU."""
+    try:
+        lines = json.loads((directory.path / FILE).read_text(encoding="utf-8"))
+        return dict(_trial_of(line) for line in lines if line["cpu"] == cpu_name())
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def cpu_name() -> str:
+    """Of the driver's machine; those of the other nodes are taken to be alike."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
+    except OSError:
+        return platform.processor()
+
+
+def _line_of(company: Company, trial: Trial) -> dict[str, Any]:
+    measured = {"rollout": trial.engine_s, "trainer": trial.rank_s}
+    return {"cpu": cpu_name(), **company._asdict(), "threads": trial.threads._asdict(), "s_per_token": measured}
+
+
+def _trial_of(line: Mapping[str, Any]) -> tuple[Company, Trial]:
+    engine_s, rank_s = ({int(n): s for n, s in line["s_per_token"][role].items()} for role in ("rollout", "trainer"))
+    return Company(*(line[name] for name in Company._fields)), Trial(Threads(**line["threads"]), engine_s, rank_s)
