@@ -96,13 +96,17 @@ def counts_to_try(given: int, num_cores: int) -> list[int]:
 
 
 def best(company: Company, engine_s: Mapping[int, float], rank_s: Mapping[int, float]) -> Threads:
-    """The threads by which a token is soonest through both sides: sampled and trained at the same time, on cores that
-    both take. `engine_s`, `rank_s`: seconds a token on one engine and one rank alone, by threads."""
+    """The threads by which a token is soonest through both sides, which work at the same time. `engine_s`, `rank_s`:
+    seconds a token on one engine and one rank alone, by threads.
+
+    More threads than cores slow down both sides alike, until the one with less to do is done; then the other has its
+    threads to itself. So a token takes what it takes on the slower side, and longer by what the faster one has lost.
+    """
 
     def seconds(threads: tuple[int, int]) -> float:
-        engine, rank = engine_s[threads[0]], rank_s[threads[1]]
-        of_cores = (threads[0] * engine + threads[1] * rank) / company.cores
-        return max(engine / company.engines, rank / company.ranks, of_cores)
+        engine, rank = engine_s[threads[0]] / company.engines, rank_s[threads[1]] / company.ranks
+        threads_per_core = (threads[0] * company.engines + threads[1] * company.ranks) / company.cores
+        return max(engine, rank) + min(engine, rank) * max(0.0, threads_per_core - 1)
 
     pairs = list(product(engine_s, rank_s))
     bound = NEARLY * min(map(seconds, pairs))

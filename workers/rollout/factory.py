@@ -8,7 +8,7 @@ from penstock.conf.rollout import ENGINES, RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.metering.meters import Meters
-from penstock.workers.openmp import let_waiting_threads_sleep
+from penstock.workers.cpu_process import prepare_for_torch
 from penstock.workers.protocols import RolloutEngine
 
 
@@ -41,7 +41,7 @@ def make_engine(
         return VllmEngine(config, model_path, **options)
     if config.engine == "hf":
         if not config.num_gpus_per_worker:
-            let_waiting_threads_sleep()
+            prepare_for_torch()
         from penstock.workers.rollout.engine_hf import HfEngine
 
         return HfEngine(config, model_path, adapter=adapter, **options)

@@ -23,8 +23,8 @@ from penstock.metering.ray_export import exported
 from penstock.network.addresses import free_address
 from penstock.store.client.sync import SyncStoreClient
 from penstock.store.data.rows import Rows
+from penstock.workers.cpu_process import prepare_for_torch
 from penstock.workers.files import SavedFile
-from penstock.workers.openmp import let_waiting_threads_sleep
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import EXPORTING, IDLE, PUBLISHING, RESUMING, SAVING, SERVING, Phases, Progress
 from penstock.workers.protocols import Loss, Publication, UpdateReport
@@ -59,7 +59,7 @@ class _Rank:
     def _prepare_process(self, spec: RankSpec) -> None:
         """Before torch is there."""
         if not spec.config.num_gpus_per_rank:
-            let_waiting_threads_sleep()
+            prepare_for_torch()
 
     def address(self) -> str:
         """`host:port` where this rank, the first, lets the others meet from now on."""
