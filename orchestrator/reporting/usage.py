@@ -100,8 +100,8 @@ def gained_since(before: Counters, now: Counters) -> Counters:
     ({'groups': 1.0}, {'groups': 2.0})
     """
     numbers = {key: value for key, value in now.items() if isinstance(value, int | float)}
-    is_another = any(value < before.get(key, 0.0) for key, value in numbers.items())
-    return {key: value - (0.0 if is_another else before.get(key, 0.0)) for key, value in numbers.items()}
+    gained = {key: value - before.get(key, 0.0) for key, value in numbers.items()}
+    return numbers if min(gained.values(), default=0.0) < 0 else gained
 
 
 def group_metrics(groups: Mapping[str, float], throughout: Collection[str]) -> dict[str, float]:
