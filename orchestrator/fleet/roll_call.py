@@ -19,9 +19,9 @@ from penstock.orchestrator.ray_calls import outcomes
 
 MANY = 100
 """Members. Fewer are asked without a detour."""
-AGENT_S = 2.0
+AGENT_S = 5.0
 """For an agent to answer, however long members have."""
-SHARE = 0.2
+SHARE = 0.25
 """Of the time that members have, for agents at most: the rest is for those that are asked themselves."""
 MEMBERS_SHARE = 0.5
 """Of the agent's time, for its members."""
