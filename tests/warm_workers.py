@@ -47,6 +47,8 @@ EXECUTABLE = "python"
 START_S = 180.0
 MAX_REQUEST = 1 << 17
 MAX_FILES = 64
+USERS = 0x10000000
+"""The kernel's flag of a namespace of users: who mounts without being root is in one."""
 HIGH = 512
 """Of descriptors beyond those that a program is started with."""
 MODULES = (
@@ -168,8 +170,15 @@ def fork_for(caller: socket.socket) -> int:
     from machines.enter import KINDS, join
 
     pid, _, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if os.stat(f"/proc/{pid}/ns/pid").st_ino == os.stat("/proc/self/ns/pid").st_ino:
-        return os.fork()
+    if _is_with(pid, "pid"):
+        with _process(pid) as there:
+            forked = os.fork()
+            if forked == 0 and not _is_with(pid, "mnt"):  # it has mounted something for itself: `tests/tmpfs.py`
+                try:
+                    join(there, USERS | KINDS["mount"])
+                except OSError:
+                    os._exit(1)
+        return forked
     with _process(pid) as there, _process(os.getpid()) as here:
         join(there, KINDS["pid"])  # for children alone: the server stays where it is
         forked = -1
@@ -184,6 +193,11 @@ def fork_for(caller: socket.socket) -> int:
             except OSError:
                 os._exit(1)
     return forked
+
+
+def _is_with(pid: int, kind: str) -> bool:
+    """A process is in the same namespace as this one."""
+    return os.stat(f"/proc/{pid}/ns/{kind}").st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
 
 
 @contextmanager
