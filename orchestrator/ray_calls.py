@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, WorkerDied, WorkerFailed
@@ -62,7 +63,7 @@ async def answer(ref: Awaitable[Any], *, name: str, phase: str, timeout_s: float
 async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
     """The results of several actor calls, in order. Raises the failure that explains the others: one that may be a
     consequence waits for the rest, at most `CAUSE_GRACE_S`."""
-    tasks = [asyncio.ensure_future(_as_coroutine(ref)) for _, ref in calls]
+    tasks = [_future_of(ref) for _, ref in calls]
     wait = _Wait([name for name, _ in calls], phase, timeout_s)
     try:
         while left := wait.left_s(tasks):
@@ -76,7 +77,7 @@ async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, ti
 async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
     """Of several actor calls that do not depend on each other, in order: each one's result, or the error that it
     failed with."""
-    tasks = [asyncio.ensure_future(_as_coroutine(ref)) for _, ref in calls]
+    tasks = [_future_of(ref) for _, ref in calls]
     try:
         if tasks:  # one deadline for all: a timer a call is a third of what a thousand calls cost
             await asyncio.wait(tasks, timeout=timeout_s)
@@ -86,7 +87,7 @@ async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, t
             task.cancel()
 
 
-def _outcome(task: "asyncio.Task[Any]", name: str, phase: str, timeout_s: float) -> Any:
+def _outcome(task: "asyncio.Future[Any]", name: str, phase: str, timeout_s: float) -> Any:
     """Raises what is no failure of a call, such as a cancellation."""
     error = task.exception() if task.done() else TimeoutError()
     if error is None:
@@ -172,8 +173,15 @@ def _usual_reason(name: str) -> str:
     return f"Out of memory is the usual reason: {keys}." if keys else "Out of memory is the usual reason."
 
 
-async def _as_coroutine(ref: Awaitable[Any]) -> Any:
-    return await ref
+def _future_of(call: Awaitable[Any]) -> "asyncio.Future[Any]":
+    """What Ray answers is a future already: one that is waited for by a task of its own costs as much again."""
+    if isinstance(call, ray.ObjectRef):
+        return asyncio.wrap_future(call.future())
+    return call if asyncio.isfuture(call) else asyncio.ensure_future(_as_coroutine(call))
+
+
+async def _as_coroutine(call: Awaitable[Any]) -> Any:
+    return await call
 
 
 def _reason(death: str) -> str:

@@ -1,7 +1,11 @@
 """Warm workers differ in what processes that were started one by one would differ in."""
 
+import os
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
+
+from tests.warm_workers import warm_python as started
 
 ID = "from ray._raylet import UniqueID; print(UniqueID.from_random().hex())"
 
@@ -10,3 +14,12 @@ def test_forks_draw_different_ids(warm_python: Sequence[str]) -> None:
     """Ray names tasks and objects by them, and ends a process that is sent two tasks of one name."""
     drawn = [subprocess.run([*warm_python, "-c", ID], capture_output=True, check=True).stdout for _ in range(2)]
     assert drawn[0] != drawn[1]
+
+
+def test_processes_of_a_test_run_share_what_they_are_forked_from(warm_python: Sequence[str]) -> None:
+    again = started(Path(warm_python[0]).parent, os.getpid())
+    parents = [
+        subprocess.run([*command, "-c", "import os; print(os.getppid())"], capture_output=True, check=True).stdout
+        for command in (warm_python, [str(again)])
+    ]
+    assert parents[0] == parents[1]

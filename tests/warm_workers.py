@@ -25,6 +25,7 @@ import marshal
 import multiprocessing
 import os
 import select
+import shutil
 import signal
 import socket
 import stat
@@ -47,6 +48,10 @@ EXECUTABLE = "python"
 START_S = 180.0
 MAX_REQUEST = 1 << 17
 MAX_FILES = 64
+STARTED: list["subprocess.Popen[bytes]"] = []
+"""By this process: it does not wait for them."""
+USERS = 0x10000000
+"""The kernel's flag of a namespace of users: who mounts without being root is in one."""
 HIGH = 512
 """Of descriptors beyond those that a program is started with."""
 MODULES = (
@@ -96,31 +101,38 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFL
 """What vLLM reads while it is imported, as `vllm_setup.py` has it."""
 
 
-@contextmanager
-def warm_python(directory: Path) -> Iterator[Path]:
-    """The path of a command like `python`. `directory`: of a short path, for a socket."""
+def warm_python(directory: Path, ends_with: int) -> Path:
+    """The path of a command like `python`. `directory`: of a short path, for a socket. All processes that name the same
+    one share a server, which the first of them starts. It ends with the process `ends_with`, and removes the directory.
+    """
+    directory.mkdir(mode=stat.S_IRWXU, exist_ok=True)
     path, command = directory / "socket", directory / EXECUTABLE
-    command.write_text(
-        f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
-        f"from warm_client import run\nsys.exit(run({str(path)!r}, sys.argv[1:]))\n"
-    )
-    command.chmod(stat.S_IRWXU)
-    environment = {**QUIET, **os.environ}
-    server = subprocess.Popen([sys.executable, __file__, str(path)], stdin=subprocess.PIPE, env=environment)
-    try:
-        deadline = time.monotonic() + START_S
-        while not path.exists():
-            if server.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server of warm workers did not start; its exit status: {server.poll()}")
-            time.sleep(0.05)
-        yield command
-    finally:
-        server.terminate()
-        server.wait(30)
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # for `START_S` at most
+        if not path.exists():
+            command.write_text(
+                f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+                f"from warm_client import run\nsys.exit(run({str(path)!r}, sys.argv[1:]))\n"
+            )
+            command.chmod(stat.S_IRWXU)
+            _start(path, ends_with)
+    return command
 
 
-def serve(path: str) -> None:
-    """Fork for whoever asks, as long as the process lives that started this one."""
+def _start(path: Path, ends_with: int) -> None:
+    words = [sys.executable, __file__, str(path), str(ends_with)]
+    server = subprocess.Popen(words, stdin=subprocess.DEVNULL, env={**QUIET, **os.environ})
+    STARTED.append(server)
+    deadline = time.monotonic() + START_S
+    while not path.exists():
+        if server.poll() is not None or time.monotonic() > deadline:
+            server.kill()
+            raise RuntimeError(f"the server of warm workers did not start; its exit status: {server.poll()}")
+        time.sleep(0.05)
+
+
+def serve(path: str, ends_with: int) -> None:
+    """Fork for whoever asks, as long as the process `ends_with` lives."""
     import importlib
 
     # Ray reads them while it is imported: a worker that will be told its job, and ends with the process of this number,
@@ -134,6 +146,7 @@ def serve(path: str) -> None:
     assert threading.active_count() == 1, "a fork would lose threads"
     gc.collect()
     gc.freeze()  # the collector of a fork looks at what the fork has made, and leaves the shared pages shared
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who is interrupted at a terminal needs it until it has cleaned up
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # each caller is told by its worker, so nobody waits for it here
     sys.executable = str(Path(path).with_name(EXECUTABLE))
     multiprocessing.set_executable(sys.executable)
@@ -141,9 +154,11 @@ def serve(path: str) -> None:
         listener.bind(path + ".new")
         listener.listen(64)
         os.rename(path + ".new", path)
+        owner = os.pidfd_open(ends_with)
         while True:
-            ready, _, _ = select.select([listener, sys.stdin], [], [])
-            if sys.stdin in ready:
+            ready, _, _ = select.select([listener, owner], [], [])
+            if owner in ready:
+                shutil.rmtree(Path(path).parent, ignore_errors=True)
                 return
             caller, _ = listener.accept()
             try:
@@ -153,6 +168,7 @@ def serve(path: str) -> None:
                 continue
             if forked == 0:
                 listener.close()
+                os.close(owner)
                 become(caller)
             caller.close()
 
@@ -168,8 +184,15 @@ def fork_for(caller: socket.socket) -> int:
     from machines.enter import KINDS, join
 
     pid, _, _ = struct.unpack("3i", caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-    if os.stat(f"/proc/{pid}/ns/pid").st_ino == os.stat("/proc/self/ns/pid").st_ino:
-        return os.fork()
+    if _is_with(pid, "pid"):
+        with _process(pid) as there:
+            forked = os.fork()
+            if forked == 0 and not _is_with(pid, "mnt"):  # it has mounted something for itself: `tests/tmpfs.py`
+                try:
+                    join(there, USERS | KINDS["mount"])
+                except OSError:
+                    os._exit(1)
+        return forked
     with _process(pid) as there, _process(os.getpid()) as here:
         join(there, KINDS["pid"])  # for children alone: the server stays where it is
         forked = -1
@@ -184,6 +207,11 @@ def fork_for(caller: socket.socket) -> int:
             except OSError:
                 os._exit(1)
     return forked
+
+
+def _is_with(pid: int, kind: str) -> bool:
+    """A process is in the same namespace as this one."""
+    return os.stat(f"/proc/{pid}/ns/{kind}").st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
 
 
 @contextmanager
@@ -201,6 +229,7 @@ def become(caller: socket.socket) -> None:
     import torch
     from ray._raylet import Config
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, files, _, _ = socket.recv_fds(caller, MAX_REQUEST, MAX_FILES)
     request = marshal.loads(message)
@@ -297,4 +326,4 @@ def set_up(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], int(sys.argv[2]))

@@ -130,6 +130,10 @@ class Handle:
     def __init__(self, caller: Caller, name: str) -> None:
         self._caller, self._name = caller, name
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Members get the name: they share their process."""
+        return str, (self._name,)
+
     def __getattr__(self, method: str) -> "Method":
         if method.startswith("_"):
             raise AttributeError(method)

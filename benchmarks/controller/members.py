@@ -6,6 +6,7 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.controller.scale import LOAD_S, PUBLISH_S, TOKENS, TOKENS_PER_S, UPDATE_S
@@ -16,6 +17,7 @@ from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.store.client.client import StoreClient
 from penstock.store.data.rows import Rows
 from penstock.store.errors import StoreClosed
+from penstock.workers.node.neighbours import Neighbours
 from penstock.workers.processes import ProcessId
 from penstock.workers.progress import IDLE, LOADING, PUBLISHING, SERVING, UPDATING, WAITING, Phases, Progress
 from penstock.workers.protocols import Publication, Sampling
@@ -65,13 +67,35 @@ class PlayedOwner(Member):
     async def leave(self, epoch: int) -> None: ...
 
 
+class Here:
+    """Stands where a handle does, of a member of this process."""
+
+    def __init__(self, member: Member) -> None:
+        self._member = member
+
+    def __getattr__(self, method: str) -> SimpleNamespace:
+        return SimpleNamespace(remote=getattr(self._member, method))
+
+
 class PlayedAgent(Member):
     """Of a node."""
+
+    def __init__(self, members: Mapping[str, Member]) -> None:
+        """`members`: all of this process."""
+        super().__init__()
+        self._members, self._neighbours = members, Neighbours()
 
     async def run(self) -> None:
         await asyncio.Event().wait()
 
     take_question = run
+
+    async def ask_members(
+        self, method: str, names: list[str], timeout_s: float, members: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        if members is not None:
+            self._neighbours.meet({name: Here(self._members[name]) for name in members})
+        return await self._neighbours.ask(method, names, timeout_s)
 
     async def take_output(self, processes: Mapping[str, ProcessId]) -> dict[str, list[tuple[str, str]]]:
         return {}
@@ -197,7 +221,8 @@ class PlayedRank(Member):
 
 def play(plan: Iterable[ActorPlan], agents: Iterable[str], config: RunConfig, flow: Dataflow) -> dict[str, Member]:
     """By name."""
-    found: dict[str, Member] = {name: PlayedAgent() for name in agents}
+    found: dict[str, Member] = {}
+    found |= {name: PlayedAgent(found) for name in agents}
     for actor in plan:
         if actor.role == "store":
             found[actor.name] = PlayedStoreActor()

@@ -2,7 +2,7 @@
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,10 +48,14 @@ class Seen:
 
     def grown(self, key: str) -> float:
         """By how much a counter that only grows has grown within the window."""
-        known = _values(list(self._last), key)
-        if not known:
+        newest = next(_each(reversed(self._last), key), None)
+        if newest is None:
             return 0.0
-        return known[-1] - (known[0] if len(self._last) > self.window else 0.0)
+        return newest - (next(_each(self._last, key)) if len(self._last) > self.window else 0.0)
+
+    def is_throughout(self, key: str) -> bool:
+        """All of the last steps have it."""
+        return self.is_long_enough and all(line.get(key) is not None for line in list(self._last)[-self.window :])
 
     def named(self, prefix: str) -> list[str]:
         return [key for key in self._last[-1] if key.startswith(prefix)] if self._last else []
@@ -66,5 +70,11 @@ Rule = Callable[[Seen, DiagnosisConfig, int], Finding | None]
 
 
 def _values(lines: Sequence[Mapping[str, Any]], key: str) -> list[float]:
-    found = (line.get(key) for line in lines)
-    return [float(value) for value in found if isinstance(value, int | float) and math.isfinite(value)]
+    return list(_each(lines, key))
+
+
+def _each(lines: Iterable[Mapping[str, Any]], key: str) -> Iterator[float]:
+    for line in lines:
+        value = line.get(key)
+        if isinstance(value, int | float) and math.isfinite(value):
+            yield float(value)

@@ -57,7 +57,7 @@ def lazy_engine(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Find
     there = seen.last("rollout/num_engines")
     if len(names) < 2 or not there or min(there) < len(names):  # one of them has left, or was away
         return None
-    groups = {name: seen.grown(name) for name in names if len(seen.last(name)) == seen.window}
+    groups = {name: seen.grown(name) for name in names if seen.is_throughout(name)}
     if len(groups) < len(names) or (mean := statistics.fmean(groups.values())) < LEAST_GROUPS:
         return None
     laziest = min(groups, key=lambda name: groups[name])

@@ -110,14 +110,18 @@ class Watch:
         members = list(self._watched.items())
         unknown = [(name, watched) for name, watched in members if watched.process is None]
         calls = [(name, watched.handle.process.remote(self._fleet.stacks_root)) for name, watched in unknown]
-        calls += [(name, watched.handle.progress.remote()) for name, watched in members]
-        answers = await outcomes(calls, phase="heartbeat", timeout_s=timeout_s)
-        for (_, watched), said in zip(unknown, answers, strict=False):
+        handles = [(name, watched.handle) for name, watched in members]
+        processes, answers = await asyncio.gather(
+            outcomes(calls, phase="heartbeat", timeout_s=timeout_s),
+            self._fleet.roll_call.ask(handles, "progress", phase="heartbeat", timeout_s=timeout_s),
+        )
+        for (_, watched), said in zip(unknown, processes, strict=True):
             watched.process = ProcessId.told(said) or watched.process
-        for (_, watched), progress in zip(members, answers[len(unknown) :], strict=True):
+        now = time.monotonic()
+        for (_, watched), progress in zip(members, answers, strict=True):
             if not isinstance(progress, Exception):
                 watched.said = progress or SERVES
-                watched.liveness.heard(time.monotonic(), watched.said)
+                watched.liveness.heard(now, watched.said)
 
     async def _end(self, name: str, watched: _Watched, verdict: Verdict) -> None:
         process, stacks = watched.process, "it has not said which process it is"

@@ -21,6 +21,7 @@ from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.failures import Kind, kind_of
 from penstock.orchestrator.fleet.actor_maker import ActorMaker, cores_here
 from penstock.orchestrator.fleet.growth import Growth
+from penstock.orchestrator.fleet.roll_call import RollCall
 from penstock.orchestrator.fleet.roster import GANGS, Members, Roster
 from penstock.orchestrator.fleet.state import FleetState
 from penstock.orchestrator.fleet.store_process import StoreProcess
@@ -77,6 +78,7 @@ class Fleet(Roster):
         self.trials: dict[Company, Trial] = dict(trials or {})
         """Of numbers of threads: those of `thread_trial.py` join them."""
         self.store_process: StoreProcess | None = None
+        self.roll_call = RollCall(self.actors, agents, self.node_of)
 
     @property
     def store(self) -> Any:

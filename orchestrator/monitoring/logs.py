@@ -62,9 +62,10 @@ class Logs:
             if (found := self._fleet.agent_of(name)) is not None:
                 by_agent.setdefault(found[0], (found[1], {}))[1][name] = process
         calls = [(agent, handle.take_output.remote(processes)) for agent, (handle, processes) in by_agent.items()]
-        for told in await outcomes(calls, phase="logs", timeout_s=READ_S):
-            if not isinstance(told, Exception):  # a node that is gone has nothing more to say
-                await asyncio.to_thread(self._write, told)
+        answers = await outcomes(calls, phase="logs", timeout_s=READ_S)
+        printed = [told for told in answers if told and not isinstance(told, Exception)]
+        if printed:  # most nodes' members print nothing, and one that is gone has nothing more to say
+            await asyncio.to_thread(self._write, printed)
 
     async def _learn(self, timeout_s: float) -> None:
         there = {name: handle for role, name, handle in self._fleet.watched if role != "agent"}
@@ -76,9 +77,10 @@ class Logs:
             if (process := ProcessId.told(answer)) is not None:
                 self._known[name] = handle, process
 
-    def _write(self, told: Mapping[str, Sequence[tuple[str, str]]]) -> None:
-        for name, lines in told.items():
-            self._append(name, lines)
+    def _write(self, printed: Sequence[Mapping[str, Sequence[tuple[str, str]]]]) -> None:
+        for told in printed:
+            for name, lines in told.items():
+                self._append(name, lines)
 
     def _append(self, name: str, lines: Sequence[tuple[str, str]]) -> None:
         stamp = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")

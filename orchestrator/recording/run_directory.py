@@ -19,6 +19,7 @@ a URL as output_dir it is a working copy on this machine (`run_place.py`), which
 
 import contextlib
 import errno
+import itertools
 import json
 import re
 import shutil
@@ -36,7 +37,7 @@ from penstock.conf.errors import CheckpointError, ConfigError, PenstockError, Ru
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import to_yaml
 from penstock.orchestrator.recording.appended_file import AppendedFile
-from penstock.orchestrator.recording.json_lines import cut_lines, line_of, open_for_lines, read_lines
+from penstock.orchestrator.recording.json_lines import cut_lines, each_line, line_of, open_for_lines, read_lines
 from penstock.orchestrator.recording.losses import Losses
 from penstock.orchestrator.recording.mirror import Mirror
 from penstock.orchestrator.recording.mirror_record import url_of
@@ -331,8 +332,9 @@ class RunDirectory:
 
     def write_timeline(self) -> None:
         with self.losses.tolerating("timeline", "It is lost."):
-            steps = [*read_lines(self.path / SPANS), *self.timeline.rest()]
-            self.write_text("timeline.json", chrome_trace(steps))
+            steps = itertools.chain(each_line(self.path / SPANS), self.timeline.rest())
+            with replacing(self.path / "timeline.json") as part, part.open("w", encoding="utf-8") as opened:
+                opened.writelines(chrome_trace(steps))
 
     def _append(self, name: str, values: Mapping[str, Any]) -> None:
         with self._appending:

@@ -5,7 +5,7 @@
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from penstock.orchestrator.recording.spans import Span
@@ -49,24 +49,32 @@ class Timeline:
         return [{"start": start, "lanes": lanes}] if spans else []
 
 
-def chrome_trace(steps: Iterable[Mapping[str, Any]]) -> str:
-    """`steps`: lines of `spans.jsonl`. Chrome's trace-event format: complete events in microseconds from the first
-    step on, a thread name a lane."""
+def chrome_trace(steps: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+    """`steps`: lines of `spans.jsonl`, one at a time: all of a long run's are more than memory should hold. Chrome's
+    trace-event format, piece by piece: complete events in microseconds from the first step on, a thread name a lane."""
     tracks: dict[str, int] = {}
-    events: list[dict[str, Any]] = []
     origin: float | None = None
+    yield '{"traceEvents": ['
     for step in steps:
         origin = step["start"] if origin is None else origin
-        for lane, spans in step["lanes"].items():
-            number = tracks.setdefault(lane, len(tracks) + 1)
-            for name, start, end, details in spans:
-                begun = round((step["start"] - origin) * 1e6) + start * 1000
-                event = {"ph": "X", "name": name, "pid": 1, "tid": number, "ts": begun, "dur": (end - start) * 1000}
-                events.append(event | ({"args": details} if details else {}))
-    names = [
-        {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
-        for lane, number in tracks.items()
-    ]
-    return json.dumps(
-        {"traceEvents": names + events, "displayTimeUnit": "ms", "otherData": {"epoch_s": origin or 0.0}}, default=str
-    )
+        known = len(tracks)
+        events = _events(step, origin, tracks)
+        names = [
+            {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": lane}}
+            for lane, number in list(tracks.items())[known:]
+        ]
+        yield "".join(f"{json.dumps(event, default=str)},\n" for event in [*names, *events])
+    last = {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "run"}}
+    yield f'{json.dumps(last)}], "displayTimeUnit": "ms", "otherData": {{"epoch_s": {json.dumps(origin or 0.0)}}}}}'
+
+
+def _events(step: Mapping[str, Any], origin: float, tracks: dict[str, int]) -> list[dict[str, Any]]:
+    """`tracks`: numbers by lane; those that are new are added."""
+    found: list[dict[str, Any]] = []
+    for lane, spans in step["lanes"].items():
+        number = tracks.setdefault(lane, len(tracks) + 1)
+        for name, start, end, details in spans:
+            begun = round((step["start"] - origin) * 1e6) + start * 1000
+            event = {"ph": "X", "name": name, "pid": 1, "tid": number, "ts": begun, "dur": (end - start) * 1000}
+            found.append(event | ({"args": details} if details else {}))
+    return found

@@ -3,12 +3,10 @@
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.orchestrator.failures import Kind, kind_of
 from penstock.orchestrator.fleet.fleet import Fleet
-from penstock.orchestrator.ray_calls import outcomes
 
 Counters = Mapping[str, float]
 
@@ -57,8 +55,8 @@ class Usage:
         engines = {name for [name] in self._fleet.teams("rollout")}
         self._throughout = engines if not self._last else self._throughout & engines
         asked = [(role, name, handle) for role in roles for name, handle in self._fleet.role(role)]
-        calls: list[tuple[str, Any]] = [(name, handle.stats.remote()) for _, name, handle in asked]
-        answers = await outcomes(calls, phase="collect metrics", timeout_s=timeout_s)
+        members = [(name, handle) for _, name, handle in asked]
+        answers = await self._fleet.roll_call.ask(members, "stats", phase="collect metrics", timeout_s=timeout_s)
         dropped: dict[str, float] = {}
         seconds: dict[str, list[float]] = {PHASES[role]: [] for role, _, _ in asked if role in PHASES}
         environment: dict[str, float] = {}
@@ -100,8 +98,8 @@ def gained_since(before: Counters, now: Counters) -> Counters:
     ({'groups': 1.0}, {'groups': 2.0})
     """
     numbers = {key: value for key, value in now.items() if isinstance(value, int | float)}
-    is_another = any(value < before.get(key, 0.0) for key, value in numbers.items())
-    return {key: value - (0.0 if is_another else before.get(key, 0.0)) for key, value in numbers.items()}
+    gained = {key: value - before.get(key, 0.0) for key, value in numbers.items()}
+    return numbers if min(gained.values(), default=0.0) < 0 else gained
 
 
 def group_metrics(groups: Mapping[str, float], throughout: Collection[str]) -> dict[str, float]:

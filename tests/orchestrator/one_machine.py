@@ -6,6 +6,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+from penstock.conf.cluster import ClusterConfig
+from penstock.orchestrator.fleet.roll_call import RollCall
+from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.store.service.snapshot import FORMAT, MANIFEST, PREFIX
 
 ROLES = ("prompts", "rollout", "reward", "compute", "scorer", "trainer")
@@ -16,6 +19,7 @@ class OneMachine:
 
     def __init__(self, role: Callable[[str], Any]) -> None:
         self._role = role
+        self.roll_call = RollCall({}, NodeAgents("run", "run", ClusterConfig()), lambda name: None)
 
     def teams(self, *roles: str) -> list[list[str]]:
         return [[name] for role in roles for name, _ in self._role(role)]

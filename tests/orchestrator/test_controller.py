@@ -129,6 +129,7 @@ class Play:
             store=None, resumed=None, flow=flow, model_path="/", weights_root=self.directory.path,
             places=files.places, collect=files.collect, discard=files.discard, config=self.config,
             teams=files.teams, present=files.present, actors=files.actors, remove=files.remove, kill=files.kill,
+            roll_call=files.roll_call,
             relay_nodes=on_one_node(), state_nodes=StateNodes({}, {}, {}), stacks_root="", watched=[],
             growth=SimpleNamespace(nodes=[]), plan=[], machines=[],
         )  # fmt: skip

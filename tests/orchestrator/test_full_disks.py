@@ -121,8 +121,10 @@ print(*(event["kind"] for event in directory.read_events() if event["kind"] != "
 """
 
 
-def test_a_real_disk_that_is_full_from_step_two_to_four_costs_its_samples_and_checkpoints(tmp_path: Path) -> None:
-    output = run_in_tmpfs(REAL, tmp_path, "above, by sizes that files may have")
+def test_a_real_disk_that_is_full_from_step_two_to_four_costs_its_samples_and_checkpoints(
+    tmp_path: Path, warm_python: list[str]
+) -> None:
+    output = run_in_tmpfs(REAL, tmp_path, "above, by sizes that files may have", warm_python)
     lines, samples, checkpoints, failed, events = output.splitlines()
     assert lines == "[1, 2, 3, 4, 5, 6] [0, 0, 1, 2, 2, 2]"
     assert samples == "[1, 2, 5, 6]"

@@ -16,6 +16,7 @@ from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
 from penstock.workers.node.file_set import FileSet
 from penstock.workers.node.mailbox import Mailbox
+from penstock.workers.node.neighbours import Neighbours
 from penstock.workers.node.output import Lines, Output
 from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
@@ -38,6 +39,7 @@ class NodeAgent:
         self._closed = asyncio.Event()
         self._mailbox = Mailbox()
         self._output = Output()
+        self._neighbours = Neighbours()
         self._reading = threading.Lock()
 
     async def facts(self) -> NodeFacts:
@@ -125,6 +127,15 @@ class NodeAgent:
                 return self._output.take(processes)
 
         return await asyncio.to_thread(take)
+
+    async def ask_members(
+        self, method: str, names: list[str], timeout_s: float, members: dict[str, Any] | None
+    ) -> dict[str, Any]:
+        """What these actors of this node say to a call without arguments, by name: of those that do in time and without
+        an error. `members`: handles of all that are here, where that has changed."""
+        if members is not None:
+            self._neighbours.meet(members)
+        return await self._neighbours.ask(method, names, timeout_s)
 
     async def kill(self, process: ProcessId) -> bool:
         """End an actor's process on this node and all that it has started. False if one of them will not end."""

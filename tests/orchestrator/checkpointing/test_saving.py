@@ -238,8 +238,8 @@ print([call.args[0] for call in directory.event.call_args_list])
 """
 
 
-def test_a_full_disk_costs_the_attempt_only(tmp_path: Path) -> None:
-    output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "test_resume.py has a place that cannot be written")
+def test_a_full_disk_costs_the_attempt_only(tmp_path: Path, warm_python: list[str]) -> None:
+    output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "test_resume.py has a place that cannot be written", warm_python)
     message, events = output.splitlines()[-2:]
     failed = ["checkpoint_failed"]
     assert events == str(["checkpoint", "checkpoint", *failed, *failed, "checkpoint", *failed])

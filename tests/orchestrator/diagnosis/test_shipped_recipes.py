@@ -15,7 +15,7 @@ SHORT = [
     "rollout.engine=hf", "trainer.num_threads=1", "diagnosis.window=5", "evaluation.every_steps=0",
     "checkpoint.every_steps=0", "tracking.samples_every_steps=0", "tracking.sinks=[]",
 ]  # fmt: skip
-STEPS = 12
+STEPS = 9
 
 
 def ended(recipe: str, directory: Path, *words: str) -> RunResult:
@@ -30,7 +30,7 @@ def ended(recipe: str, directory: Path, *words: str) -> RunResult:
 @pytest.fixture(scope="module")
 def warm(tmp_path_factory: pytest.TempPathFactory, cluster: str) -> Path:
     """A model that answers some sums."""
-    result = ended("sft", tmp_path_factory.mktemp("warm"), "trainer.max_steps=60")
+    result = ended("sft", tmp_path_factory.mktemp("warm"), "trainer.max_steps=40")
     assert metrics_of(result.directory)[-1]["actor/padding_share"] < 0.5
     return result.model
 

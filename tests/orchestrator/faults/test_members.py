@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from penstock.conf.errors import DeadlineExceeded
 from penstock.conf.faults import FaultsConfig
 from penstock.conf.reward import RewardConfig
 from penstock.conf.rollout import RolloutConfig
@@ -16,6 +17,8 @@ from penstock.conf.run import RunConfig
 from penstock.network.handshake import new_token
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.liveness import ALIVE, Liveness, State
+from penstock.orchestrator.fleet.roll_call import RollCall
+from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.workers.node.agent import STACKS
 from penstock.workers.progress import SERVING, STARTING, WAITING
 from tests.store.driver import make_spec
@@ -104,6 +107,27 @@ def test_a_process_that_goes_on_after_a_stop_is_alive_again(make: Make, agent: t
     psutil.Process(process.pid).resume()
     watched(liveness, member, State.ALIVE)
     assert liveness.judge(time.monotonic()) == ALIVE
+
+
+def test_an_agent_tells_what_its_neighbours_say_and_a_stopped_one_is_asked_by_the_watch_itself(
+    make: Make, agent: tuple[Any, str]
+) -> None:
+    node, stacks = agent
+    members = {f"Rollout-{index}": rollout(make) for index in range(2)}
+    stopped = ray.get([member.process.remote(stacks) for member in members.values()])[1]
+    agents = NodeAgents("run", "run", CONFIG.cluster)
+    agents.members = {"node": ("Agent", node)}
+    roll_call = RollCall(members, agents, lambda name: "node", many=1)
+
+    def asked(timeout_s: float) -> list[Any]:
+        return asyncio.run(roll_call.ask(list(members.items()), "progress", phase="heartbeat", timeout_s=timeout_s))
+
+    assert [said.phase for said in asked(60.0)] == [STARTING, STARTING]
+    psutil.Process(stopped.pid).suspend()
+    answers, late = asked(2.0)
+    assert answers.phase == STARTING
+    assert isinstance(late, DeadlineExceeded)
+    psutil.Process(stopped.pid).resume()
 
 
 def test_every_light_actor_says_who_it_is_and_what_it_is_at(make: Make, agent: tuple[Any, str]) -> None:

@@ -201,8 +201,8 @@ def test_the_timeline_is_a_chrome_trace_in_microseconds_with_named_tracks() -> N
     timeline = Timeline()
     timeline.span("trainer", "update", 100.0, 101.5, step=3)
     timeline.span("engines", "load weights", 101.5, 101.6)
-    trace = json.loads(chrome_trace(timeline.rest()))
-    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    trace = json.loads("".join(chrome_trace(timeline.rest())))
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     spans = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     assert [(names[span["tid"]], span["name"], span["ts"], span["dur"]) for span in spans] == [
         ("trainer", "update", 0, 1_500_000),

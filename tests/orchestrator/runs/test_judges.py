@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.vllm, pytest.mark.slow]
 def test_a_frozen_model_judges_and_another_takes_its_place(small_run: list[str], tmp_path: Path, cluster: str) -> None:
     (prompts,) = (word.removeprefix("data.path=") for word in small_run if word.startswith("data.path="))
     words = [
-        *small_run, f"evaluation.path={prompts}", "reward.function=judge", "+reward.options.max_tokens=64",
+        *small_run, f"evaluation.path={prompts}", "reward.function=judge", "+reward.options.max_tokens=16",
         "reward.timeout_s=60",
         "reward.judge.kv_cache_gib=0.1", "reward.judge.max_model_len=1024", "rollout.engine=hf", "faults.pause_s=0.1",
         "trainer.max_steps=4", "evaluation.every_steps=4", "evaluation.num_problems=8", "name=judged",

@@ -21,6 +21,8 @@ from tests.run_files import events_of, metrics_of
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 STEPS, NUM_KILLS = 12, 3
+ENVIRONMENT_STEPS = 8
+"""Of runs in an environment, which take longer."""
 GAME = Path(__file__).parent / "digits_game.py"
 SETTINGS = [
     "rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1", "trainer.num_threads=1", "resume=auto",
@@ -64,7 +66,7 @@ class Run:
         return ray.get_actor(name, namespace=self.namespace)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def start(
     warm_python: list[str], driver_environment: dict[str, str], cluster: str
 ) -> Iterator[Callable[[list[str]], Victim]]:
@@ -84,19 +86,28 @@ def new_run(start: Callable[[list[str]], Victim], small_run: list[str], tmp_path
     return lambda name, *more: Run(start, [*small_run, *SETTINGS, *more], tmp_path / name)
 
 
+@pytest.fixture(scope="module")
+def whole(start: Callable[[list[str]], Victim], small_run: list[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """To which nothing happened."""
+    run = Run(start, [*small_run, *SETTINGS], tmp_path_factory.mktemp("undisturbed") / "whole")
+    run.begin().finish()
+    return run
+
+
 def assert_same_model(one: Run, other: Run) -> None:
     expected, found = (load_model(run.directory / "model") for run in (one, other))
     assert expected.keys() == found.keys()
     assert all(expected[name].equal(found[name]) for name in expected)
 
 
-def broken_promises(run: Run, max_staleness: int = 0) -> list[str]:
-    return broken(run.directory, Promises(STEPS, 4, 4, max_staleness, {}, 0.0), [])
+def broken_promises(run: Run, max_staleness: int = 0, num_steps: int = STEPS) -> list[str]:
+    return broken(run.directory, Promises(num_steps, 4, 4, max_staleness, {}, 0.0), [])
 
 
-def test_commands_that_are_killed_at_random_moments_cost_no_step_and_change_no_bit(new_run: Callable[..., Run]) -> None:
-    whole, killed, random = new_run("whole"), new_run("killed"), Random(3)
-    whole.begin().finish()
+def test_commands_that_are_killed_at_random_moments_cost_no_step_and_change_no_bit(
+    new_run: Callable[..., Run], whole: Run
+) -> None:
+    killed, random = new_run("killed"), Random(3)
     for _ in range(NUM_KILLS):
         killed.kill_after(1, random.uniform(0.0, 0.5))
     killed.begin().finish()
@@ -112,6 +123,7 @@ def test_commands_that_are_killed_at_random_moments_cost_no_step_and_change_no_b
 def test_attempts_in_an_environment_go_on_while_nobody_drives_the_run(new_run: Callable[..., Run]) -> None:
     """The environment and an engine that die meanwhile are replaced by the next command."""
     words = [f"environment.name={GAME}:Digits", "data.source=environment", "data.path=null"]
+    words.append(f"trainer.max_steps={ENVIRONMENT_STEPS}")
     whole, killed = new_run("whole", *words), new_run("killed", *words)
     whole.begin().finish()
     killed.kill_after(2, 0.1)
@@ -123,14 +135,13 @@ def test_attempts_in_an_environment_go_on_while_nobody_drives_the_run(new_run: C
     assert killed.kinds.count("taken_over") == 2
     recovered = [event["member"] for event in events_of(killed.directory) if event["kind"] == "recovered"]
     assert sorted(recovered) == ["Environment-0", "Rollout-1"]
-    assert not broken_promises(killed)
+    assert not broken_promises(killed, num_steps=ENVIRONMENT_STEPS)
     assert_same_model(whole, killed)
 
 
-def test_who_dies_with_the_command_is_replaced_by_the_next_one(new_run: Callable[..., Run]) -> None:
+def test_who_dies_with_the_command_is_replaced_by_the_next_one(new_run: Callable[..., Run], whole: Run) -> None:
     """Ranks, too: from the copies of their state."""
-    whole, killed = new_run("whole"), new_run("killed")
-    whole.begin().finish()
+    killed = new_run("killed")
     for name in ("Trainer-policy-0", "Rollout-1"):
         killed.kill_after(2)
         ray.kill(killed.actor(name))
@@ -178,10 +189,9 @@ def test_actors_end_when_nobody_comes_for_them(new_run: Callable[..., Run]) -> N
     assert "taken_over" not in run.kinds
 
 
-def test_a_command_that_was_thought_dead_ends_when_it_comes_back(new_run: Callable[..., Run]) -> None:
+def test_a_command_that_was_thought_dead_ends_when_it_comes_back(new_run: Callable[..., Run], whole: Run) -> None:
     """It was stopped, and the lock of its directory was lost with a file system."""
-    whole, run = new_run("whole"), new_run("run")
-    whole.begin().finish()
+    run = new_run("run")
     stopped = run.begin()
     stopped.wait_until(lambda: run.num_steps >= 3)
     stopped.process.send_signal(signal.SIGSTOP)

@@ -133,9 +133,11 @@ print(trainer.export(str(place / "model")))
 """
 
 
-def test_an_export_to_a_full_disk_says_what_it_needs_and_what_was_free(model_path: str, tmp_path: Path) -> None:
+def test_an_export_to_a_full_disk_says_what_it_needs_and_what_was_free(
+    model_path: str, tmp_path: Path, warm_python: list[str]
+) -> None:
     script = SMALL_TMPFS.replace("MODEL", repr(model_path))
-    error, left, written = run_in_tmpfs(script, tmp_path, "above, without the room").splitlines()[-3:]
+    error, left, written = run_in_tmpfs(script, tmp_path, "above, without the room", warm_python).splitlines()[-3:]
     needed = ast.literal_eval(written)["model.safetensors"]
     assert error.startswith(f"export to {tmp_path}/model: rank 0 could not write model.safetensors: [Errno 28] ")
     assert f"Its part alone needs {needed:,} bytes, and 40,960 were free. Make room, or make the model of a " in error

@@ -241,6 +241,6 @@ print("the last publication was whole")
 """
 
 
-def test_a_small_tmpfs_that_fills_up_costs_the_attempt_only(tmp_path: Path) -> None:
-    output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "covered only by the simulated ENOSPC above")
+def test_a_small_tmpfs_that_fills_up_costs_the_attempt_only(tmp_path: Path, warm_python: list[str]) -> None:
+    output = run_in_tmpfs(SMALL_TMPFS, tmp_path, "covered only by the simulated ENOSPC above", warm_python)
     assert output == "the last publication was whole\n"
