@@ -107,10 +107,26 @@ def parse_arguments(docstring: str | None) -> argparse.Namespace:
 
 
 def machine() -> dict[str, Any]:
-    model = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
-    return {"cpu": model, "cores": os.cpu_count(), "platform": platform.platform(), "python": platform.python_version()}
+    return {
+        "cpu": _of_cpu("model name") or "unknown",
+        "instructions": instructions(),
+        "cores": os.cpu_count(),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    }
+
+
+def instructions() -> str:
+    """The widest for vectors that the CPU has: names of CPUs in the cloud say no more than whose they are."""
+    flags = set(_of_cpu("flags").split())
+    names = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
+    return ", ".join(name for flag, name in names.items() if flag in flags) or "no AVX2"
+
+
+def _of_cpu(key: str) -> str:
+    """The first core's entry in /proc/cpuinfo."""
+    lines = (line.split(":", 1) for line in _lines("/proc/cpuinfo") if ":" in line)
+    return next((value.strip() for name, value in lines if name.strip() == key), "")
 
 
 def versions(*names: str) -> dict[str, str]:
@@ -141,8 +157,9 @@ def write_json(
 
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """`words`, `numbers`: names of columns; numbers stand to the right of theirs."""
-    table = Table(title=title)
+    """`words`, `numbers`: names of columns; numbers stand to the right of theirs. Below it stands what CPU it was."""
+    here = machine()
+    table = Table(title=title, caption=f"{here['cpu']} ({here['instructions']}), {here['cores']} cores")
     for column in words:
         table.add_column(column)
     for column in numbers:
