@@ -120,7 +120,7 @@ def instructions() -> str:
     """The widest for vectors that the CPU has: names of CPUs in the cloud say no more than whose they are."""
     flags = set(_of_cpu("flags").split())
     names = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
-    return ", ".join(name for flag, name in names.items() if flag in flags) or "no AVX2"
+    return next((name for flag, name in names.items() if flag in flags), "no AVX2")
 
 
 def _of_cpu(key: str) -> str:
@@ -157,9 +157,8 @@ def write_json(
 
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
-    """`words`, `numbers`: names of columns; numbers stand to the right of theirs. Below it stands what CPU it was."""
-    here = machine()
-    table = Table(title=title, caption=f"{here['cpu']} ({here['instructions']}), {here['cores']} cores")
+    """`words`, `numbers`: names of columns; numbers stand to the right of theirs."""
+    table = Table(title=title)
     for column in words:
         table.add_column(column)
     for column in numbers:
@@ -168,7 +167,10 @@ def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table
 
 
 def show(table: Table, width: int | None = None) -> None:
-    Console(file=sys.stdout, width=width).print(table)
+    """With the CPU that it was measured on."""
+    here, console = machine(), Console(file=sys.stdout, width=width)
+    console.print(table)
+    console.print(f"{here['cpu']} ({here['instructions']}), {here['cores']} cores\n", highlight=False)
 
 
 def print_targets(targets: list[Target]) -> None:

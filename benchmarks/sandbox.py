@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.harness import Target, machine, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 from penstock.workers.sandbox.outcome import Value
 from penstock.workers.sandbox.sandbox import Sandbox
 
@@ -72,8 +72,7 @@ def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
 
 
 def print_rounds(rounds: list[dict[str, Any]]) -> None:
-    here = machine()
-    title = f"{here['cpu']}, {here['cores']} cores, load {os.getloadavg()[0]:.1f}"
+    title = f"Load {os.getloadavg()[0]:.1f}"
     table = new_table(title, ["executions"], ["median /s", "least", "most"])
     for kind in KINDS:
         cells = [f"{of_kind(rounds, kind, 'per_s', summary):.0f}" for summary in (statistics.median, min, max)]

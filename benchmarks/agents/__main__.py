@@ -10,7 +10,7 @@ from typing import Any
 from benchmarks import sandbox
 from benchmarks.agents import against_trl, gateway, waiting
 from benchmarks.agents.engine import engine
-from benchmarks.harness import Target, machine, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import Target, new_table, parse_arguments, print_targets, show, write_json
 
 
 def main() -> None:
@@ -27,7 +27,7 @@ def main() -> None:
     targets += sandbox.targets_of(executions)
     rows += against_trl.rounds(num_rounds, *((1, 60, 2) if arguments.quick else (6,)))
     targets += against_trl.targets(rows, median)
-    table = new_table(f"Environments and agents, {machine()['cpu']}", ["part", "side"], ["a second, median", "rounds"])
+    table = new_table("Environments and agents", ["part", "side"], ["a second, median", "rounds"])
     for part, side in dict.fromkeys((row["part"], row["side"]) for row in rows):
         rates = [row["per_s"] for row in rows if (row["part"], row["side"]) == (part, side)]
         table.add_row(part, side, f"{statistics.median(rates):,.0f}", ", ".join(f"{rate:,.0f}" for rate in rates))

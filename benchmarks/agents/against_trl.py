@@ -90,7 +90,7 @@ def start_sides(work: Path, model: Path, prompts_per_step: int) -> dict[str, Chi
     common += ["--prompts-per-step", str(prompts_per_step)]
     sides = {"trl": Child("TRL", "trl_tools", work / "trl.log", common, TRL_PYTHON)}
     for name, staleness in (("sync", 0), ("async", 1)):
-        more = ["--max-staleness", str(staleness), "--output-dir", str(work / f"runs_{name}"), *PENSTOCK_SETTINGS]
+        more = ["--max-staleness", str(staleness), "--output-dir", str(work / f"runs_{name}"), *PENSTOCK_SETTINGS[name]]
         sides[name] = Child(f"Penstock {name}", "penstock_tools", work / f"{name}.log", [*common, *more])
     return sides
 

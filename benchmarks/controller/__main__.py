@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.harness import ROOT, Target, machine, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import ROOT, Target, new_table, parse_arguments, print_targets, show, write_json
 
 ROUNDS, STEPS, LONG_STEPS = 3, 100, 1000
 LONG = {"group_size": 2, "speed": 12.0}
@@ -68,8 +68,7 @@ def targets_of(rounds: Sequence[dict[str, Any]]) -> list[Target]:
 def show_rounds(rounds: Sequence[dict[str, Any]]) -> None:
     first = of_part(rounds, "steps")[0]
     table = new_table(
-        f"{first['num_engines']:,} engines and {first['num_ranks']} ranks, {first['num_steps']} steps; "
-        f"{machine()['cpu']}, {machine()['cores']} cores",
+        f"{first['num_engines']:,} engines and {first['num_ranks']} ranks, {first['num_steps']} steps",
         ["round"], ["s a step", "controller, CPU ms a step", "of the time", "its thread, ms", "calls a step",
                     "store, CPU ms a step", "grown MiB"],
     )  # fmt: skip

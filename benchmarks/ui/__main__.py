@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import new_table, parse_arguments, print_targets, show, write_json
 from benchmarks.ui import made, page, recording
 
 SIZES = {"num_runs": 10, "num_steps": 10_000, "num_samples": 1_000_000}
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def print_rows(rows: list[dict[str, Any]], title: str, units: list[str]) -> None:
-    table = new_table(f"{title}, {machine()['cpu']}", ["part"], ["median", "unit", "rounds"])
+    table = new_table(title, ["part"], ["median", "unit", "rounds"])
     for part in dict.fromkeys(row["part"] for row in rows):
         for unit in units:
             values = [row[unit] for row in rows if row["part"] == part and unit in row]
