@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.conf.errors import suggest
 from penstock.store.errors import TooLarge, UnknownColumn, WrongLength
-from penstock.store.ledger.group import Group, bits, mask_of, spans_of
+from penstock.store.ledger.group import Group, Span, bits, mask_of
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 
@@ -46,7 +46,10 @@ def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) 
     return [index[name] for name in columns]
 
 
-def check_facts(residents: Residents, rows: Sequence[int], written: list[int], facts: Facts) -> None:
+def check_facts(
+    residents: Residents, rows: Sequence[int], spans: Sequence[Span], written: list[int], facts: Facts
+) -> None:
+    """`spans`: of the rows. Raises `TooLarge`, `WrongLength`."""
     if (largest := max(facts.row_bytes, default=0)) > residents.spec.max_bytes:
         row = rows[facts.row_bytes.index(largest)]
         raise TooLarge(
@@ -56,38 +59,43 @@ def check_facts(residents: Residents, rows: Sequence[int], written: list[int], f
     decider = residents.readiness.column_index.get("response_ids")
     if facts.token_lengths is None or decider is None or decider in written:
         return
-    size = residents.size
-    for row, length in zip(rows, facts.token_lengths, strict=True):
-        group = residents.groups.get(row // size)
-        if group is not None and group.have[decider] >> row % size & 1 and length != group.response_tokens[row % size]:
-            raise WrongLength(
-                f"column {facts.token_column!r}, row {row}: {length} entries, but the response has "
-                f"{group.response_tokens[row % size]} tokens. Every token column has one entry for each response "
-                "token."
-            )
+    for group_id, position, indices in spans:
+        group = residents.groups.get(group_id)
+        came = facts.token_lengths[position : position + len(indices)]
+        if group is None or came == group.response_tokens[indices.start : indices.stop]:
+            continue
+        for index, length in zip(indices, came, strict=True):
+            if group.have[decider] >> index & 1 and length != group.response_tokens[index]:
+                raise WrongLength(
+                    f"column {facts.token_column!r}, row {group_id * residents.size + index}: {length} entries, but "
+                    f"the response has {group.response_tokens[index]} tokens. Every token column has one entry for "
+                    "each response token."
+                )
 
 
 def note_facts(
-    residents: Residents, stage: Stage, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts
+    residents: Residents, stage: Stage, spans: Sequence[Span], fresh: dict[int, int], written: list[int], facts: Facts
 ) -> list[int]:
-    """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
+    """Keep what the ledger must know of the fresh rows; their positions. `spans`: of all rows that came."""
     index_of = residents.readiness.column_index
     # Facts are about a column, and are news for a row that does not have it yet.
     versions = index_of["token_versions"] if facts.oldest_version is not None else None
     lengths = index_of["response_ids"] if facts.response_tokens is not None else None
     told = [column for column in (versions, lengths) if column is not None]
     kept: list[int] = []
-    for group_id, position, indices in spans_of(rows, residents.size):
+    for group_id, position, indices in spans:
         mask = mask_of(indices)
         new = fresh.get(group_id, 0) & mask
         if not new:
             continue
         group = residents.groups[group_id]
-        there = mask
+        there, known = mask, 0
         for column in written:
             there &= group.have[column]
+        for column in told:
+            known |= group.have[column]
         keep = new & ~there
-        if keep == mask and not any(group.have[column] & mask for column in told):
+        if keep == mask and not known & mask:
             _note_span(residents, stage, group, indices, position, facts, versions is not None, lengths is not None)
             kept.extend(range(position, position + len(indices)))
             continue

@@ -17,6 +17,7 @@ What it promises:
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from penstock.store.errors import (
     DuplicateRow,
@@ -31,7 +32,7 @@ from penstock.store.ledger.audit import audit
 from penstock.store.ledger.catching_up import catch_up, end
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts, check_facts, columns_written, note_facts
-from penstock.store.ledger.group import Group, row_ids
+from penstock.store.ledger.group import Group, masks_of, num_rows, row_ids, spans_of
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.losses import Cells, lose
 from penstock.store.ledger.readiness import Stage
@@ -90,7 +91,7 @@ class Ledger:
         if not consumer.num_free:
             return None
         lease = self.residents.leases.open(consumer.index, owner, now + self.spec.lease_timeout_s)
-        self.residents.readiness.take(consumer, max_units, lambda *rows: self.residents.hold(lease, *rows))
+        self.residents.readiness.take(consumer, max_units, partial(self.residents.hold, lease))
         self.residents.stragglers.began(lease, now)
         self.counters[f"leases/{stage}"] += 1
         return lease
@@ -117,8 +118,9 @@ class Ledger:
         self.residents.readiness.elapse(now)
         producer = self.residents.stage(stage)
         written = columns_written(self.residents, producer, columns)
-        masks = self.residents.masks(list(rows))
-        if sum(mask.bit_count() for mask in masks.values()) != len(rows):
+        spans = spans_of(rows, self.residents.size)
+        masks = self.residents.masks(spans)
+        if num_rows(masks) != len(rows):
             raise DuplicateRow(
                 f"stage {stage!r}: a row comes twice in one write of {len(rows)} rows. Write each row once."
             )
@@ -127,14 +129,14 @@ class Ledger:
         self.residents.check_not_beaten(lease_id, masks, facts.response_tokens)
         if lease is None:
             return [], effects
-        check_facts(self.residents, rows, written, facts)
+        check_facts(self.residents, rows, spans, written, facts)
         fresh: dict[int, int] = {}
         for group_id, mask in masks.items():
             open_rows = mask & lease.open.get(group_id, 0)
             if open_rows:
                 fresh[group_id] = open_rows
-        self.counters["ignored/not_awaited"] += len(rows) - sum(mask.bit_count() for mask in fresh.values())
-        kept = note_facts(self.residents, producer, rows, fresh, written, facts)
+        self.counters["ignored/not_awaited"] += len(rows) - num_rows(fresh)
+        kept = note_facts(self.residents, producer, spans, fresh, written, facts)
         self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
             self._complete(lease, producer, self.residents.groups[group_id], mask, written, now, effects)
@@ -142,7 +144,7 @@ class Ledger:
 
     def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> Effects:
         """Rows of a lease end here; those that were revoked are another's. Raises as `write` does."""
-        masks = self.residents.masks(list(rows))
+        masks = self.residents.masks(spans_of(rows, self.residents.size))
         effects = Effects()
         lease = self._held(lease_id, self.residents.stage(stage), masks)
         if lease is None:
@@ -247,12 +249,14 @@ class Ledger:
         lease = self.residents.leases.held.get(made.lease_id)
         if lease is None:
             return []
-        size = self.residents.size
+        size, groups = self.residents.size, self.residents.groups
         shown, stage = lease.open, self.residents.stage(made.stage)
         if stage.sees_siblings:
-            shown = {group: lease.granted[group] & self.residents.groups[group].live for group in lease.open}
-        rows = [row for row in made.parts[rank] if shown.get(row // size, 0) >> row % size & 1]
-        if stage.unit == "batch" and (lost := sum(self.residents.is_lost(row) for row in rows)):
+            shown = {group: lease.granted[group] & groups[group].live for group in lease.open}
+        part = {group: mask & shown.get(group, 0) for group, mask in masks_of(spans_of(made.parts[rank], size)).items()}
+        rows = [row for group, mask in part.items() for row in row_ids(group, mask, size)]
+        lost = num_rows({group: mask & groups[group].lost for group, mask in part.items() if mask})
+        if lost and stage.unit == "batch":
             raise RowsLost(
                 f"{lost} of the {len(rows)} rows of rank {rank} in round {made.number} of stage {made.stage!r} were on "
                 "a node that is gone. Release the round: it is formed again once they have been made again."
@@ -308,7 +312,7 @@ class Ledger:
                     "the row goes to another. "
                     "Throw the result away; renew the lease or raise store.lease_timeout_s if the work takes that long."
                 )
-        self.counters["ignored/late"] += sum(mask.bit_count() for mask in masks.values())
+        self.counters["ignored/late"] += num_rows(masks)
         return None
 
     def _complete(

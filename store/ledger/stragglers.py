@@ -65,8 +65,8 @@ class Stragglers:
 
     def ended(self, lease: HeldLease, group: int) -> None:
         """The lease holds nothing of the group any more. One that is left may straggle in its turn."""
-        holders = self.holders.get(group, {})
-        if holders.pop(lease.id, None) is None:
+        holders = self.holders.get(group)
+        if holders is None or holders.pop(lease.id, None) is None:
             return
         if not holders:
             del self.holders[group]
@@ -90,8 +90,8 @@ class Stragglers:
 
     def rivals(self, lease: HeldLease, group: int) -> list[HeldLease]:
         """The other leases of the group."""
-        holders = self.holders.get(group, {})
-        if lease.id not in holders:
+        holders = self.holders.get(group)
+        if holders is None or lease.id not in holders:
             return []
         return [self._leases.held[other] for other in holders if other != lease.id]
 
