@@ -85,6 +85,14 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
+def untouched(group: Group, mask: int, columns: tuple[int, ...]) -> int:
+    """Rows of the mask of which nobody has written any of the columns."""
+    have = group.have
+    for column in columns:
+        mask &= ~have[column]
+    return mask
+
+
 def row_ids(group_id: int, mask: int, size: int) -> list[int]:
     """Ids of the rows of a mask, ascending."""
     first = group_id * size

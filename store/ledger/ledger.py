@@ -103,8 +103,10 @@ class Ledger:
 
     def rows_of(self, lease: HeldLease) -> list[int]:
         """Ids of the rows that a lease hands out, by group and then by sample."""
-        size = self.residents.size
-        return [row for group, mask in lease.granted.items() for row in row_ids(group, mask, size)]
+        size, rows = self.residents.size, list[int]()
+        for group, mask in lease.granted.items():
+            rows += row_ids(group, mask, size)
+        return rows
 
     def write(
         self, lease_id: int, stage: str, rows: Sequence[int], columns: Sequence[str], facts: Facts, now: float
@@ -115,31 +117,31 @@ class Ledger:
         Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `AnsweredByAnother`,
         `RowNotLeased`, `UnknownRow`, `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """
-        self.residents.readiness.elapse(now)
-        producer = self.residents.stage(stage)
-        written = columns_written(self.residents, producer, columns)
-        spans = spans_of(rows, self.residents.size)
-        masks = self.residents.masks(spans)
+        residents = self.residents
+        residents.readiness.elapse(now)
+        producer = residents.stage(stage)
+        written = columns_written(residents, producer, columns)
+        spans = spans_of(rows, residents.size)
+        masks = residents.masks(spans)
         if num_rows(masks) != len(rows):
             raise DuplicateRow(
                 f"stage {stage!r}: a row comes twice in one write of {len(rows)} rows. Write each row once."
             )
         effects = Effects()
         lease = self._held(lease_id, producer, masks)
-        self.residents.check_not_beaten(lease_id, masks, facts.response_tokens)
+        if residents.stragglers.any_beaten:
+            residents.check_not_beaten(lease_id, masks, facts.response_tokens)
         if lease is None:
             return [], effects
-        check_facts(self.residents, rows, spans, written, facts)
-        fresh: dict[int, int] = {}
-        for group_id, mask in masks.items():
-            open_rows = mask & lease.open.get(group_id, 0)
-            if open_rows:
-                fresh[group_id] = open_rows
-        self.counters["ignored/not_awaited"] += len(rows) - num_rows(fresh)
-        kept = note_facts(self.residents, producer, spans, fresh, written, facts)
-        self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
+        check_facts(residents, rows, spans, written, facts)
+        fresh = masks
+        if masks != lease.open:
+            fresh = {group: mask & lease.open[group] for group, mask in masks.items() if mask & lease.open.get(group, 0)}
+            self.counters["ignored/not_awaited"] += len(rows) - num_rows(fresh)
+        kept = note_facts(residents, producer, spans, fresh, written, facts)
+        residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
-            self._complete(lease, producer, self.residents.groups[group_id], mask, written, now, effects)
+            self._complete(lease, producer, residents.groups[group_id], mask, written, now, effects)
         return kept, effects
 
     def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> Effects:
@@ -296,7 +298,7 @@ class Ledger:
             if lease.stage != stage.index:
                 held = self.residents.readiness.stages[lease.stage].name
                 raise UnknownStage(f"lease {lease_id} is of stage {held!r}, not {stage.name!r}.")
-            for group_id, mask in masks.items():
+            for group_id, mask in masks.items() if masks != lease.granted else ():
                 if foreign := mask & ~lease.granted.get(group_id, 0):
                     row = row_ids(group_id, foreign, size)[0]
                     raise RowNotLeased(
@@ -321,24 +323,25 @@ class Ledger:
         stage: Stage,
         group: Group,
         mask: int,
-        written: list[int],
+        written: Sequence[int],
         now: float,
         effects: Effects,
     ) -> None:
+        residents, have = self.residents, group.have
         for column in written:
-            group.have[column] |= mask
-        self.residents.answered(lease, group, mask, effects)
+            have[column] |= mask
+        if residents.stragglers.holders:
+            residents.answered(lease, group, mask, effects)
         finished = mask
         for column in stage.writes:
-            finished &= group.have[column]
+            finished &= have[column]
         if finished:
             group.done[stage.index] |= finished
             self.counters[f"completed/{stage.name}"] += finished.bit_count()
-            if finished == lease.open[group.id]:
-                self.residents.stragglers.completed(lease, group.id, now)
-            self.residents.unhold(lease, group, finished, effects)
-        for reader in stage.readers:
-            effects.stages |= self.residents.readiness.refresh(group, reader)
+            if residents.stragglers.holders and finished == lease.open[group.id]:
+                residents.stragglers.completed(lease, group.id, now)
+            residents.unhold(lease, group, finished, effects)
+        effects.stages |= residents.readiness.refresh_all(group, stage.readers)
 
     def _give_back(self, lease: HeldLease, effects: Effects) -> None:
         made = self.rounds.by_lease.get(lease.id)

@@ -11,10 +11,10 @@ from penstock.conf.errors import suggest
 from penstock.store.errors import AnsweredByAnother, UnknownRow, UnknownStage
 from penstock.store.ledger.admission import Credits
 from penstock.store.ledger.effects import Effects
-from penstock.store.ledger.group import Group, Span, bits, masks_of
+from penstock.store.ledger.group import Group, Span, bits, masks_of, untouched
 from penstock.store.ledger.leases import HeldLease, LeaseBook
 from penstock.store.ledger.readiness import Readiness, Stage
-from penstock.store.ledger.stragglers import Stragglers, untouched
+from penstock.store.ledger.stragglers import Stragglers
 from penstock.store.spec import StoreSpec
 
 
@@ -156,12 +156,14 @@ class Residents:
         rest = held & ~mask
         if lease.account is not None:
             lease.account.closed(held & mask, not rest)
-        group.leased[lease.stage] &= ~mask | self.stragglers.of_others(lease, group.id)
+        may_share = bool(self.stragglers.holders)
+        group.leased[lease.stage] &= ~mask | (self.stragglers.of_others(lease, group.id) if may_share else 0)
         if rest:
             lease.open[group.id] = rest
             return
         lease.open.pop(group.id, None)
-        self.stragglers.ended(lease, group.id)
+        if may_share:
+            self.stragglers.ended(lease, group.id)
         if group.holders:
             group.holders.discard(lease.id)
         if not lease.open:
