@@ -136,7 +136,8 @@ class Ledger:
         check_facts(residents, rows, spans, written, facts)
         fresh = masks
         if masks != lease.open:
-            fresh = {group: mask & lease.open[group] for group, mask in masks.items() if mask & lease.open.get(group, 0)}
+            awaited = {group: mask & lease.open.get(group, 0) for group, mask in masks.items()}
+            fresh = {group: mask for group, mask in awaited.items() if mask}
             self.counters["ignored/not_awaited"] += len(rows) - num_rows(fresh)
         kept = note_facts(residents, producer, spans, fresh, written, facts)
         residents.leases.extend(lease, now + self.spec.lease_timeout_s)
