@@ -78,7 +78,7 @@ class Readiness:
         if free == before:
             return 0
         group.free[stage.index] = free
-        stage.num_free += num_units(stage, free) - num_units(stage, before)
+        stage.num_free += free.bit_count() - before.bit_count() if stage.takes_samples else bool(free) - bool(before)
         if free and stage.unit != "batch" and not group.queued & stage.bit:
             group.queued |= stage.bit
             heapq.heappush(stage.queue, group.id)
