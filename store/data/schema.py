@@ -32,6 +32,8 @@ _NUMPY: "dict[str, np.dtype[Any]]" = {
 """Dtypes whose arrays look in Arrow as they do in numpy."""
 _KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
 """numpy's letters for what each dtype takes."""
+_LISTS, _NUMBERS = {list, tuple}, {int, float, bool, str}
+"""Types of values that a ragged column and one of scalars take without a look at each."""
 Room = Callable[[int], "np.ndarray | None"]
 """Memory of so many bytes to put a column into, uint8; None if there is no more."""
 _MISFIT = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError)
@@ -107,7 +109,8 @@ def _encode_column(column: Column, given: Any, row_ids: Sequence[int], room: Roo
         if array is not None:
             _check_finite(column, array, row_ids)
             return array
-    for row, value in zip(row_ids, given, strict=True):
+    is_plain = set(map(type, given)) <= (_LISTS if ragged else _NUMBERS)
+    for row, value in zip(row_ids, given, strict=True) if not is_plain else ():
         if ragged != (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)):
             raise _misfit(column, row, f"got {_short(value)}")
     try:

@@ -108,7 +108,8 @@ def test_what_the_source_wrote_for_a_group_travels_once() -> None:
     for rows, groups in ((list(range(16)), 4), (list(range(4, 12)), 2), ([5, 6, 14], 2)):
         payload, _ = sent(gather(written.blocks, rows, ["prompt"]))
         (source,) = payload.sources
-        assert isinstance(source, Inline) and source.batch.num_rows == groups
+        assert isinstance(source, Inline)
+        assert source.batch.num_rows == groups
         assert assemble(payload, ["prompt"], []).lists("prompt") == [[row // 4] * 3 for row in rows]
 
 

@@ -31,5 +31,6 @@ async def renewed_once() -> None:
     expiry.arm()
     deadline = ledger.next_deadline()
     await asyncio.wait_for(ended.wait(), 10)
-    assert deadline is not None and loop.time() >= deadline
+    assert deadline is not None
+    assert loop.time() >= deadline
     expiry.cancel()
