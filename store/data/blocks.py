@@ -189,7 +189,7 @@ class Blocks:
         cells, nothing, places = self._cells, dict[str, Cells](), list[Place | tuple[Place, ...]]()
         for group_id, _, indices in spans:
             place = cells.get(group_id, nothing).get(name)
-            places.append(place if type(place) is Place else self.found(group_id, indices, name))
+            places.append(place if isinstance(place, Place) else self.found(group_id, indices, name))
         return tuple(places)
 
     def found(self, group_id: int, indices: range, name: str) -> "Place | tuple[Place, ...]":

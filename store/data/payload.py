@@ -105,7 +105,7 @@ def _joined(spans: Sequence[Span], found: Sequence[Place | tuple[Place, ...]]) -
     joined: list[tuple[Place, int]] = []
     block, start, stride, count = None, 0, 1, 0
     for (_, _, indices), cells in zip(spans, found, strict=True):
-        each = ((cells, indices.start, len(indices)),) if type(cells) is Place else [(cell, 0, 1) for cell in cells]
+        each = ((cells, indices.start, len(indices)),) if isinstance(cells, Place) else [(cell, 0, 1) for cell in cells]
         for place, skipped, more in each:
             first = place.start + skipped * place.stride
             if place.block is block and stride and place.stride and first == start + count:

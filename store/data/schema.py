@@ -258,7 +258,8 @@ def _tokens(arrays: dict[str, pa.Array], name: str) -> list[int] | None:
 def _lengths(array: pa.Array) -> np.ndarray:
     """Entries of each row of a ragged column."""
     offsets: np.ndarray = array.offsets.to_numpy()
-    return offsets[1:] - offsets[:-1]
+    lengths: np.ndarray = offsets[1:] - offsets[:-1]
+    return lengths
 
 
 def _oldest(versions: pa.Array | None, age: np.ufunc) -> list[int] | None:
