@@ -60,7 +60,9 @@ class Meters:
         """One more value of a histogram, or several alike."""
         series = _series(metric, HISTOGRAM, labels)
         with self._lock:
-            sample = self._observed.setdefault(series, _Sample())
+            sample = self._observed.get(series)
+            if sample is None:  # not `setdefault`: one that is made for nothing costs more than all else here
+                sample = self._observed[series] = _Sample()
             for _ in range(times):
                 sample.take(value)
 

@@ -135,7 +135,7 @@ class StoreClient:
             return None
         lease = SharedLease(granted.lease_id, stage, await self._rows(granted), round, rank, granted.version)
         if self._stages[stage].unit != "batch":  # a batch in training does not run out
-            self._heartbeat.hold(lease.id, lease.rows.row_ids)
+            self._heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
         return lease
 
     async def complete_shared(self, share: Share) -> None:
@@ -316,7 +316,7 @@ class StoreClient:
                 return None
             leases = [Lease(one.lease_id, ask.stage, rows) for one, rows in await self._read(granted)]
             for lease in leases:
-                self._heartbeat.hold(lease.id, lease.rows.row_ids)
+                self._heartbeat.hold(lease.id, ids_of(lease.rows.row_ids))
             return leases
         except BaseException:
             undoing = asyncio.ensure_future(self._withdraw(ask))

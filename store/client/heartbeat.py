@@ -76,7 +76,7 @@ class Heartbeat:
 
     def hold(self, lease_id: int, rows: Iterable[int]) -> None:
         """A lease has come."""
-        if not (due := {int(row) for row in rows}):
+        if not (due := set(rows)):
             return
         with self._lock:
             self._open[lease_id] = due

@@ -44,4 +44,4 @@ class SharedLease(Lease):
 
 def ids_of(row_ids: "Sequence[int] | np.ndarray") -> list[int]:
     """Of rows, as the store takes them."""
-    return [int(row) for row in row_ids]
+    return list(map(int, row_ids.tolist() if isinstance(row_ids, np.ndarray) else row_ids))

@@ -12,7 +12,7 @@ import pyarrow as pa
 from penstock.algorithms.graph.columns import Column
 from penstock.store.data.schema import arrow_type
 from penstock.store.errors import UnknownColumn
-from penstock.store.ledger.group import bits, spans_of
+from penstock.store.ledger.group import Span, bits, spans_of
 
 
 class Block:
@@ -66,7 +66,8 @@ class Blocks:
         """Row `row_ids[p]` of the columns is at `p` of the block, for p in `positions`. Cells already there stay."""
         kept = list(positions)
         added = 0
-        for group_id, first, indices in spans_of([row_ids[position] for position in kept], self.group_size):
+        rows = row_ids if len(kept) == len(row_ids) else [row_ids[position] for position in kept]
+        for group_id, first, indices in spans_of(rows, self.group_size):
             group = self._cells[group_id]
             start = kept[first]
             side_by_side = kept[first + len(indices) - 1] == start + len(indices) - 1
@@ -182,6 +183,14 @@ class Blocks:
             for name in self._types
             if all(_has(group, name, row % self.group_size) for group, row in zip(cells, row_ids, strict=True))
         ]
+
+    def places(self, spans: Sequence[Span], name: str) -> "tuple[Place | tuple[Place, ...], ...]":
+        """Of each span, where the column is: see `found`."""
+        cells, nothing, places = self._cells, dict[str, Cells](), list[Place | tuple[Place, ...]]()
+        for group_id, _, indices in spans:
+            place = cells.get(group_id, nothing).get(name)
+            places.append(place if isinstance(place, Place) else self.found(group_id, indices, name))
+        return tuple(places)
 
     def found(self, group_id: int, indices: range, name: str) -> "Place | tuple[Place, ...]":
         """Where a column of these samples is: one place of the whole group, or each sample's. Equal for columns that

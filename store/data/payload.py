@@ -20,10 +20,8 @@ from msgspec import Struct
 from penstock.store.data.blocks import Block, Blocks, Place
 from penstock.store.data.layout import Inline, Parcel, Placed
 from penstock.store.data.rows import Rows
-from penstock.store.ledger.group import spans_of
+from penstock.store.ledger.group import Span, spans_of
 
-RowSpan = tuple[int, int, range]
-"""Of rows that are gathered: group, position of the first, and which samples."""
 Columns = tuple[list[str], np.ndarray]
 """Columns that lie side by side, and `[K, 4]` int64: source, start, stride and count of places one after the other."""
 
@@ -58,8 +56,7 @@ def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payl
     spans = spans_of(row_ids, blocks.group_size)
     side_by_side: dict[tuple[Place | tuple[Place, ...], ...], list[str]] = {}
     for name in names:
-        found = tuple(blocks.found(group, indices, name) for group, _, indices in spans)
-        side_by_side.setdefault(found, []).append(name)
+        side_by_side.setdefault(blocks.places(spans, name), []).append(name)
     numbers: dict[Block, int] = {}
     for found, together in side_by_side.items():
         places = _joined(spans, found)
@@ -67,14 +64,14 @@ def gather(blocks: Blocks, row_ids: Sequence[int], names: Sequence[str]) -> Payl
         here, taken = len(payload.sources), 0
         if inline or not places:
             payload.sources.append(Inline(_inline(blocks, inline, together)))
-        if len(inline) == len(places):
+        if len(inline) == len(places) and all(place.stride for place, _ in inline):
             payload.columns.append((together, _table([(here, 0, 1, len(ids))])))
             continue
         table = []
         for place, count in places:
             if place.block.batch is not None:
-                table.append((here, taken, 1, count))
-                taken += count
+                table.append((here, taken, place.stride, count))
+                taken += count if place.stride else 1
                 continue
             if place.block not in numbers:
                 numbers[place.block] = len(payload.sources)
@@ -103,42 +100,44 @@ def by_value(payload: Payload, fetched: Sequence[pa.RecordBatch]) -> Payload:
     return values
 
 
-def _joined(spans: Sequence[RowSpan], found: Sequence[Place | tuple[Place, ...]]) -> list[tuple[Place, int]]:
+def _joined(spans: Sequence[Span], found: Sequence[Place | tuple[Place, ...]]) -> list[tuple[Place, int]]:
     """Places one after the other, each with its number of rows, and as few as can be."""
     joined: list[tuple[Place, int]] = []
     block, start, stride, count = None, 0, 1, 0
-
-    def add(next_block: Block, next_start: int, next_stride: int, more: int) -> None:
-        nonlocal block, start, stride, count
-        if next_block is block and stride and next_stride and next_start == start + count:
-            count += more
-            return
-        if block is not None:
-            joined.append((Place(block, start, stride), count))
-        block, start, stride, count = next_block, next_start, next_stride, more
-
     for (_, _, indices), cells in zip(spans, found, strict=True):
-        if isinstance(cells, Place):
-            more = len(indices)
-            add(cells.block, cells.start + indices.start * cells.stride, cells.stride if more > 1 else 1, more)
-        else:
-            for cell in cells:
-                add(*cell, 1)
+        each = ((cells, indices.start, len(indices)),) if isinstance(cells, Place) else [(cell, 0, 1) for cell in cells]
+        for place, skipped, more in each:
+            first = place.start + skipped * place.stride
+            if place.block is block and stride and place.stride and first == start + count:
+                count += more
+                continue
+            if block is not None:
+                joined.append((Place(block, start, stride), count))
+            block, start, stride, count = place.block, first, place.stride if more > 1 else 1, more
     if block is not None:
         joined.append((Place(block, start, stride), count))
     return joined
 
 
 def _inline(blocks: Blocks, places: list[tuple[Place, int]], names: list[str]) -> pa.RecordBatch:
-    """The values of places that are here, one after the other: no more of their batches than that."""
+    """The values of places that are here, one after the other: no more of their batches than that, and what is one
+    value for the rows of a group once."""
     if not places:
         return blocks.empty(names)
-    numbers = {block: number for number, block in enumerate({place.block: None for place, _ in places})}
-    table = _table([(numbers[place.block], place.start, place.stride, count) for place, count in places])
-    return rows_at([block.batch for block in numbers], names, table, compact=True)
+    numbers: dict[Block, int] = {}
+    table: list[list[int]] = []
+    ends = None
+    for (block, start, stride), count in places:
+        source, num_values = numbers.setdefault(block, len(numbers)), count if stride else 1
+        if ends == (source, start):
+            table[-1][3] += num_values
+        else:
+            table.append([source, start, 1, num_values])
+        ends = source, start + num_values
+    return rows_at([block.batch for block in numbers], names, _table(table), compact=True)
 
 
-def _table(places: list[tuple[int, int, int, int]]) -> np.ndarray:
+def _table(places: Sequence[Sequence[int]]) -> np.ndarray:
     return np.asarray(places, dtype=np.int64)
 
 

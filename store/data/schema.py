@@ -32,6 +32,8 @@ _NUMPY: "dict[str, np.dtype[Any]]" = {
 """Dtypes whose arrays look in Arrow as they do in numpy."""
 _KINDS = {"int32": "iu", "int64": "iu", "float32": "fiu", "bool": "b"}
 """numpy's letters for what each dtype takes."""
+_LISTS, _NUMBERS = {list, tuple}, {int, float, bool, str}
+"""Types of values that a ragged column and one of scalars take without a look at each."""
 Room = Callable[[int], "np.ndarray | None"]
 """Memory of so many bytes to put a column into, uint8; None if there is no more."""
 _MISFIT = (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, ValueError, TypeError)
@@ -86,11 +88,13 @@ def check_types(
 def size_of(values: dict[str, Any]) -> int:
     """Bytes of the columns that come as arrays or strings: about what `encode` needs of its room."""
     sized = [given for given in values.values() if len(given) and isinstance(given[0], np.ndarray | str)]
-    return sum(_nbytes(value) for given in sized for value in given)
+    return sum(sum([_nbytes(value) for value in given]) for given in sized)
 
 
 def _nbytes(value: Any) -> int:
-    return value.nbytes if isinstance(value, np.ndarray) else len(value) if isinstance(value, str) else 0
+    if type(value) is np.ndarray:
+        return value.nbytes
+    return len(value) if isinstance(value, str) else 0
 
 
 def _arrow_memory(nbytes: int) -> np.ndarray:
@@ -100,12 +104,13 @@ def _arrow_memory(nbytes: int) -> np.ndarray:
 
 def _encode_column(column: Column, given: Any, row_ids: Sequence[int], room: Room) -> pa.Array:
     ragged = column.shape != "sample"
-    if ragged and all(type(value) is np.ndarray and value.ndim == 1 for value in given):
+    if ragged and set(map(type, given)) <= {np.ndarray}:
         array = _joined(column, given, room)
         if array is not None:
             _check_finite(column, array, row_ids)
             return array
-    for row, value in zip(row_ids, given, strict=True):
+    is_plain = set(map(type, given)) <= (_LISTS if ragged else _NUMBERS)
+    for row, value in zip(row_ids, given, strict=True) if not is_plain else ():
         if ragged != (isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim == 1)):
             raise _misfit(column, row, f"got {_short(value)}")
     try:
@@ -118,9 +123,9 @@ def _encode_column(column: Column, given: Any, row_ids: Sequence[int], room: Roo
 
 
 def _joined(column: Column, given: Sequence[np.ndarray], room: Room) -> pa.Array | None:
-    """A ragged column from `[T_i]` arrays of its very dtype, with one copy; None if they have another."""
+    """A ragged column from `[T_i]` arrays of its very dtype, with one copy; None if they have another, or shape."""
     dtype = _NUMPY.get(column.dtype)
-    if dtype is None or not len(given) or any(value.dtype != dtype for value in given):
+    if dtype is None or not len(given) or {(value.dtype, value.ndim) for value in given} != {(dtype, 1)}:
         return None
     offsets = _offsets(given)
     count = int(offsets[-1])
@@ -205,9 +210,9 @@ def _check_token_lengths(columns: dict[str, Column], arrays: dict[str, pa.Array]
     if len(names) < 2:
         return
     decider = "response_ids" if "response_ids" in names else names[0]
-    expected = np.diff(arrays[decider].offsets.to_numpy())
+    expected = _lengths(arrays[decider])
     for name in names:
-        lengths = np.diff(arrays[name].offsets.to_numpy())
+        lengths = _lengths(arrays[name])
         bad = np.flatnonzero(lengths != expected)
         if len(bad):
             raise WrongLength(
@@ -235,7 +240,7 @@ def _facts(columns: dict[str, Column], arrays: dict[str, pa.Array], num_rows: in
 
 def _row_bytes(array: pa.Array) -> "np.ndarray | int":
     if pa.types.is_list(array.type):
-        return np.diff(array.offsets.to_numpy()).astype(np.int64) * (array.type.value_type.bit_width // 8 or 1) + 4
+        return _lengths(array).astype(np.int64) * (array.type.value_type.bit_width // 8 or 1) + 4
     if pa.types.is_string(array.type):
         return (
             np.diff(np.frombuffer(array.buffers()[1], dtype=np.int32)[array.offset : array.offset + len(array) + 1]) + 4
@@ -246,7 +251,14 @@ def _row_bytes(array: pa.Array) -> "np.ndarray | int":
 def _tokens(arrays: dict[str, pa.Array], name: str) -> list[int] | None:
     if name not in arrays:
         return None
-    lengths: list[int] = np.diff(arrays[name].offsets.to_numpy()).tolist()
+    lengths: list[int] = _lengths(arrays[name]).tolist()
+    return lengths
+
+
+def _lengths(array: pa.Array) -> np.ndarray:
+    """Entries of each row of a ragged column."""
+    offsets: np.ndarray = array.offsets.to_numpy()
+    lengths: np.ndarray = offsets[1:] - offsets[:-1]
     return lengths
 
 

@@ -100,12 +100,7 @@ class Segments:
         if placed.node:
             self._adopt_far(placed)
             return
-        file = self.directory / name
-        on_disk = not file.exists()
-        try:
-            size = (self.spill / name if on_disk else file).stat().st_size
-        except OSError as error:
-            raise StoreError(f"segment {name} of {self.directory} cannot be read: {error}.") from None
+        size, on_disk = self._found(name)
         if placed.nbytes > size or self.book.in_use(name):
             raise StoreError(f"segment {name} has {size} bytes, not the {placed.nbytes} of its batch, or is in use.")
         if self.book.adopt(name, placed, size, on_disk):
@@ -114,6 +109,15 @@ class Segments:
             except StoreError:
                 self.end(name)
                 raise
+
+    def _found(self, name: str) -> tuple[int, bool]:
+        """Bytes of a file, and whether it is on disk. Raises `StoreError`."""
+        try:
+            with suppress(FileNotFoundError):
+                return os.stat(f"{self.directory}/{name}").st_size, False
+            return os.stat(f"{self.spill}/{name}").st_size, True
+        except OSError as error:
+            raise StoreError(f"segment {name} of {self.directory} cannot be read: {error}.") from None
 
     def _adopt_far(self, placed: Placed) -> None:
         """What lies on another node is known by its writer's word alone."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from penstock.store.errors import StoreError
 from penstock.store.ledger.effects import Effects
-from penstock.store.ledger.group import Group, masks_of
+from penstock.store.ledger.group import Group, masks_of, spans_of
 from penstock.store.ledger.residents import Residents
 from penstock.store.ledger.rounds import Rounds
 
@@ -32,7 +32,7 @@ def catch_up(residents: Residents, rounds: Rounds, steps: Sequence[Sequence[int]
     ended: dict[int, tuple[int, int]] = {}
     for rows in steps:
         rounds.formed += 1
-        for group, mask in masks_of(list(rows), residents.size).items():
+        for group, mask in masks_of(spans_of(rows, residents.size)).items():
             ended[group] = mask, rounds.formed
         residents.counters["batches_formed"] += 1
         residents.counters["batches_trained"] += 1

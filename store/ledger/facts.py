@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from penstock.conf.errors import suggest
 from penstock.store.errors import TooLarge, UnknownColumn, WrongLength
-from penstock.store.ledger.group import Group, bits, mask_of, spans_of
+from penstock.store.ledger.group import Group, Span, bits, mask_of, untouched
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
 
@@ -29,8 +29,10 @@ class Facts:
     """Of a trajectory, those that were read and not sampled."""
 
 
-def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) -> list[int]:
+def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) -> Sequence[int]:
     """Numbers of the columns of a write. Raises `UnknownColumn` for those that the stage does not write."""
+    if tuple(columns) == stage.spec.writes:
+        return stage.writes
     index = residents.readiness.column_index
     for name in columns:
         if name not in index:
@@ -46,7 +48,10 @@ def columns_written(residents: Residents, stage: Stage, columns: Sequence[str]) 
     return [index[name] for name in columns]
 
 
-def check_facts(residents: Residents, rows: Sequence[int], written: list[int], facts: Facts) -> None:
+def check_facts(
+    residents: Residents, rows: Sequence[int], spans: Sequence[Span], written: Sequence[int], facts: Facts
+) -> None:
+    """`spans`: of the rows. Raises `TooLarge`, `WrongLength`."""
     if (largest := max(facts.row_bytes, default=0)) > residents.spec.max_bytes:
         row = rows[facts.row_bytes.index(largest)]
         raise TooLarge(
@@ -56,47 +61,55 @@ def check_facts(residents: Residents, rows: Sequence[int], written: list[int], f
     decider = residents.readiness.column_index.get("response_ids")
     if facts.token_lengths is None or decider is None or decider in written:
         return
-    size = residents.size
-    for row, length in zip(rows, facts.token_lengths, strict=True):
-        group = residents.groups.get(row // size)
-        if group is not None and group.have[decider] >> row % size & 1 and length != group.response_tokens[row % size]:
-            raise WrongLength(
-                f"column {facts.token_column!r}, row {row}: {length} entries, but the response has "
-                f"{group.response_tokens[row % size]} tokens. Every token column has one entry for each response "
-                "token."
-            )
+    for group_id, position, indices in spans:
+        group = residents.groups.get(group_id)
+        came = facts.token_lengths[position : position + len(indices)]
+        if group is None or came == group.response_tokens[indices.start : indices.stop]:
+            continue
+        for index, length in zip(indices, came, strict=True):
+            if group.have[decider] >> index & 1 and length != group.response_tokens[index]:
+                raise WrongLength(
+                    f"column {facts.token_column!r}, row {group_id * residents.size + index}: {length} entries, but "
+                    f"the response has {group.response_tokens[index]} tokens. Every token column has one entry for "
+                    "each response token."
+                )
 
 
 def note_facts(
-    residents: Residents, stage: Stage, rows: Sequence[int], fresh: dict[int, int], written: list[int], facts: Facts
+    residents: Residents,
+    stage: Stage,
+    spans: Sequence[Span],
+    fresh: dict[int, int],
+    written: Sequence[int],
+    facts: Facts,
 ) -> list[int]:
-    """Keep what the ledger must know of the fresh rows; their positions in `rows`."""
-    index_of = residents.readiness.column_index
-    # Facts are about a column, and are news for a row that does not have it yet.
-    versions = index_of["token_versions"] if facts.oldest_version is not None else None
-    lengths = index_of["response_ids"] if facts.response_tokens is not None else None
-    told = [column for column in (versions, lengths) if column is not None]
+    """Keep what the ledger must know of the fresh rows; their positions. `spans`: of all rows that came."""
     kept: list[int] = []
-    for group_id, position, indices in spans_of(rows, residents.size):
+    for group_id, position, indices in spans:
         mask = mask_of(indices)
         new = fresh.get(group_id, 0) & mask
         if not new:
             continue
         group = residents.groups[group_id]
+        if new == mask == untouched(group, mask, stage.writes):
+            _note_span(residents, stage, group, indices, position, facts)
+            kept.extend(range(position, position + len(indices)))
+            continue
         there = mask
         for column in written:
             there &= group.have[column]
-        keep = new & ~there
-        if keep == mask and not any(group.have[column] & mask for column in told):
-            _note_span(residents, stage, group, indices, position, facts, versions is not None, lengths is not None)
-            kept.extend(range(position, position + len(indices)))
-            continue
-        for index in bits(keep):
+        for index in bits(new & ~there):
             at = position + index - indices.start
-            news = [column is not None and not group.have[column] >> index & 1 for column in (versions, lengths)]
+            # Facts are about a column, and are news for a row that does not have it yet.
+            news = [_lacks(residents, group, index, name) for name in ("token_versions", "response_ids")]
             _note_span(residents, stage, group, range(index, index + 1), at, facts, *news)
             kept.append(at)
     return kept
+
+
+def _lacks(residents: Residents, group: Group, index: int, name: str) -> bool:
+    column = residents.readiness.column_index.get(name)
+    return column is not None and not group.have[column] >> index & 1
 
 
 def _note_span(
@@ -106,16 +119,17 @@ def _note_span(
     indices: range,
     position: int,
     facts: Facts,
-    versions: bool,
-    lengths: bool,
+    versions: bool = True,
+    lengths: bool = True,
 ) -> None:
-    """Facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news."""
+    """Facts of rows side by side, from `position` on. `versions`, `lengths`: which of them are news, if they came."""
     end = position + len(indices)
     where = slice(indices.start, indices.stop)
     row_bytes = facts.row_bytes[position:end]
     first = stage.index * residents.size
     of_stage = slice(first + indices.start, first + indices.stop)
-    group.row_bytes[of_stage] = map(operator.add, group.row_bytes[of_stage], row_bytes)
+    earlier = group.row_bytes[of_stage]
+    group.row_bytes[of_stage] = map(operator.add, earlier, row_bytes) if any(earlier) else row_bytes
     residents.credits.bytes += sum(row_bytes)
     if versions and facts.oldest_version is not None:
         group.oldest[where] = facts.oldest_version[position:end]

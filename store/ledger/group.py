@@ -4,7 +4,7 @@ A write, a lease or a drop of any number of a group's rows is a few integer oper
 `row_id = group_id * group_size + sample`, so no table maps rows to groups. Used by every part of the ledger.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 NO_VERSION = 2**62
 """Oldest version of a row without tokens: newer than any, so it is never stale."""
@@ -85,6 +85,14 @@ def bits(mask: int) -> Iterator[int]:
         mask ^= low
 
 
+def untouched(group: Group, mask: int, columns: tuple[int, ...]) -> int:
+    """Rows of the mask of which nobody has written any of the columns."""
+    have = group.have
+    for column in columns:
+        mask &= ~have[column]
+    return mask
+
+
 def row_ids(group_id: int, mask: int, size: int) -> list[int]:
     """Ids of the rows of a mask, ascending."""
     first = group_id * size
@@ -93,21 +101,29 @@ def row_ids(group_id: int, mask: int, size: int) -> list[int]:
     return [first + index for index in bits(mask)]
 
 
-def spans_of(rows: Sequence[int], size: int) -> list[tuple[int, int, range]]:
+Span = tuple[int, int, range]
+"""Of rows that lie side by side in one group: the group, the position of the first, and which samples."""
+
+
+def spans_of(rows: Sequence[int], size: int) -> list[Span]:
     """`(group_id, position, indices)`: rows that lie side by side, `rows[position + k]` being sample `indices[k]`.
 
-    Whole groups, which is what is mostly written and leased, are one span each and found without a look at every row.
+    Whole groups, which is what is mostly written and leased, are one span each and found without a look at every row;
+    so are all of them at once, where one follows the other.
 
     >>> spans_of([8, 9, 10, 11, 2, 3], 4)
     [(2, 0, range(0, 4)), (0, 4, range(2, 4))]
     """
     rows = rows if isinstance(rows, list) else list(rows)
     spans, position, count = [], 0, len(rows)
+    if count and rows[0] % size == 0 and count % size == 0 and _ascends(rows, 0, count):
+        first, whole = rows[0] // size, range(size)
+        return [(first + number, number * size, whole) for number in range(count // size)]
     while position < count:
         row = rows[position]
         group_id, first = divmod(row, size)
         end = position + size - first
-        if not (end <= count and rows[end - 1] - row == end - 1 - position and _ascends(rows, position, end)):
+        if not (end <= count and _ascends(rows, position, end)):
             end = position + 1
             while end < count and rows[end] == rows[end - 1] + 1 and rows[end] // size == group_id:
                 end += 1
@@ -117,16 +133,22 @@ def spans_of(rows: Sequence[int], size: int) -> list[tuple[int, int, range]]:
 
 
 def _ascends(rows: list[int], start: int, end: int) -> bool:
-    return rows[start:end] == list(range(rows[start], rows[start] + end - start))
+    first = rows[start]
+    return rows[end - 1] - first == end - 1 - start and rows[start:end] == list(range(first, first + end - start))
 
 
 def mask_of(indices: range) -> int:
     return (1 << len(indices)) - 1 << indices.start
 
 
-def masks_of(rows: Sequence[int], size: int) -> dict[int, int]:
+def masks_of(spans: Sequence[Span]) -> dict[int, int]:
     """`{group_id: mask}` in order of first appearance. Rows given twice count once."""
     masks: dict[int, int] = {}
-    for group_id, _, indices in spans_of(rows, size):
+    for group_id, _, indices in spans:
         masks[group_id] = masks.get(group_id, 0) | mask_of(indices)
     return masks
+
+
+def num_rows(masks: Mapping[int, int]) -> int:
+    """Of masks by group."""
+    return sum(map(int.bit_count, masks.values()))

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
-@dataclass
+@dataclass(slots=True)
 class Account:
     """Where the open units of a lease are counted, with those of its client's other leases of the stage. What has a
     thousand consumers to share among cannot look at all of their leases each time."""
@@ -31,7 +31,7 @@ class Account:
             self.units.pop(self.client, None)
 
 
-@dataclass
+@dataclass(slots=True)
 class HeldLease:
     """Rows that one owner has taken for one stage. Ends when none is open: completed, dropped, or given back."""
 
@@ -68,8 +68,8 @@ class LeaseBook:
 
     def extend(self, lease: HeldLease, deadline: float) -> None:
         """A later deadline is only noted; its place in the order is mended when the earlier one comes up."""
-        if lease.deadline is not None:
-            lease.deadline = max(lease.deadline, deadline)
+        if lease.deadline is not None and deadline > lease.deadline:
+            lease.deadline = deadline
 
     def end(self, lease: HeldLease) -> None:
         self.held.pop(lease.id, None)

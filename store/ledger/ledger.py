@@ -17,6 +17,7 @@ What it promises:
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from penstock.store.errors import (
     DuplicateRow,
@@ -31,7 +32,7 @@ from penstock.store.ledger.audit import audit
 from penstock.store.ledger.catching_up import catch_up, end
 from penstock.store.ledger.effects import Effects
 from penstock.store.ledger.facts import Facts, check_facts, columns_written, note_facts
-from penstock.store.ledger.group import Group, row_ids
+from penstock.store.ledger.group import Group, masks_of, num_rows, row_ids, spans_of
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.losses import Cells, lose
 from penstock.store.ledger.readiness import Stage
@@ -90,7 +91,7 @@ class Ledger:
         if not consumer.num_free:
             return None
         lease = self.residents.leases.open(consumer.index, owner, now + self.spec.lease_timeout_s)
-        self.residents.readiness.take(consumer, max_units, lambda *rows: self.residents.hold(lease, *rows))
+        self.residents.readiness.take(consumer, max_units, partial(self.residents.hold, lease))
         self.residents.stragglers.began(lease, now)
         self.counters[f"leases/{stage}"] += 1
         return lease
@@ -102,8 +103,10 @@ class Ledger:
 
     def rows_of(self, lease: HeldLease) -> list[int]:
         """Ids of the rows that a lease hands out, by group and then by sample."""
-        size = self.residents.size
-        return [row for group, mask in lease.granted.items() for row in row_ids(group, mask, size)]
+        size, rows = self.residents.size, list[int]()
+        for group, mask in lease.granted.items():
+            rows += row_ids(group, mask, size)
+        return rows
 
     def write(
         self, lease_id: int, stage: str, rows: Sequence[int], columns: Sequence[str], facts: Facts, now: float
@@ -114,35 +117,37 @@ class Ledger:
         Renews the lease. Raises `LeaseExpired` if it is over and some row is not done, `AnsweredByAnother`,
         `RowNotLeased`, `UnknownRow`, `UnknownColumn`, `UnknownStage`, `DuplicateRow`, `TooLarge`, `WrongLength`.
         """
-        self.residents.readiness.elapse(now)
-        producer = self.residents.stage(stage)
-        written = columns_written(self.residents, producer, columns)
-        masks = self.residents.masks(list(rows))
-        if sum(mask.bit_count() for mask in masks.values()) != len(rows):
+        residents = self.residents
+        residents.readiness.elapse(now)
+        producer = residents.stage(stage)
+        written = columns_written(residents, producer, columns)
+        spans = spans_of(rows, residents.size)
+        masks = residents.masks(spans)
+        if num_rows(masks) != len(rows):
             raise DuplicateRow(
                 f"stage {stage!r}: a row comes twice in one write of {len(rows)} rows. Write each row once."
             )
         effects = Effects()
         lease = self._held(lease_id, producer, masks)
-        self.residents.check_not_beaten(lease_id, masks, facts.response_tokens)
+        if residents.stragglers.any_beaten:
+            residents.check_not_beaten(lease_id, masks, facts.response_tokens)
         if lease is None:
             return [], effects
-        check_facts(self.residents, rows, written, facts)
-        fresh: dict[int, int] = {}
-        for group_id, mask in masks.items():
-            open_rows = mask & lease.open.get(group_id, 0)
-            if open_rows:
-                fresh[group_id] = open_rows
-        self.counters["ignored/not_awaited"] += len(rows) - sum(mask.bit_count() for mask in fresh.values())
-        kept = note_facts(self.residents, producer, rows, fresh, written, facts)
-        self.residents.leases.extend(lease, now + self.spec.lease_timeout_s)
+        check_facts(residents, rows, spans, written, facts)
+        fresh = masks
+        if masks != lease.open:
+            awaited = {group: mask & lease.open.get(group, 0) for group, mask in masks.items()}
+            fresh = {group: mask for group, mask in awaited.items() if mask}
+            self.counters["ignored/not_awaited"] += len(rows) - num_rows(fresh)
+        kept = note_facts(residents, producer, spans, fresh, written, facts)
+        residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
-            self._complete(lease, producer, self.residents.groups[group_id], mask, written, now, effects)
+            self._complete(lease, producer, residents.groups[group_id], mask, written, now, effects)
         return kept, effects
 
     def drop(self, lease_id: int, stage: str, rows: Sequence[int], reason: str) -> Effects:
         """Rows of a lease end here; those that were revoked are another's. Raises as `write` does."""
-        masks = self.residents.masks(list(rows))
+        masks = self.residents.masks(spans_of(rows, self.residents.size))
         effects = Effects()
         lease = self._held(lease_id, self.residents.stage(stage), masks)
         if lease is None:
@@ -247,12 +252,14 @@ class Ledger:
         lease = self.residents.leases.held.get(made.lease_id)
         if lease is None:
             return []
-        size = self.residents.size
+        size, groups = self.residents.size, self.residents.groups
         shown, stage = lease.open, self.residents.stage(made.stage)
         if stage.sees_siblings:
-            shown = {group: lease.granted[group] & self.residents.groups[group].live for group in lease.open}
-        rows = [row for row in made.parts[rank] if shown.get(row // size, 0) >> row % size & 1]
-        if stage.unit == "batch" and (lost := sum(self.residents.is_lost(row) for row in rows)):
+            shown = {group: lease.granted[group] & groups[group].live for group in lease.open}
+        part = {group: mask & shown.get(group, 0) for group, mask in masks_of(spans_of(made.parts[rank], size)).items()}
+        rows = [row for group, mask in part.items() for row in row_ids(group, mask, size)]
+        lost = num_rows({group: mask & groups[group].lost for group, mask in part.items() if mask})
+        if lost and stage.unit == "batch":
             raise RowsLost(
                 f"{lost} of the {len(rows)} rows of rank {rank} in round {made.number} of stage {made.stage!r} were on "
                 "a node that is gone. Release the round: it is formed again once they have been made again."
@@ -292,7 +299,7 @@ class Ledger:
             if lease.stage != stage.index:
                 held = self.residents.readiness.stages[lease.stage].name
                 raise UnknownStage(f"lease {lease_id} is of stage {held!r}, not {stage.name!r}.")
-            for group_id, mask in masks.items():
+            for group_id, mask in masks.items() if masks != lease.granted else ():
                 if foreign := mask & ~lease.granted.get(group_id, 0):
                     row = row_ids(group_id, foreign, size)[0]
                     raise RowNotLeased(
@@ -308,7 +315,7 @@ class Ledger:
                     "the row goes to another. "
                     "Throw the result away; renew the lease or raise store.lease_timeout_s if the work takes that long."
                 )
-        self.counters["ignored/late"] += sum(mask.bit_count() for mask in masks.values())
+        self.counters["ignored/late"] += num_rows(masks)
         return None
 
     def _complete(
@@ -317,24 +324,25 @@ class Ledger:
         stage: Stage,
         group: Group,
         mask: int,
-        written: list[int],
+        written: Sequence[int],
         now: float,
         effects: Effects,
     ) -> None:
+        residents, have = self.residents, group.have
         for column in written:
-            group.have[column] |= mask
-        self.residents.answered(lease, group, mask, effects)
+            have[column] |= mask
+        if residents.stragglers.holders:
+            residents.answered(lease, group, mask, effects)
         finished = mask
         for column in stage.writes:
-            finished &= group.have[column]
+            finished &= have[column]
         if finished:
             group.done[stage.index] |= finished
             self.counters[f"completed/{stage.name}"] += finished.bit_count()
-            if finished == lease.open[group.id]:
-                self.residents.stragglers.completed(lease, group.id, now)
-            self.residents.unhold(lease, group, finished, effects)
-        for reader in stage.readers:
-            effects.stages |= self.residents.readiness.refresh(group, reader)
+            if residents.stragglers.holders and finished == lease.open[group.id]:
+                residents.stragglers.completed(lease, group.id, now)
+            residents.unhold(lease, group, finished, effects)
+        effects.stages |= residents.readiness.refresh_all(group, stage.readers)
 
     def _give_back(self, lease: HeldLease, effects: Effects) -> None:
         made = self.rounds.by_lease.get(lease.id)

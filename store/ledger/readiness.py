@@ -6,7 +6,7 @@ units wait for somebody to lease them follows from the same counts, by Little's 
 """
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from penstock.store.ledger.group import Group
 from penstock.store.spec import StoreSpec
@@ -20,6 +20,8 @@ class Stage:
         self.name = self.spec.name
         self.index = index
         self.unit = self.spec.unit
+        self.bit = 1 << index
+        self.takes_samples = self.unit == "sample"
         self.reads = tuple(column_index[name] for name in self.spec.reads)
         self.writes = tuple(column_index[name] for name in self.spec.writes)
         shared = {column.name for column in spec.columns if column.per_group}
@@ -54,6 +56,8 @@ class Readiness:
             stage.readers = tuple(
                 other for other in self.stages if other is stage or set(other.reads) & set(stage.writes)
             )
+        self.first = tuple(stage for stage in self.stages if set(stage.spec.reads) <= set(spec.source_columns))
+        """Those that may start on a group that is new."""
         self._groups = groups
         self._now: float | None = None
 
@@ -62,7 +66,8 @@ class Readiness:
         if self._now is not None and now > self._now:
             seconds = now - self._now
             for stage in self.stages:
-                stage.waited_s += stage.num_free * seconds
+                if stage.num_free:
+                    stage.waited_s += stage.num_free * seconds
         self._now = now
 
     def refresh(self, group: Group, stage: Stage) -> int:
@@ -73,18 +78,30 @@ class Readiness:
         if free == before:
             return 0
         group.free[stage.index] = free
-        stage.num_free += num_units(stage, free) - num_units(stage, before)
-        if free and stage.unit != "batch" and not group.queued >> stage.index & 1:
-            group.queued |= 1 << stage.index
+        stage.num_free += free.bit_count() - before.bit_count() if stage.takes_samples else bool(free) - bool(before)
+        if free and stage.unit != "batch" and not group.queued & stage.bit:
+            group.queued |= stage.bit
             heapq.heappush(stage.queue, group.id)
-        return 1 << stage.index if free & ~before else 0
+        return stage.bit if free & ~before else 0
 
-    def refresh_all(self, group: Group) -> int:
-        """In all stages: the bits of those of which more is free."""
+    def refresh_all(self, group: Group, stages: Iterable[Stage] | None = None) -> int:
+        """In all stages, or some: the bits of those of which more is free."""
+        if not (group.live or any(group.free)):
+            return 0  # it has ended, and nothing of it was free
         more = 0
-        for stage in self.stages:
+        for stage in self.stages if stages is None else stages:
             more |= self.refresh(group, stage)
         return more
+
+    def held(self, group: Group, stage: Stage, mask: int) -> None:
+        """Rows of the mask have been leased: what `refresh` would find, which is less."""
+        before = group.free[stage.index]
+        if stage.takes_samples:
+            group.free[stage.index] = free = before & ~mask
+            stage.num_free -= before.bit_count() - free.bit_count()
+        elif before:
+            group.free[stage.index] = 0
+            stage.num_free -= 1
 
     def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:
         """Call `hold(group, open, granted)` for up to `max_units` free units in their turn; how many they were.
@@ -98,9 +115,9 @@ class Readiness:
             if group is None or not free:
                 heapq.heappop(stage.queue)
                 if group is not None:
-                    group.queued &= ~(1 << stage.index)
+                    group.queued &= ~stage.bit
                 continue
-            if stage.unit == "sample":
+            if stage.takes_samples:
                 free = lowest(free, max_units - taken)
             taken += num_units(stage, free)
             hold(group, free, group.live if stage.sees_siblings else free)
@@ -110,16 +127,17 @@ class Readiness:
 
 def free_rows(group: Group, stage: Stage) -> int:
     """Mask of the rows of `group` that may be leased for `stage`: the definition that all counting follows."""
-    ready = group.live & ~group.lost
+    ready, leased = group.live & ~group.lost, group.leased[stage.index]
+    have = group.have
     for column in stage.reads:
-        ready &= group.have[column]
-    if stage.unit != "sample" and (ready != group.live or group.leased[stage.index]):
+        ready &= have[column]
+    if not stage.takes_samples and (leased or ready != group.live):
         return 0
-    return ready & ~(group.leased[stage.index] | group.done[stage.index])
+    return ready & ~(leased | group.done[stage.index])
 
 
 def num_units(stage: Stage, free: int) -> int:
-    return free.bit_count() if stage.unit == "sample" else int(free != 0)
+    return free.bit_count() if stage.takes_samples else int(free != 0)
 
 
 def lowest(mask: int, count: int) -> int:

@@ -5,15 +5,16 @@ credits and counters consistent with one another, and `audit.py` checks that the
 """
 
 from collections import Counter
+from collections.abc import Sequence
 
 from penstock.conf.errors import suggest
 from penstock.store.errors import AnsweredByAnother, UnknownRow, UnknownStage
 from penstock.store.ledger.admission import Credits
 from penstock.store.ledger.effects import Effects
-from penstock.store.ledger.group import Group, bits, masks_of
+from penstock.store.ledger.group import Group, Span, bits, masks_of, untouched
 from penstock.store.ledger.leases import HeldLease, LeaseBook
 from penstock.store.ledger.readiness import Readiness, Stage
-from penstock.store.ledger.stragglers import Stragglers, untouched
+from penstock.store.ledger.stragglers import Stragglers
 from penstock.store.spec import StoreSpec
 
 
@@ -56,12 +57,12 @@ class Residents:
             raise UnknownStage(f"stage {name!r} is not in the dataflow{suggest(name, self.readiness.by_name)}")
         return stage
 
-    def masks(self, row_ids: list[int]) -> dict[int, int]:
+    def masks(self, spans: Sequence[Span]) -> dict[int, int]:
         """`{group: mask}`. Raises `UnknownRow` for rows never admitted."""
-        masks = masks_of(row_ids, self.size)
+        masks = masks_of(spans)
         for group in masks:
             if not 0 <= group < self.next_group:
-                row = next(row for row in row_ids if row // self.size == group)
+                row = next(group * self.size + indices.start for known, _, indices in spans if known == group)
                 raise UnknownRow(
                     f"row {row}: no such row was ever admitted; rows so far are 0 to "
                     f"{self.next_group * self.size - 1}. "
@@ -79,17 +80,22 @@ class Residents:
         if response_tokens:
             group.response_tokens = [response_tokens] * self.size
             self.counters["response_tokens_generated"] += response_tokens * self.size
-        self.resume(group, effects)
+        self._enter(group)
+        effects.stages |= self.readiness.refresh_all(group, self.readiness.first)
         return group
 
     def resume(self, group: Group, effects: Effects) -> None:
-        """A group that is new, or comes from a snapshot: resident and waiting from now on."""
+        """A group that comes from a snapshot."""
+        self._enter(group)
+        effects.stages |= self.readiness.refresh_all(group)
+
+    def _enter(self, group: Group) -> None:
+        """Resident and waiting from now on."""
         self.groups[group.id] = group
         self.waiting.add(group.id)
         self.credits.admit()
         self.credits.bytes += group.nbytes
         self.num_rows += group.live.bit_count()
-        effects.stages |= self.readiness.refresh_all(group)
 
     def is_lost(self, row: int) -> bool:
         """A resident row of a batch has lost values since the batch was formed."""
@@ -104,7 +110,7 @@ class Residents:
         if group.holders is None:
             group.holders = set()
         group.holders.add(lease.id)
-        self.readiness.refresh(group, stage)
+        self.readiness.held(group, stage, open_rows)
 
     def hold_second(self, owner: str, now: float) -> HeldLease | None:
         """A lease on the group that another owner has sampled for too long, and on nothing else; None if there is none.
@@ -150,12 +156,14 @@ class Residents:
         rest = held & ~mask
         if lease.account is not None:
             lease.account.closed(held & mask, not rest)
-        group.leased[lease.stage] &= ~mask | self.stragglers.of_others(lease, group.id)
+        may_share = bool(self.stragglers.holders)
+        group.leased[lease.stage] &= ~mask | (self.stragglers.of_others(lease, group.id) if may_share else 0)
         if rest:
             lease.open[group.id] = rest
             return
         lease.open.pop(group.id, None)
-        self.stragglers.ended(lease, group.id)
+        if may_share:
+            self.stragglers.ended(lease, group.id)
         if group.holders:
             group.holders.discard(lease.id)
         if not lease.open:

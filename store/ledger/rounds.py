@@ -6,12 +6,14 @@ fresh enough. Called by `ledger.py` only.
 
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 
 from penstock.store.errors import LeaseExpired, StalenessViolation, StoreError
 from penstock.store.ledger.batches.balance import balance, row_cost
 from penstock.store.ledger.batches.order import choose_groups
 from penstock.store.ledger.effects import Effects
-from penstock.store.ledger.group import NO_VERSION, Group, row_ids
+from penstock.store.ledger.group import NO_VERSION, Group, masks_of, row_ids, spans_of
 from penstock.store.ledger.losses import begin_again
 from penstock.store.ledger.readiness import Stage
 from penstock.store.ledger.residents import Residents
@@ -125,7 +127,7 @@ class Rounds:
             if not stage.num_free:
                 return None
             lease = residents.leases.open(stage.index, owner, deadline)
-            residents.readiness.take(stage, max_units, lambda *rows: residents.hold(lease, *rows))
+            residents.readiness.take(stage, max_units, partial(residents.hold, lease))
             version = 0
         made = Round(stage.name, number, lease.id, self._split(stage, lease.granted, num_ranks), version)
         self.by_lease[lease.id] = made
@@ -235,7 +237,7 @@ class Rounds:
         return known is not None and known.free[stage.index] != 0
 
     def _count_staleness(self, groups: list[Group]) -> None:
-        versions = Counter(oldest for group in groups for oldest in group.of_live(group.oldest))
+        versions = Counter(chain.from_iterable(group.of_live(group.oldest) for group in groups))
         del versions[NO_VERSION]
         for oldest, count in versions.items():
             self._residents.counters[f"staleness/{self.formed - oldest}"] += count
@@ -283,7 +285,7 @@ class Rounds:
     def _consume(self, made: Round, effects: Effects) -> None:
         """The batch is trained: its rows end, those of the batch before are forgotten, credits fall due."""
         residents = self._residents
-        for group_id in {row // residents.size for row in self.last_batch}:
+        for group_id in masks_of(spans_of(self.last_batch, residents.size)):
             residents.forget(residents.groups[group_id], effects)
         lease = residents.leases.held.get(made.lease_id)
         self.last_batch = []

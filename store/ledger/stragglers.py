@@ -12,7 +12,6 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterator
 
-from penstock.store.ledger.group import Group
 from penstock.store.ledger.leases import HeldLease, LeaseBook
 from penstock.store.ledger.readiness import Stage
 
@@ -65,8 +64,8 @@ class Stragglers:
 
     def ended(self, lease: HeldLease, group: int) -> None:
         """The lease holds nothing of the group any more. One that is left may straggle in its turn."""
-        holders = self.holders.get(group, {})
-        if holders.pop(lease.id, None) is None:
+        holders = self.holders.get(group)
+        if holders is None or holders.pop(lease.id, None) is None:
             return
         if not holders:
             del self.holders[group]
@@ -78,9 +77,14 @@ class Stragglers:
         beaten = self._beaten.setdefault(group, {})
         beaten[lease.id] = beaten.get(lease.id, 0) | mask
 
+    @property
+    def any_beaten(self) -> bool:
+        """Some lease has come second, of a group that is resident."""
+        return bool(self._beaten)
+
     def are_beaten(self, lease_id: int, masks: dict[int, int]) -> bool:
         """All of these rows, by group, were answered by others than this lease, which has held them."""
-        return bool(self._beaten and masks) and all(
+        return bool(masks) and all(
             not mask & ~self._beaten.get(group, {}).get(lease_id, 0) for group, mask in masks.items()
         )
 
@@ -90,8 +94,8 @@ class Stragglers:
 
     def rivals(self, lease: HeldLease, group: int) -> list[HeldLease]:
         """The other leases of the group."""
-        holders = self.holders.get(group, {})
-        if lease.id not in holders:
+        holders = self.holders.get(group)
+        if holders is None or lease.id not in holders:
             return []
         return [self._leases.held[other] for other in holders if other != lease.id]
 
@@ -139,10 +143,3 @@ class Stragglers:
         while self._young and not self._alone(*self._young[0][1:]):
             heapq.heappop(self._young)
         return bool(self._young)
-
-
-def untouched(group: Group, mask: int, columns: tuple[int, ...]) -> int:
-    """Rows of the mask of which nobody has written any of the columns."""
-    for column in columns:
-        mask &= ~group.have[column]
-    return mask

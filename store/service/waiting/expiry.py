@@ -17,16 +17,24 @@ class Expiry:
         """`carry_out`: called after leases may have expired."""
         self._ledger, self._clock, self._carry_out = ledger, clock, carry_out
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
+        """When the timer fires, by the clock."""
         self._patient_until = 0.0
         """By the clock: nothing expires before."""
 
     def arm(self) -> None:
-        self.cancel()
+        """A timer that is too early stays: most leases end long before, and it costs a look at the next deadline."""
         deadline = self._ledger.next_deadline()
-        if deadline is not None:
-            due = max(deadline, self._patient_until)
-            loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(max(0.0, due - self._clock()), self._expire, due)
+        if deadline is None:
+            self.cancel()
+            return
+        due = max(deadline, self._patient_until)
+        if self._timer is not None and self._due <= due:
+            return
+        self.cancel()
+        self._due = due
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(max(0.0, due - self._clock()), self._expire, due)
 
     def cancel(self) -> None:
         if self._timer is not None:

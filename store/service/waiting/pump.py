@@ -55,7 +55,8 @@ class Pump:
             self._blocks.free(group, mask)
         for group, columns in effects.cleared:
             self._blocks.clear(group, columns)
-        self._answered(effects.answered)
+        if effects.answered:
+            self._answered(effects.answered)
         due = self._due
         due.stages |= effects.stages
         due.rounds |= effects.rounds

@@ -9,7 +9,7 @@ from penstock.algorithms.graph.columns import Column
 from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.codec import NOTHING, Codec
 from penstock.store.data.far.wanted import Wanted, split, with_pulled
-from penstock.store.data.layout import Placed
+from penstock.store.data.layout import Inline, Placed
 from penstock.store.data.payload import Payload, assemble, by_value, gather
 from penstock.store.errors import UnknownColumn
 
@@ -101,6 +101,16 @@ def test_no_more_of_a_batch_travels_than_is_wanted() -> None:
     for rows in ([0, 1], [2, 3, 4, 5], [7]):
         _, nbytes = sent(gather(written.blocks, rows, ["x"]))
         assert nbytes < len(rows) * 40_000 + 2000
+
+
+def test_what_the_source_wrote_for_a_group_travels_once() -> None:
+    written = Written(4)
+    for rows, groups in ((list(range(16)), 4), (list(range(4, 12)), 2), ([5, 6, 14], 2)):
+        payload, _ = sent(gather(written.blocks, rows, ["prompt"]))
+        (source,) = payload.sources
+        assert isinstance(source, Inline)
+        assert source.batch.num_rows == groups
+        assert assemble(payload, ["prompt"], []).lists("prompt") == [[row // 4] * 3 for row in rows]
 
 
 def test_rows_of_one_batch_in_shared_memory_are_read_without_a_copy() -> None:
