@@ -23,8 +23,12 @@ WORKLOADS = {"fixed": 64, "long_tailed": 256}
 SETTLE_STEPS = 3
 """Steps of TRL before each of its rounds, not measured: its first ones after a pause are slow. Penstock leaves out
 as many by itself."""
-PENSTOCK_SETTINGS = {"sync": ["rollout.num_threads=1"], "async": []}
-"""Those that were fastest here, as for TRL. An asynchronous run finds its numbers of threads by itself."""
+PENSTOCK_SETTINGS = {
+    "sync": ["rollout.num_workers=2", "rollout.num_threads=1", "rollout.enforce_eager=false"],
+    "async": ["rollout.enforce_eager=false"],
+}
+"""Those that were fastest here, as for TRL: layers of the engine compiled, and where nobody trains meanwhile an engine
+on each core. An asynchronous run finds its numbers of threads by itself."""
 STEPS = {"fixed": 6, "long_tailed": 3}
 """Measured steps a round."""
 NUM_ROUNDS = 4
