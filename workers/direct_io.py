@@ -14,6 +14,7 @@ import fcntl
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +59,10 @@ class DirectWriter:
         os.close(self._descriptor)
 
     def _flush(self) -> None:
-        data = self._block[: self._filled]
+        data = self._block[: self._filled].data
         self._digest.update(data)
-        while len(data):
-            data = data[_directly_if_possible(self._descriptor, lambda data=data: os.write(self._descriptor, data)) :]
+        while data:
+            data = data[_directly_if_possible(self._descriptor, partial(os.write, self._descriptor, data)) :]
         self._filled = 0
 
 
@@ -105,10 +106,8 @@ class DirectReader:
     def _fill(self) -> int:
         filled, wanted = 0, min(BLOCK_BYTES, self._size - self._start)
         while filled < wanted:
-            rest = self._block[filled:]
-            count = _directly_if_possible(
-                self._descriptor, lambda rest=rest, at=self._start + filled: os.preadv(self._descriptor, [rest], at)
-            )
+            read = partial(os.preadv, self._descriptor, [self._block[filled:].data], self._start + filled)
+            count = _directly_if_possible(self._descriptor, read)
             if not count:  # it was cut off meanwhile
                 break
             filled += count
