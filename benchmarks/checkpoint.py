@@ -8,6 +8,7 @@ the save and the next update take together, less a plain update: on a CPU, the w
 what the trainer waits for the save alone. Kinds alternate; medians over rounds.
 """
 
+import math
 import shutil
 import statistics
 import tempfile
@@ -56,6 +57,8 @@ class Side:
         self.trainer = PolicyTrainer(TrainerConfig(), str(folder / "model"))
         self.state = TrainingState({"policy": self.trainer})
         self.kept, self.num_kept = KeptState(self.state, self.trainer, memory), 0
+        self.has_room = True
+        """For two copies in shared memory."""
         self.num_parameters = sum(parameter.numel() for parameter in self.trainer.model.parameters())
         self.update()
         for _ in range(2):  # the copies' pages are fresh the first time
@@ -84,15 +87,17 @@ class Side:
                 "bytes": float(sum(file.num_bytes for file in files))}  # fmt: skip
 
     def keep(self) -> float:
-        """A copy in shared memory. There must be room for two."""
+        """A copy in shared memory; not a number without room for two."""
+        if not self.has_room:
+            return math.nan
         self.num_kept += 1
         start = time.perf_counter()
-        problem = self.kept.keep(self.num_kept)
-        if problem is not None:
-            raise SystemExit(problem)
-        return time.perf_counter() - start
+        self.has_room = self.kept.keep(self.num_kept) is None
+        return time.perf_counter() - start if self.has_room else math.nan
 
     def restore(self) -> float:
+        if not self.has_room:
+            return math.nan
         start = time.perf_counter()
         self.kept.restore(self.num_kept)
         return time.perf_counter() - start
@@ -152,7 +157,7 @@ def print_rounds(by_size: dict[str, dict[str, float]]) -> None:
             size, f"{found['gigabytes']:.2f} GB", f"{found['update_s']:.2f} s", f"{found['synchronous']:.2f} s",
             f"{found['asynchronous']:.2f} s", f"{found['share']:.1%}", f"{found['stall']:.3f} s",
             f"{found['copy_s']:.2f} s", f"{found['written_s']:.2f} s", f"{found['resume_s']:.2f} s",
-            f"{found['keep_s']:.2f} s", f"{found['restore_s']:.2f} s",
+            *("no room" if math.isnan(found[key]) else f"{found[key]:.2f} s" for key in ("keep_s", "restore_s")),
         )  # fmt: skip
     show(table, 150)
 

@@ -17,10 +17,11 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from penstock.conf.errors import CheckpointError
+from penstock.workers.direct_io import DirectReader
 from penstock.workers.whole_files import replacing
 
 BLOCK_BYTES = 2**20
-"""Read and summed at a time, while it is in the cache."""
+"""Read from behind a URL and summed at a time, while it is in the cache."""
 AHEAD_BYTES = 2**24
 """Asked for at a time from behind a URL."""
 
@@ -63,12 +64,37 @@ def upload_directory(directory: Path, url: str) -> None:
         upload(file, url if parent == "." else f"{url}/{parent}")
 
 
+class FarFile:
+    """A file behind a URL, read as `DirectReader` reads one of this machine."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill the target from byte `offset` on. Raises `EOFError`."""
+        self._file.seek(offset)
+        while target:
+            count = self._file.readinto(target)
+            if not count:
+                raise EOFError(f"the file ends {len(target):,} bytes too early")
+            target = target[count:]
+
+    def blocks(self) -> Iterator[memoryview]:
+        """The whole file."""
+        while block := self._file.read(BLOCK_BYTES):
+            yield memoryview(block)
+
+
 @contextlib.contextmanager
-def open_file(place: str) -> Iterator[Any]:
-    """To read from any position of it. Raises `OSError`."""
+def open_file(place: str) -> Iterator[DirectReader | FarFile]:
+    """A large file, to be read once. Raises `OSError`."""
+    if not is_url(place):
+        with contextlib.closing(DirectReader(place)) as here:
+            yield here
+        return
     system, path = _open(place)
     with system.open(path, "rb", block_size=AHEAD_BYTES) as file:
-        yield file
+        yield FarFile(file)
 
 
 def read_text(place: str) -> str:
@@ -179,7 +205,7 @@ def fault_of(directory: str, file: SavedFile, check_wanted: Callable[[], None] =
 def _checksum(place: str, check_wanted: Callable[[], None]) -> str:
     digest = xxhash.xxh3_128()
     with open_file(place) as source:
-        while block := source.read(BLOCK_BYTES):
+        for block in source.blocks():
             digest.update(block)
             check_wanted()
     return digest.hexdigest()

@@ -10,6 +10,7 @@ The trainer has no optimizer state: it makes no step. Started by `benchmarks/wei
 
 import argparse
 import base64
+import gc
 import os
 import statistics
 import threading
@@ -45,6 +46,7 @@ class Rank:
             ray.init(arguments.ray, namespace="weights", log_to_driver=False, logging_level="ERROR")
 
     def publish(self, request: dict[str, Any]) -> dict[str, Any]:
+        gc.collect()  # neither side pays for what the other has left
         start = time.perf_counter()
         publication = self.trainer.publish(request["root"], request["version"])
         seconds = time.perf_counter() - start
@@ -57,6 +59,7 @@ class Rank:
     def gather(self, request: dict[str, Any]) -> dict[str, Any]:
         """`full_state_dict` on rank 0 and `ray.put` of it, as it comes: float32."""
         self._reference = None
+        gc.collect()
         start = time.perf_counter()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.trainer.model, options=options)

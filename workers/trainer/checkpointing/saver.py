@@ -26,6 +26,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -229,7 +230,10 @@ class Saver:
                 copy = self._copies[place] = torch.empty(
                     piece.values.shape, dtype=piece.values.dtype, device="cpu", pin_memory=on_gpu
                 )
-            copy.copy_(piece.values, non_blocking=on_gpu)
+            if on_gpu:
+                copy.copy_(piece.values, non_blocking=True)
+            else:  # one thread: torch's own would take the cores that training has
+                np.copyto(copy.view(torch.uint8).numpy(), piece.values.view(torch.uint8).numpy())
         if on_gpu:
             torch.cuda.synchronize()
         return [replace(piece, values=self._copies[piece.name, piece.first]) for piece in pieces]

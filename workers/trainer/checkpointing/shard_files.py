@@ -8,8 +8,8 @@ interface. Its own `FileSystemWriter` pickles the index and each tensor: reading
 Used by `saver.py` and `reading.py`.
 """
 
+import contextlib
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint import Metadata, StorageReader, StorageWriter, TensorStorageMetadata
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -26,7 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.conf.errors import CheckpointError
-from penstock.workers.files import SavedFile, is_url, open_file, read_text
+from penstock.workers.direct_io import DirectReader, DirectWriter
+from penstock.workers.files import FarFile, SavedFile, is_url, open_file, read_text
 from penstock.workers.trainer.checkpointing.plain_data import TENSORS
 from penstock.workers.whole_files import write_whole
 
@@ -70,20 +70,17 @@ class ShardWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        results, offset, digest = [], 0, xxhash.xxh3_128()
-        with (self._directory / file_of(self._rank)).open("wb", buffering=0) as file:
+        results, name = [], file_of(self._rank)
+        with contextlib.closing(DirectWriter(self._directory / name)) as file:
             for item in plan.items:
                 values = planner.resolve_data(item)
                 assert isinstance(values, Tensor)
-                data = _bytes_of(values)
-                digest.update(data)
-                _write_all(file.fileno(), data)
                 assert item.index.offset is not None
-                place = Place(item.index.offset[0], values.numel(), file_of(self._rank), offset)
+                place = Place(item.index.offset[0], values.numel(), name, file.num_bytes)
                 results.append(WriteResult(item.index, values.nbytes, place))
-                offset += values.nbytes
-            os.fsync(file.fileno())
-        self.written.append(SavedFile(file_of(self._rank), offset, digest.hexdigest()))
+                file.write(_bytes_of(values))
+            file.finish()
+        self.written.append(SavedFile(name, file.num_bytes, file.checksum))
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -152,12 +149,11 @@ class ShardReader(StorageReader):
         place: Place = self.read_metadata().storage_data[item.storage_index]
         return place
 
-    def _read(self, file: Any, place: Place, item: ReadItem) -> Tensor:
+    def _read(self, file: DirectReader | FarFile, place: Place, item: ReadItem) -> Tensor:
         tensor = self.read_metadata().state_dict_metadata[item.storage_index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
         values = torch.empty(item.lengths[0], dtype=tensor.properties.dtype)
-        file.seek(place.offset + item.storage_offsets[0] * values.itemsize)
-        _read_all(file, place.file, _bytes_of(values))
+        file.read_into(place.offset + item.storage_offsets[0] * values.itemsize, _bytes_of(values))
         return values
 
     @classmethod
@@ -203,20 +199,6 @@ def _bytes_of(values: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     assert values.is_contiguous()
     return values.detach().flatten().view(torch.uint8).numpy().data
-
-
-def _write_all(descriptor: int, data: memoryview) -> None:
-    """A system call writes at most 2 GiB."""
-    while data:
-        data = data[os.write(descriptor, data) :]
-
-
-def _read_all(file: Any, name: str, data: memoryview) -> None:
-    while data:
-        count = file.readinto(data)
-        if not count:
-            raise EOFError(f"{name} ends {len(data):,} bytes too early")
-        data = data[count:]
 
 
 def _done(value: Any) -> Future[Any]:

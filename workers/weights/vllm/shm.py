@@ -8,6 +8,7 @@ until all is loaded, or are checked here before anything of the model is touched
 """
 
 import threading
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -44,7 +45,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     """Backend `penstock_shm`. Lifecycle: init (before each version; may be left out) → start → update (once) → finish.
 
     Linear layers of the CPU build and quantised ones are repacked after loading; vLLM's layerwise reload runs the
-    loaders on fresh tensors, repacks, and copies into the tensors that compiled code holds on to.
+    loaders on fresh tensors, repacks, and copies into the tensors that compiled code holds on to. Embeddings of the CPU
+    build are loaded into those at once.
     """
 
     init_info_cls = ShmInitInfo
@@ -74,10 +76,18 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if mapped.inode != update_info.verified_inode:
             mapped.verify()
         expected = {name for name, _ in self.model.named_parameters()}
-        initialize_layerwise_reload(self.model)
+        in_place = packed_embeddings(self.model) if self.model_config.quantization is None else []
+        for layer in in_place:
+            cast(
+                Any, layer
+            ).cpu_linear = torch.nn.functional.linear  # lets the packed form go before there is a new one
+        parts = list(parts_without(self.model, in_place))
+        for part in parts:
+            initialize_layerwise_reload(part)
         loaded = cast(Any, self.model).load_weights(mapped.tensors())
-        finalize_layerwise_reload(self.model, self.model_config)
-        repack_tied_layers(self.model)
+        for part in parts:
+            finalize_layerwise_reload(part, self.model_config)
+        repack(self.model, in_place)
         if loaded is not None and expected - loaded:
             raise WeightError(
                 f"{mapped.manifest.file}: lacks the engine's parameters {', '.join(sorted(expected - loaded)[:5])}: "
@@ -102,8 +112,24 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         pass
 
 
-def repack_tied_layers(model: torch.nn.Module) -> None:
-    """Give layers that share their weight with one that came before, such as a tied `lm_head`, its packed form.
+def packed_embeddings(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Embeddings and heads of the CPU build that are loaded where they lie: it keeps them as they are in a publication,
+    and a packed copy besides. Another copy for the time of loading would be as large as a quarter of a small model."""
+    return [layer for layer in model.modules() if _is_packed_embedding(layer)]
+
+
+def parts_without(module: torch.nn.Module, left_out: Collection[torch.nn.Module]) -> Iterator[torch.nn.Module]:
+    """The largest modules of a model that have none of `left_out` in them: all of it where nothing is."""
+    if not any(layer in left_out for layer in module.modules()):
+        yield module
+    elif module not in left_out:
+        for child in module.children():
+            yield from parts_without(child, left_out)
+
+
+def repack(model: torch.nn.Module, in_place: Collection[torch.nn.Module]) -> None:
+    """Give what was loaded in place its packed form, and layers that share their weight with one that came before, such
+    as a tied `lm_head`.
 
     vLLM's layerwise reload repacks the layer that the weight was loaded for only (its documentation says so), and the
     CPU build keeps a packed copy in each: the head would go on with the weights of the start. Where both are embeddings
@@ -115,19 +141,22 @@ def repack_tied_layers(model: torch.nn.Module) -> None:
         for parameter in module.parameters(recurse=False):
             owner = owners.setdefault(id(parameter), module) if owner is module else owner
         method = getattr(module, "quant_method", None)
-        if owner is module or not isinstance(method, QuantizeMethodBase):
+        if not isinstance(method, QuantizeMethodBase) or (owner is module and module not in in_place):
             continue
-        if _packs_alike(module, owner):
+        if owner is not module and _packs_alike(module, owner):
             module.cpu_linear = owner.cpu_linear
         else:
             method.process_weights_after_loading(module)
 
 
 def _packs_alike(module: torch.nn.Module, owner: torch.nn.Module) -> bool:
-    """Whether both are embeddings of the CPU build, unquantised, that hold the one weight and nothing else."""
-    return all(
+    return _is_packed_embedding(module) and _is_packed_embedding(owner)
+
+
+def _is_packed_embedding(layer: torch.nn.Module) -> bool:
+    """An embedding of the CPU build, unquantised, that holds the one weight and nothing else."""
+    return (
         hasattr(layer, "cpu_linear")
         and isinstance(getattr(layer, "quant_method", None), UnquantizedEmbeddingMethod)
         and [name for name, _ in layer.named_parameters(recurse=False)] == ["weight"]
-        for layer in (module, owner)
     )
