@@ -19,7 +19,7 @@ from penstock.orchestrator.origins import origin_of
 from penstock.orchestrator.ownership.owners import Owner
 from penstock.orchestrator.placement.actors import ActorPlan, reward_of
 from penstock.orchestrator.placement.reservation import Reservation
-from penstock.orchestrator.placement.threads import Company, threads_of
+from penstock.orchestrator.placement.threads import SharedNode, threads_of
 from penstock.orchestrator.recording.thread_record import Trial
 from penstock.store.spec import given
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
@@ -53,7 +53,7 @@ class ActorMaker:
         cores: Mapping[str, int],
         states_root: str,
         owner: Owner,
-        trials: Mapping[Company, Trial],
+        trials: Mapping[SharedNode, Trial],
     ) -> None:
         """`cores`: of each node, by Ray's id. `states_root`: where the trainer's ranks keep copies of their state.
         `trials`: of numbers of threads; the fleet adds to them."""
@@ -239,7 +239,7 @@ class ActorMaker:
 
     def threads_of(self, actor: ActorPlan) -> int:
         """CPU threads that an engine or a rank computes by."""
-        chosen = {company: trial.threads for company, trial in self._trials.items()}
+        chosen = {node: trial.threads for node, trial in self._trials.items()}
         return threads_of(actor, self._plan, self._reservation.assignment, self._cores, self._config, chosen)
 
     def _node_of(self, name: str) -> str:

@@ -33,7 +33,7 @@ from penstock.orchestrator.ownership.owners import Owner, RunOwner, ThisProcess
 from penstock.orchestrator.placement.actors import ActorPlan
 from penstock.orchestrator.placement.nodes import Node
 from penstock.orchestrator.placement.reservation import Reservation
-from penstock.orchestrator.placement.threads import Company
+from penstock.orchestrator.placement.threads import SharedNode
 from penstock.orchestrator.ray_calls import answers, get_all, outcomes
 from penstock.orchestrator.recording.thread_record import Trial
 from penstock.store.service.actor import STORE
@@ -61,7 +61,7 @@ class Fleet(Roster):
         with_store: bool = True,
         resumed: Checkpoint | None = None,
         owner: Owner | None = None,
-        trials: Mapping[Company, Trial] | None = None,
+        trials: Mapping[SharedNode, Trial] | None = None,
     ) -> None:
         """`resumed`: what the run goes on from. `owner`: with whom the actors end; None: this process. `trials`: of
         numbers of threads that the run has made before."""
@@ -75,7 +75,7 @@ class Fleet(Roster):
         self._growth: Growth | None = None
         self.cores: dict[str, int] = {}
         """That processes may use, by node."""
-        self.trials: dict[Company, Trial] = dict(trials or {})
+        self.trials: dict[SharedNode, Trial] = dict(trials or {})
         """Of numbers of threads: those of `thread_trial.py` join them."""
         self.store_process: StoreProcess | None = None
         self.roll_call = RollCall(self.actors, agents, self.node_of)

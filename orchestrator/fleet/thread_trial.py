@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.placement.actors import ActorPlan
-from penstock.orchestrator.placement.threads import Company, are_tried, best, companies, counts_to_try
+from penstock.orchestrator.placement.threads import SharedNode, are_tried, best, counts_to_try, shared_nodes
 from penstock.orchestrator.ray_calls import get_all
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.thread_record import Trial, write_trials
@@ -24,28 +24,28 @@ def try_threads(fleet: Fleet, directory: RunDirectory) -> None:
     """Raises what an engine or a rank fails with, `DeadlineExceeded`."""
     if not are_tried(fleet.config):
         return
-    found = companies(fleet.plan, fleet.reservation.assignment, fleet.cores)
-    for company, members in found.items():
-        if company not in fleet.trials:
-            fleet.trials[company] = _tried(fleet, company, members)
+    found = shared_nodes(fleet.plan, fleet.reservation.assignment, fleet.cores)
+    for node, members in found.items():
+        if node not in fleet.trials:
+            fleet.trials[node] = _tried(fleet, node, members)
     if found:
         _tell(fleet)
         write_trials(directory, fleet.trials)
 
 
-def _tried(fleet: Fleet, company: Company, members: Sequence[ActorPlan]) -> Trial:
+def _tried(fleet: Fleet, node: SharedNode, members: Sequence[ActorPlan]) -> Trial:
     """`members`: an engine, and the ranks on its node. Those on other nodes compute along, as they always do."""
     engine, ranks = members[0], members[1:]
     config, timeout_s = fleet.config, fleet.config.rollout.start_timeout_s
     groups = (config.max_staleness + 1) * config.trainer.groups_per_step // len(fleet.role("rollout"))
-    counts = counts_to_try(config.rollout.num_threads, company.cores)
+    counts = counts_to_try(config.rollout.num_threads, node.cores)
     call = (engine.name, fleet.actors[engine.name].try_threads.remote(counts, groups))
     (engine_s,) = get_all([call], phase=PHASE, timeout_s=timeout_s)
-    counts = counts_to_try(config.trainer.num_threads, company.cores)
+    counts = counts_to_try(config.trainer.num_threads, node.cores)
     calls = [(name, handle.try_threads.remote(counts)) for name, handle in fleet.role("trainer")]
     answers = dict(zip((name for name, _ in calls), get_all(calls, phase=PHASE, timeout_s=timeout_s), strict=True))
     rank_s = {count: max(answers[rank.name][count] for rank in ranks) for count in counts}
-    return Trial(best(company, engine_s, rank_s), engine_s, rank_s)
+    return Trial(best(node, engine_s, rank_s), engine_s, rank_s)
 
 
 def _tell(fleet: Fleet) -> None:

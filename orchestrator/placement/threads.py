@@ -17,7 +17,7 @@ NEARLY = 1.05
 """Fewer threads are taken where more would gain less than this: trials differ by as much."""
 
 
-class Company(NamedTuple):
+class SharedNode(NamedTuple):
     """Engines and ranks of the trainer that share a node's cores."""
 
     cores: int
@@ -32,7 +32,7 @@ class Threads(NamedTuple):
     trainer: int
 
 
-Chosen = Mapping[Company, Threads]
+Chosen = Mapping[SharedNode, Threads]
 
 
 def threads_of(
@@ -49,7 +49,7 @@ def threads_of(
     engines = sum(other.role == "rollout" for other in here)
     role, stage = (actor.role, actor.stage) if actor.role == "scorer" else ("trainer", "train")
     ranks = sum(other.role == role and other.stage == stage for other in here)
-    found = chosen.get(Company(cores[node.id], engines, ranks)) if actor.role in ("rollout", "trainer") else None
+    found = chosen.get(SharedNode(cores[node.id], engines, ranks)) if actor.role in ("rollout", "trainer") else None
     if found is not None:
         return found.rollout if actor.role == "rollout" else found.trainer
     return threads_per_worker(actor.role, config, cores[node.id], engines, ranks)
@@ -72,18 +72,18 @@ def are_tried(config: RunConfig) -> bool:
     return config.max_staleness > 0 and config.rollout.engine == "vllm" and not on_gpus and not given
 
 
-def companies(
+def shared_nodes(
     actors: Sequence[ActorPlan], assignment: Assignment, cores: Mapping[str, int]
-) -> dict[Company, list[ActorPlan]]:
+) -> dict[SharedNode, list[ActorPlan]]:
     """Those that have several cores to share, each with one engine of it and all of its ranks: of nodes that are alike
     the first."""
-    found: dict[Company, list[ActorPlan]] = {}
+    found: dict[SharedNode, list[ActorPlan]] = {}
     for node, num_cores in cores.items():
         here = [actor for actor in actors if assignment.node_of[actor.name].id == node]
         engines = [actor for actor in here if actor.role == "rollout"]
         ranks = [actor for actor in here if actor.role == "trainer"]
         if engines and ranks and num_cores > 1:
-            found.setdefault(Company(num_cores, len(engines), len(ranks)), [engines[0], *ranks])
+            found.setdefault(SharedNode(num_cores, len(engines), len(ranks)), [engines[0], *ranks])
     return found
 
 
@@ -95,7 +95,7 @@ def counts_to_try(given: int, num_cores: int) -> list[int]:
     return [*doubled, num_cores]
 
 
-def best(company: Company, engine_s: Mapping[int, float], rank_s: Mapping[int, float]) -> Threads:
+def best(shared: SharedNode, engine_s: Mapping[int, float], rank_s: Mapping[int, float]) -> Threads:
     """The threads by which a token is soonest through both sides, which work at the same time. `engine_s`, `rank_s`:
     seconds a token on one engine and one rank alone, by threads.
 
@@ -104,8 +104,8 @@ def best(company: Company, engine_s: Mapping[int, float], rank_s: Mapping[int, f
     """
 
     def seconds(threads: tuple[int, int]) -> float:
-        engine, rank = engine_s[threads[0]] / company.engines, rank_s[threads[1]] / company.ranks
-        threads_per_core = (threads[0] * company.engines + threads[1] * company.ranks) / company.cores
+        engine, rank = engine_s[threads[0]] / shared.engines, rank_s[threads[1]] / shared.ranks
+        threads_per_core = (threads[0] * shared.engines + threads[1] * shared.ranks) / shared.cores
         return max(engine, rank) + min(engine, rank) * max(0.0, threads_per_core - 1)
 
     pairs = list(product(engine_s, rank_s))

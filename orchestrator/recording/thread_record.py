@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.orchestrator.placement.threads import Company, Threads
+from penstock.orchestrator.placement.threads import SharedNode, Threads
 from penstock.orchestrator.recording.run_directory import RunDirectory
 
 FILE = "threads.json"
@@ -26,13 +26,13 @@ class Trial:
     rank_s: Mapping[int, float]
 
 
-def write_trials(directory: RunDirectory, trials: Mapping[Company, Trial]) -> None:
-    lines = [_line_of(company, trial) for company, trial in trials.items()]
+def write_trials(directory: RunDirectory, trials: Mapping[SharedNode, Trial]) -> None:
+    lines = [_line_of(node, trial) for node, trial in trials.items()]
     with directory.losses.tolerating(FILE, "A run that goes on finds the numbers of threads anew."):
         directory.write_text(FILE, json.dumps(lines, indent=1) + "\n")
 
 
-def read_trials(directory: RunDirectory) -> dict[Company, Trial]:
+def read_trials(directory: RunDirectory) -> dict[SharedNode, Trial]:
     """Nothing where there are none that can be read, or they are of another CPU."""
     try:
         lines = json.loads((directory.path / FILE).read_text(encoding="utf-8"))
@@ -50,11 +50,11 @@ def cpu_name() -> str:
         return platform.processor()
 
 
-def _line_of(company: Company, trial: Trial) -> dict[str, Any]:
+def _line_of(node: SharedNode, trial: Trial) -> dict[str, Any]:
     measured = {"rollout": trial.engine_s, "trainer": trial.rank_s}
-    return {"cpu": cpu_name(), **company._asdict(), "threads": trial.threads._asdict(), "s_per_token": measured}
+    return {"cpu": cpu_name(), **node._asdict(), "threads": trial.threads._asdict(), "s_per_token": measured}
 
 
-def _trial_of(line: Mapping[str, Any]) -> tuple[Company, Trial]:
+def _trial_of(line: Mapping[str, Any]) -> tuple[SharedNode, Trial]:
     engine_s, rank_s = ({int(n): s for n, s in line["s_per_token"][role].items()} for role in ("rollout", "trainer"))
-    return Company(*(line[name] for name in Company._fields)), Trial(Threads(**line["threads"]), engine_s, rank_s)
+    return SharedNode(*(line[name] for name in SharedNode._fields)), Trial(Threads(**line["threads"]), engine_s, rank_s)

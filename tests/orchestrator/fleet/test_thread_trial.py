@@ -9,7 +9,7 @@ from typing import Any
 
 from penstock.orchestrator.fleet.thread_trial import try_threads
 from penstock.orchestrator.placement.assignment import assign
-from penstock.orchestrator.placement.threads import Company, Threads, companies, threads_of
+from penstock.orchestrator.placement.threads import SharedNode, Threads, shared_nodes, threads_of
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.thread_record import FILE, Trial, read_trials
 from tests.orchestrator.placement.clusters import node, planned
@@ -30,7 +30,7 @@ def method(answer: Callable[..., Any]) -> Any:
 class PlayedFleet:
     """Two engines and two ranks on nodes of so many cores; every call is noted."""
 
-    def __init__(self, *words: str, cores: int = 4, num_nodes: int = 1, trials: dict[Company, Trial] | None = None):
+    def __init__(self, *words: str, cores: int = 4, num_nodes: int = 1, trials: dict[SharedNode, Trial] | None = None):
         self.asked: list[tuple[str, str, Any]] = []
         nodes = [node(number, cpus=8 // num_nodes) for number in range(1, num_nodes + 1)]
         sizes = ("rollout.num_workers=2", "trainer.num_ranks=2", "reward.cpus_per_worker=0", "max_staleness=1")
@@ -55,7 +55,7 @@ class PlayedFleet:
         return [(actor.name, self.actors[actor.name]) for actor in self.plan if actor.role == role]
 
     def threads_of(self, name: str) -> int:
-        chosen = {company: trial.threads for company, trial in self.trials.items()}
+        chosen = {shared: trial.threads for shared, trial in self.trials.items()}
         actor = next(actor for actor in self.plan if actor.name == name)
         return threads_of(actor, self.plan, self.reservation.assignment, self.cores, self.config, chosen)
 
@@ -74,13 +74,13 @@ def test_one_engine_and_all_ranks_are_tried_and_all_are_told(tmp_path: Path) -> 
         ("Trainer-policy-0", counts),
         ("Trainer-policy-1", counts),
     ]
-    ((company, trial),) = fleet.trials.items()
-    assert company == Company(4, 2, 2)
+    ((shared, trial),) = fleet.trials.items()
+    assert shared == SharedNode(4, 2, 2)
     assert asked["use"] == [
         *((f"Rollout-{number}", trial.threads.rollout) for number in range(2)),
         *((f"Trainer-policy-{number}", trial.threads.trainer) for number in range(2)),
     ]
-    assert read_trials(RunDirectory(tmp_path)) == {company: Trial(trial.threads, SLOW_ENGINE, SLOW_RANK)}
+    assert read_trials(RunDirectory(tmp_path)) == {shared: Trial(trial.threads, SLOW_ENGINE, SLOW_RANK)}
 
 
 def test_a_run_that_goes_on_uses_what_it_found_before(tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_the_record_says_what_was_measured(tmp_path: Path) -> None:
     fleet = PlayedFleet()
     tried_by(fleet, tmp_path)
     (line,) = json.loads((tmp_path / FILE).read_text())
-    (company,) = companies(fleet.plan, fleet.reservation.assignment, fleet.cores)
-    assert {name: line[name] for name in Company._fields} == company._asdict()
+    (shared,) = shared_nodes(fleet.plan, fleet.reservation.assignment, fleet.cores)
+    assert {name: line[name] for name in SharedNode._fields} == shared._asdict()
     assert line["s_per_token"]["trainer"] == {str(count): seconds for count, seconds in SLOW_RANK.items()}
-    assert Threads(**line["threads"]) == fleet.trials[company].threads
+    assert Threads(**line["threads"]) == fleet.trials[shared].threads

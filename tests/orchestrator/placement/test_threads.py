@@ -7,12 +7,12 @@ import pytest
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.placement.assignment import assign
 from penstock.orchestrator.placement.threads import (
-    Company,
+    SharedNode,
     Threads,
     are_tried,
     best,
-    companies,
     counts_to_try,
+    shared_nodes,
     threads_of,
     threads_per_worker,
 )
@@ -80,7 +80,7 @@ def test_what_was_found_for_a_node_holds_for_its_engines_and_ranks_and_for_nobod
     actors, config = planned(*words)
     assignment = assign(actors, nodes, config)
     cores = {nodes[0].id: 8, nodes[1].id: 8}
-    together = next(iter(companies(actors, assignment, cores)))
+    together = next(iter(shared_nodes(actors, assignment, cores)))
     chosen = {together: Threads(rollout=3, trainer=5)}
     threads = {
         actor.name: threads_of(actor, actors, assignment, cores, config, chosen) for actor in actors if actor.num_cpus
@@ -97,17 +97,17 @@ def test_nodes_that_are_alike_are_tried_once_and_those_of_one_side_or_one_core_n
     actors, config = planned("rollout.num_workers=2", "trainer.num_ranks=2", "reward.cpus_per_worker=0")
     assignment = assign(actors, nodes, config)
     placed = {actor.name: assignment.node_of[actor.name].id for actor in actors}
-    found = companies(actors, assignment, {its.id: 4 for its in nodes})
+    found = shared_nodes(actors, assignment, {its.id: 4 for its in nodes})
     mixed = {
         node_id
         for node_id in placed.values()
         if {actor.role for actor in actors if placed[actor.name] == node_id} >= {"rollout", "trainer"}
     }
     assert len(found) <= len(mixed)
-    for company, members in found.items():
-        assert company.cores == 4
-        assert [actor.role for actor in members] == ["rollout", *["trainer"] * company.ranks]
-    assert companies(actors, assignment, {its.id: 1 for its in nodes}) == {}
+    for shared, members in found.items():
+        assert shared.cores == 4
+        assert [actor.role for actor in members] == ["rollout", *["trainer"] * shared.ranks]
+    assert shared_nodes(actors, assignment, {its.id: 1 for its in nodes}) == {}
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_numbers_to_try_are_powers_of_two_and_all_cores(given: int, num_cores: i
 def test_the_best_threads_bring_a_token_soonest_through_both_sides(
     cores: int, engine_s: dict[int, float], rank_s: dict[int, float], found: tuple[int, int]
 ) -> None:
-    assert best(Company(cores, 1, 1), engine_s, rank_s) == found
+    assert best(SharedNode(cores, 1, 1), engine_s, rank_s) == found
 
 
 def test_several_engines_and_ranks_divide_what_has_to_be_done() -> None:
     times = {1: 4.0, 2: 2.0, 4: 1.0}
-    assert best(Company(cores=4, engines=2, ranks=2), times, times) == (1, 1)
+    assert best(SharedNode(cores=4, engines=2, ranks=2), times, times) == (1, 1)

@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from penstock.orchestrator.placement.threads import Company, Threads
+from penstock.orchestrator.placement.threads import SharedNode, Threads
 from penstock.orchestrator.recording import thread_record
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.thread_record import FILE, Trial, read_trials, write_trials
 
 TRIALS = {
-    Company(2, 1, 1): Trial(Threads(1, 2), {1: 1.5e-4, 2: 1.75e-4}, {1: 3e-4, 2: 2e-4}),
-    Company(4, 2, 1): Trial(Threads(1, 4), {1: 1.5e-4}, {4: 1e-4}),
+    SharedNode(2, 1, 1): Trial(Threads(1, 2), {1: 1.5e-4, 2: 1.75e-4}, {1: 3e-4, 2: 2e-4}),
+    SharedNode(4, 2, 1): Trial(Threads(1, 4), {1: 1.5e-4}, {4: 1e-4}),
 }
 
 
