@@ -20,6 +20,7 @@ from penstock.workers.protocols import Sampling
 from penstock.workers.reward.functions import digits
 from penstock.workers.rollout.engine_hf import HfEngine
 from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.trainer.models.linear import use_fast_linears
 from penstock.workers.trainer.update.batching import plan
 from tests.orchestrator.runs.digits_game import share_of_digits
 
@@ -73,6 +74,7 @@ def _train(config: RunConfig, model_path: str, source: Any, sample: Sample, back
     engine = HfEngine(config.rollout, model_path, num_threads=1)
     engine.open_model()
     policy = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    use_fast_linears(policy.base_model)  # products by the same library: others are rounded in another way
     options = config.trainer.optimizer
     optimizer = torch.optim.AdamW(
         policy.parameters(), lr=options.lr, betas=tuple(options.betas), eps=options.eps, weight_decay=0.0, fused=True

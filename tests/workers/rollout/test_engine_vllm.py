@@ -172,9 +172,9 @@ def test_an_engine_whose_process_fails_at_the_start_says_why_in_its_own_words(ti
 def test_a_killed_engine_process_ends_requests_with_worker_died(tiny_model: Path) -> None:
     async def scenario() -> None:
         engine = VllmEngine(RolloutConfig(max_model_len=512, kv_cache_gib=0.25), str(tiny_model), num_threads=1)
-        before = {process.pid for process in psutil.Process().children(recursive=True)}
+        before = {process.pid for process in psutil.Process().children()}
         await engine.start()
-        started = {process.pid for process in psutil.Process().children(recursive=True)} - before
+        started = {process.pid for process in psutil.Process().children()} - before
         group = asyncio.create_task(engine.generate([5, 6], 2, Sampling(max_tokens=500, ignore_eos=True)))
         await asyncio.sleep(0.2)
         for pid in started:

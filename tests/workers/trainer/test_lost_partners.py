@@ -32,6 +32,7 @@ def shell(cls: type) -> Any:
     made = cls.__new__(cls)
     part = Alone()
     made._phases, made._spec = Phases(), SimpleNamespace(name="Trainer-policy-0", stage="train")
+    made._assembly, made._num_threads = SimpleNamespace(use_threads=lambda _: None), 1
     made._started = SimpleNamespace(worker=part, trainer=part, state=part, kept=part)
     return made
 
