@@ -31,8 +31,8 @@ CASES: dict[str, dict[str, int]] = {
     "d": {**SHORT, "resident": 100_000},
 }
 ROWS = {"a": 16384, "b": 1024, "c": 512, "d": 8192}
-"""Of a round: half a second of the faster side. With a quarter of (a) and (d) a round was 0.15 s, and rounds of one side
-differed by two thirds."""
+"""Of a round: half a second of the faster side. With a quarter of (a) and (d) a round was 0.15 s, and rounds of one
+side differed by two thirds."""
 OPS = ("put", "lease", "stages")
 NUM_ROUNDS = 3
 TARGETS = {"a": 10.0, "b": 3.0, "c": 5.0, "d": 20.0}
