@@ -19,6 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.workers.cpu_info import cpu_entry
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -108,7 +110,7 @@ def parse_arguments(docstring: str | None) -> argparse.Namespace:
 
 def machine() -> dict[str, Any]:
     return {
-        "cpu": _of_cpu("model name") or "unknown",
+        "cpu": cpu_entry("model name") or "unknown",
         "instructions": instructions(),
         "cores": os.cpu_count(),
         "platform": platform.platform(),
@@ -118,15 +120,9 @@ def machine() -> dict[str, Any]:
 
 def instructions() -> str:
     """The widest for vectors that the CPU has: names of CPUs in the cloud say no more than whose they are."""
-    flags = set(_of_cpu("flags").split())
+    flags = set(cpu_entry("flags").split())
     names = {"amx_tile": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}
     return next((name for flag, name in names.items() if flag in flags), "no AVX2")
-
-
-def _of_cpu(key: str) -> str:
-    """The first core's entry in /proc/cpuinfo."""
-    lines = (line.split(":", 1) for line in _lines("/proc/cpuinfo") if ":" in line)
-    return next((value.strip() for name, value in lines if name.strip() == key), "")
 
 
 def versions(*names: str) -> dict[str, str]:
@@ -184,10 +180,3 @@ def print_targets(targets: list[Target]) -> None:
             "met" if target.met else "missed",
         )
     show(table)
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []

@@ -13,6 +13,7 @@ from typing import Any
 
 from penstock.orchestrator.placement.threads import SharedNode, Threads
 from penstock.orchestrator.recording.run_directory import RunDirectory
+from penstock.workers.cpu_info import cpu_entry
 
 FILE = "threads.json"
 
@@ -43,11 +44,7 @@ def read_trials(directory: RunDirectory) -> dict[SharedNode, Trial]:
 
 def cpu_name() -> str:
     """Of the driver's machine; those of the other nodes are taken to be alike."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "")
-    except OSError:
-        return platform.processor()
+    return cpu_entry("model name") or platform.processor()
 
 
 def _line_of(node: SharedNode, trial: Trial) -> dict[str, Any]:

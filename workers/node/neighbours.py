@@ -1,5 +1,5 @@
 """The actors of a node, asked by its agent in the controller's place: one answer for all of them. Used by `actor.py`;
-`orchestrator/nodes/roll_call.py` asks, and whoever is not in the answer is asked by the controller itself.
+`orchestrator/fleet/roll_call.py` asks, and whoever is not in the answer is asked by the controller itself.
 """
 
 import asyncio

@@ -10,11 +10,12 @@ Legend: M rows of all but the last axis, K features in, N features out.
 """
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from penstock.workers.cpu_info import cpu_entry
 
 
 def use_fast_linears(lm: nn.Module) -> None:
@@ -87,12 +88,4 @@ def mkl_is_slow() -> bool:
     """torch multiplies by MKL, on a CPU with AVX-512 that is not Intel's."""
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     has_avx512 = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return has_both and has_avx512 and _maker() not in ("", "GenuineIntel")
-
-
-def _maker() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return ""
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("vendor_id")), "")
+    return has_both and has_avx512 and cpu_entry("vendor_id") not in ("", "GenuineIntel")

@@ -70,7 +70,7 @@ def test_mkl_is_left_where_it_knows_the_cpus_instructions(
     monkeypatch: pytest.MonkeyPatch, maker: str, capability: str, slow: bool
 ) -> None:
     linear.mkl_is_slow.cache_clear()
-    monkeypatch.setattr(linear, "_maker", lambda: maker)
+    monkeypatch.setattr(linear, "cpu_entry", {"vendor_id": maker}.get)
     for backend in (torch.backends.mkl, torch.backends.mkldnn):
         monkeypatch.setattr(backend, "is_available", lambda: True)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
