@@ -50,19 +50,22 @@ def threads_of(
     role, stage = (actor.role, actor.stage) if actor.role == "scorer" else ("trainer", "train")
     ranks = sum(other.role == role and other.stage == stage for other in here)
     found = chosen.get(SharedNode(cores[node.id], engines, ranks)) if actor.role in ("rollout", "trainer") else None
-    if found is not None:
+    if found is not None and not _given(actor.role, config):
         return found.rollout if actor.role == "rollout" else found.trainer
     return threads_per_worker(actor.role, config, cores[node.id], engines, ranks)
 
 
 def threads_per_worker(role: str, config: RunConfig, num_cores: int, num_engines: int, num_ranks: int) -> int:
     """CPU threads of an engine (`rollout`) or of a rank (`trainer`, `scorer`) on a node with so many, by division."""
-    is_engine = role == "rollout"
-    requested = config.rollout.num_threads if is_engine else config.trainer.num_threads
-    workers = num_engines if is_engine else num_ranks
+    workers = num_engines if role == "rollout" else num_ranks
     if config.max_staleness > 0:
         workers = num_engines + num_ranks
-    return requested or max(1, num_cores // workers)
+    return _given(role, config) or max(1, num_cores // workers)
+
+
+def _given(role: str, config: RunConfig) -> int:
+    """The number that the configuration names; 0 for none."""
+    return config.rollout.num_threads if role == "rollout" else config.trainer.num_threads
 
 
 def are_tried(config: RunConfig) -> bool:

@@ -168,3 +168,16 @@ def test_the_best_threads_bring_a_token_soonest_through_both_sides(
 def test_several_engines_and_ranks_divide_what_has_to_be_done() -> None:
     times = {1: 4.0, 2: 2.0, 4: 1.0}
     assert best(SharedNode(cores=4, engines=2, ranks=2), times, times) == (1, 1)
+
+
+def test_a_number_that_is_given_later_counts_more_than_one_that_was_found() -> None:
+    actors, config = planned("reward.cpus_per_worker=0", "max_staleness=1", "trainer.num_threads=2")
+    assignment = assign(actors, [node(1, cpus=8)], config)
+    cores = {assignment.node_of["Rollout-0"].id: 4}
+    chosen = {SharedNode(4, 1, 1): Threads(rollout=3, trainer=4)}
+    threads = {
+        actor.name: threads_of(actor, actors, assignment, cores, config, chosen)
+        for actor in actors
+        if actor.role in ("rollout", "trainer")
+    }
+    assert threads == {"Rollout-0": 3, "Trainer-policy-0": 2}
