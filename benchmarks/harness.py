@@ -10,18 +10,23 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
 from penstock.workers.cpu_info import cpu_entry
 
 ROOT = Path(__file__).resolve().parent.parent
+SETTLE_S, SETTLE_LOOK_S = 10.0, 0.25
+RESTING_PERCENT = 10.0
+"""Of all cores: Ray's own processes take a few."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,14 @@ class Child:
 
 def _start_here(command: list[str], **options: Any) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, text=True, start_new_session=True, **options)
+
+
+def settle() -> None:
+    """Wait until the cores rest: what one side leaves behind, memory to give back before all, is not the next one's
+    time. At most `SETTLE_S`."""
+    give_up = time.monotonic() + SETTLE_S
+    while psutil.cpu_percent(SETTLE_LOOK_S) > RESTING_PERCENT and time.monotonic() < give_up:
+        pass
 
 
 def parse_arguments(docstring: str | None) -> argparse.Namespace:

@@ -5,8 +5,8 @@
 Qwen2 with 3M, 100M and 500M random float32 parameters, FSDP2 on two ranks (gloo), one vLLM engine (CPU, bfloat16).
 *Penstock*: every rank casts its shard into shared memory; the engine maps and loads it. *Naive*: the full state dict is
 gathered on rank 0, `ray.put`; the engine gets it and hands it to vLLM's `reload_weights`. The sides alternate in one
-run on the same trainer and the same engine; medians over rounds. Memory is watched in each side's first rounds, which
-are not timed: whoever samples it takes a core from those that copy.
+run on the same trainer and the same engine, each once the cores rest; medians over rounds. Memory is watched in each
+side's first rounds, which are not timed: whoever samples it takes a core from those that copy.
 
 Rates are in published bytes (bfloat16; the trainer's side reads twice as many). `memcpy` copies as many bytes between
 warm pages, in the same round. The engine's pause stands beside two things: one memcpy of the bytes, and what vLLM
@@ -26,7 +26,7 @@ from typing import Any
 import psutil
 import ray
 
-from benchmarks.harness import Child, Target, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import Child, Target, new_table, parse_arguments, print_targets, settle, show, write_json
 from benchmarks.weights_memory import Peak, folder_bytes, object_store_bytes, private_bytes
 from penstock.conf.model import FreshModelConfig
 from penstock.store.data.roots import SHARED_MEMORY, claim_root, remove_root
@@ -156,9 +156,12 @@ def measure(size: str, work: Path, num_rounds: int) -> list[dict[str, Any]]:
         try:
             memory = memory_rounds(cluster, empty_store)
             for number in range(num_rounds):
+                settle()
                 sides = {"Penstock": penstock_round(cluster, 2 * number + 4)}
+                settle()
                 sides["naive"] = naive_round(cluster, 2 * number + 5)
                 size_bytes = sides["Penstock"]["bytes"]
+                settle()
                 copied = cluster.ranks[0].ask({"op": "memcpy", "bytes": min(size_bytes, MEMCPY_BYTES)})
                 rates = {f"memcpy_{n}": min(size_bytes, MEMCPY_BYTES) / copied[f"seconds_{n}"] for n in (1, 2)}
                 common = {"size": size, "round": number, "parameters": parameters, "bytes": size_bytes, **rates}

@@ -16,6 +16,7 @@ from penstock.conf.errors import ConfigError
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import VLLM_LORA_RANKS
+from penstock.workers.cpu_process import SETTINGS
 from penstock.workers.weights.transport import vllm_backend
 
 CPU_BATCHED_TOKENS = 4096
@@ -111,7 +112,7 @@ def _cpu_environment(config: RolloutConfig, num_threads: int) -> dict[str, str]:
     """
     values = {
         "OMP_NUM_THREADS": str(max(1, num_threads)),
-        "OMP_WAIT_POLICY": "PASSIVE",
+        "OMP_WAIT_POLICY": SETTINGS["OMP_WAIT_POLICY"],
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     if config.tensor_parallel_size == 1:

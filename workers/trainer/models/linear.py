@@ -10,7 +10,7 @@ Legend: M rows of all but the last axis, K features in, N features out.
 """
 
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,15 +29,18 @@ def use_fast_linears(lm: nn.Module) -> None:
                 setattr(module, name, OneDnnLinear.of(child))
 
 
-class OneDnnLinear(nn.Linear):
-    """Takes the place of the linear layer that it is made of, and has its parameters. Whatever is not a plain float32
-    matrix on a CPU is multiplied as ever."""
+class AdoptedLinear(nn.Linear):
+    """Takes the place of the linear layer that it is made of, and has its parameters."""
 
     @classmethod
-    def of(cls, linear: nn.Linear) -> "OneDnnLinear":
+    def of(cls, linear: nn.Linear) -> Self:
         layer = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
         layer.weight, layer.bias = linear.weight, linear.bias
         return layer.train(linear.training)
+
+
+class OneDnnLinear(AdoptedLinear):
+    """Whatever is not a plain float32 matrix on a CPU is multiplied as ever."""
 
     def forward(self, input: Tensor) -> Tensor:
         if is_plain(input) and is_plain(self.weight) and input.numel():

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from penstock.workers.trainer.models.linear import AdoptedLinear
+
 ENTROPY = ("none", "value", "gradient")
 BYTES_PER_LOGIT = 8
 """A tile of float32 logits, and one more of the same size that is made of it."""
@@ -29,9 +31,8 @@ words: 1 to 16 MiB are equal, tiles of few tokens and the whole vocabulary take 
 """
 
 
-class OutputLayer(nn.Linear):
-    """A causal language model's output layer, which also scores tokens; takes the place of the linear one it is made
-    of and has its parameters.
+class OutputLayer(AdoptedLinear):
+    """A causal language model's output layer, which also scores tokens.
 
         layer = OutputLayer.of(lm.get_output_embeddings())
         layer(hidden)                                     # logits, as before
@@ -40,12 +41,6 @@ class OutputLayer(nn.Linear):
     Scoring happens within the module's own forward, so that whoever gathers a sharded weight by hooks on modules has
     it whole there, and in backward.
     """
-
-    @classmethod
-    def of(cls, linear: nn.Linear) -> "OutputLayer":
-        layer = cls(linear.in_features, linear.out_features, bias=linear.bias is not None, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
-        return layer.train(linear.training)
 
     def forward(
         self,
