@@ -46,7 +46,7 @@ class Rank:
             ray.init(arguments.ray, namespace="weights", log_to_driver=False, logging_level="ERROR")
 
     def publish(self, request: dict[str, Any]) -> dict[str, Any]:
-        gc.collect()  # neither side pays for what the other has left
+        self._begin_together()
         start = time.perf_counter()
         publication = self.trainer.publish(request["root"], request["version"])
         seconds = time.perf_counter() - start
@@ -59,7 +59,7 @@ class Rank:
     def gather(self, request: dict[str, Any]) -> dict[str, Any]:
         """`full_state_dict` on rank 0 and `ray.put` of it, as it comes: float32."""
         self._reference = None
-        gc.collect()
+        self._begin_together()
         start = time.perf_counter()
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights = get_model_state_dict(self.trainer.model, options=options)
@@ -71,6 +71,11 @@ class Rank:
             packed = ray.cloudpickle.dumps(self._reference)
             answer["info"] = {"reference": base64.b64encode(packed).decode(), "version": request["version"]}
         return answer | {"seconds": time.perf_counter() - start}
+
+    def _begin_together(self) -> None:
+        """Neither side pays for what the other has left, and no rank's clock runs while another one tidies up."""
+        gc.collect()
+        self.trainer.ranks.barrier()
 
     def memcpy(self, request: dict[str, Any]) -> dict[str, Any]:
         source, target = (np.zeros(request["bytes"], np.uint8) for _ in range(2))
