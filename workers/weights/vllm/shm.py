@@ -77,10 +77,8 @@ class ShmTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             mapped.verify()
         expected = {name for name, _ in self.model.named_parameters()}
         in_place = packed_embeddings(self.model) if self.model_config.quantization is None else []
-        for layer in in_place:
-            cast(
-                Any, layer
-            ).cpu_linear = torch.nn.functional.linear  # lets the packed form go before there is a new one
+        for layer in cast(list[Any], in_place):
+            layer.cpu_linear = torch.nn.functional.linear  # lets the packed form go before there is a new one
         parts = list(parts_without(self.model, in_place))
         for part in parts:
             initialize_layerwise_reload(part)
