@@ -1,6 +1,6 @@
 # The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test escape soak chaos oracle check format bench-env bench clean
+.PHONY: help setup demo packages test escape soak chaos oracle check format bench-env bench clean
 
 BIN := .venv/bin
 
@@ -17,8 +17,11 @@ demo: setup ## a tiny model learns arithmetic by reinforcement learning, within 
 # cores, a file at a time. Threads that wait by spinning would keep the cores from those that compute.
 WORKERS := 3
 SLOWEST := --durations=10 --durations-min=1
-test: setup .venv-verifiers/.locked ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
+test: packages setup .venv-verifiers/.locked ## all tests but those that need a GPU; ARGS="-m 'not slow'" for a quick run, WORKERS=0 for one process
 	OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -m "not gpu" -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(SLOWEST) $(ARGS)
+
+packages: # of Debian, that tests need: first of all, so that one that cannot be had is told before anything runs
+	@requirements/debian.sh test $(PYTHON)
 
 escape: setup ## attacks on the sandbox that code of models runs in; they fail where it cannot hold, and are never skipped
 	$(BIN)/python -m pytest tests/sandbox tests/workers/sandbox $(ARGS)

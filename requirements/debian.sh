@@ -1,22 +1,52 @@
 #!/usr/bin/env bash
-# Debian packages whose programs the tests need, each called as its package is. Installs those that are absent, as root
-# or by sudo, and starts none of their services. Called by .ci/run.
+# Debian packages that the project needs and this system lacks. `make setup` and `make test` call it.
+#
+#   requirements/debian.sh setup [PYTHON]   a compiler, and what Debian splits off from its Python
+#   requirements/debian.sh test [PYTHON]    those, and the programs that tests call
+#
+# Installs as root or by sudo, and starts no service. Where neither is allowed it ends with one line that names the packages.
 set -euo pipefail
 
-packages=(chromium prometheus)
-
-as_root() { if [ "$(id -u)" = 0 ]; then "$@"; else sudo "$@"; fi; }
-
-debian_package() { command -v "$1" >/dev/null || missing+=("$1"); }
-
 missing=()
-for package in "${packages[@]}"; do debian_package "$package"; done
+
+program() {  # program NAME PACKAGE
+  command -v "$1" >/dev/null || [[ " ${missing[*]-} " == *" $2 "* ]] || missing+=("$2")
+}
+
+python_parts() {  # python_parts PYTHON
+  local path; path=$(command -v "$1") && [[ $path == /usr/bin/* ]] || return 0  # another's Python is not in Debian's packages
+  "$1" -c 'import ensurepip' 2>/dev/null || missing+=(python3-venv)
+  [ -e "$("$1" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || missing+=(python3-dev)
+}
+
+case ${1:-} in setup | test) ;; *) echo "usage: $0 setup|test [PYTHON]" >&2; exit 2 ;; esac
+program g++ g++  # pycosat comes as source; torch and vLLM compile layers
+python_parts "${2:-python3}"
+if [ "$1" = test ]; then
+  program chromium chromium
+  program prometheus prometheus
+  program ip iproute2
+  program tc iproute2
+fi
 [ "${#missing[@]}" -gt 0 ] || exit 0
+
+install=(apt-get install -y --no-install-recommends "${missing[@]}")
+fail() { printf 'make %s needs Debian packages that are missing, and %s. As root: %s\n' "$what" "$1" "${install[*]}" >&2; exit 2; }
+what=$1
+
+command -v apt-get >/dev/null || fail "there is no apt-get here"
+as_root=()
+if [ "$(id -u)" != 0 ]; then
+  command -v sudo >/dev/null || fail "this user is neither root nor has sudo"
+  sudo -n true 2>/dev/null || { [ -t 0 ] && sudo true; } || fail "sudo refuses this user"
+  as_root=(sudo)
+fi
 
 policy=/usr/sbin/policy-rc.d  # Debian asks it before a package starts its service
 if [ ! -e "$policy" ]; then
-  printf '#!/bin/sh\nexit 101\n' | as_root install -m 755 /dev/stdin "$policy"
-  trap 'as_root rm -f "$policy"' EXIT
+  printf '#!/bin/sh\nexit 101\n' | "${as_root[@]}" install -m 755 /dev/stdin "$policy"
+  trap '"${as_root[@]}" rm -f "$policy"' EXIT
 fi
-as_root apt-get update -q
-as_root env DEBIAN_FRONTEND=noninteractive apt-get install -q -y --no-install-recommends "${missing[@]}"
+echo "$what: installs the Debian packages ${missing[*]}"
+"${as_root[@]}" apt-get update -q || fail "apt-get update failed"
+"${as_root[@]}" env DEBIAN_FRONTEND=noninteractive "${install[@]}" -q || fail "their installation failed"

@@ -23,7 +23,6 @@ find_python() {
 }
 
 make_venv() {
-  local python; python=$(find_python)
   "$python" -m venv --clear .venv || fail "$python cannot make a virtual environment. On Debian: apt install python3-venv"
 }
 
@@ -66,7 +65,9 @@ project_stamp=.venv/.project-$( (cat pyproject.toml; pwd) | sha256sum | cut -c1-
 if [ -f "$lock_stamp" ] && [ -f "$project_stamp" ]; then exit 0; fi
 
 start=$SECONDS
-.venv/bin/python -c '' 2>/dev/null || make_venv
+python=$(find_python)
+requirements/debian.sh setup "$python"
+.venv/bin/python -c 'import pip' 2>/dev/null || make_venv
 if [ ! -f "$lock_stamp" ]; then
   echo "setup: $(grep -c '==' "$lock") pinned packages of $lock into .venv; takes two to three minutes and 3.6 GB (GPU: some minutes more)"
   : >"$log"

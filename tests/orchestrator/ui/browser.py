@@ -23,7 +23,7 @@ WIDE, PHONE = (1280, 800), (390, 844)
 def chromium() -> Iterator[Browser]:
     """Not for a process whose event loop runs in this thread: Playwright has one of its own here until it is left."""
     if not CHROMIUM.exists():
-        pytest.fail(f"the page is tested in {CHROMIUM}: `requirements/debian.sh` installs it, as root", pytrace=False)
+        pytest.fail(f"the page is tested in {CHROMIUM}: `make test` installs it", pytrace=False)
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
         try:
