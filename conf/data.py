@@ -77,7 +77,8 @@ class DataConfig:
     rejected_teacher: str | None = None
     """DPO and reward models: the same for the rejected response."""
     system_prompt: str | None = None
-    """Put before the user's text where the chat template is applied, and before messages that have none."""
+    """Put before the user's text where the chat template is applied, and before messages that have none. An environment
+    finds it in `task.messages`, with what was said before."""
     prompt_template: str = "{prompt}"
     """The user's text; `{prompt}` stands for the row's prompt column."""
     chat_template: bool = True

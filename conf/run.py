@@ -158,6 +158,11 @@ def validate(config: RunConfig) -> None:
             "rollout.num_workers=auto counts what engines reserve, and with cluster.cpus_per_worker=0 and "
             "rollout.num_gpus_per_worker=0 that is nothing. Raise one of them, or name a number of engines."
         )
+    if config.data.source == ENVIRONMENT and config.data.system_prompt:
+        raise ConfigError(
+            f"data.system_prompt={config.data.system_prompt!r:.60}: with data.source=environment nobody reads it, as "
+            "the environment writes its own messages. Say it there, or take the tasks from a dataset."
+        )
     if config.environment.name is None and any(reward.function == ENVIRONMENT_REWARD for reward in config.rewards):
         raise ConfigError(
             "rewards: function: environment is what the environment gives, and there is none. Set environment.name."

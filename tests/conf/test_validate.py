@@ -81,3 +81,11 @@ def test_a_number_of_engines_is_a_number_or_auto():
     assert not RolloutConfig(num_workers=3).follows_cluster
     with pytest.raises(ConfigError, match=r"rollout.num_workers=atuo: unknown; did you mean 'auto'"):
         RolloutConfig(num_workers="atuo")
+
+
+def test_a_system_prompt_that_no_environment_would_read_is_refused():
+    data = DataConfig(source="environment", system_prompt="Be short.")
+    with pytest.raises(
+        ConfigError, match=r"data\.system_prompt='Be short\.': with data\.source=environment nobody reads"
+    ):
+        validate(config(data=data))

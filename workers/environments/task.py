@@ -1,12 +1,14 @@
 """One task of an environment: what a group's attempts are all at."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 KEY = "environment_task"
 """Of a row's JSON, where it is a task."""
+MESSAGES = "task_messages"
+"""Of a row's JSON: the conversation that it begins with, beside the row's own columns."""
 
 
 @dataclass(frozen=True)
@@ -18,6 +20,9 @@ class Task:
     """Of what is random in the environment; the policy's sampling has its own."""
     data: Mapping[str, Any] = field(default_factory=dict)
     """JSON: what the environment needs to know, or the row of a dataset."""
+    messages: Sequence[Mapping[str, Any]] = ()
+    """The conversation that a row of a dataset begins with: `data.system_prompt`, what was said before, the question.
+    Empty for a task of the environment's own."""
 
     def as_columns(self) -> Mapping[str, Any]:
         """In the place of a dataset's columns."""
@@ -28,6 +33,7 @@ class Task:
         """Of the `task` column: an environment's own, or a row of a dataset, whose number is its id and seed."""
         columns = json.loads(text)
         if KEY not in columns:
-            return cls(str(columns["index"]), int(columns["index"]), columns)
+            messages = columns.pop(MESSAGES, ())
+            return cls(str(columns["index"]), int(columns["index"]), columns, messages)
         value = columns[KEY]
         return cls(str(value["id"]), int(value["seed"]), value["data"])

@@ -15,6 +15,7 @@ from penstock.conf.data import DataConfig
 from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
+from penstock.workers.environments.task import KEY, MESSAGES
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
@@ -194,5 +195,6 @@ class PromptSource:
             response = {"response_ids": response_ids, "response_text": task.response}
             return {"prompt_ids": prompt_ids, "task": task.to_json(), **response}
         if self.rows_are == "tasks":
-            return {"task": task.to_json()}
+            is_row = KEY not in task.extra
+            return {"task": task.to_json(**{MESSAGES: self.encoder.messages(task)} if is_row else {})}
         return {"prompt_ids": self.encoder.prompt_ids(task), "task": task.to_json()}

@@ -28,11 +28,10 @@ class Task:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's own columns, or what the environment's verifier needs."""
 
-    def to_json(self) -> str:
-        """The `task` column: the row's own columns with `prompt`, `answer` and `index`."""
-        return json.dumps(
-            {**self.extra, "prompt": self.prompt, "answer": self.answer, "index": self.index}, default=str
-        )
+    def to_json(self, **more: Any) -> str:
+        """The `task` column: the row's own columns with `prompt`, `answer`, `index` and `more`."""
+        columns = {**self.extra, "prompt": self.prompt, "answer": self.answer, "index": self.index, **more}
+        return json.dumps(columns, default=str)
 
 
 class PromptDataset(Protocol):

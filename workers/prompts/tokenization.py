@@ -72,10 +72,14 @@ class PromptEncoder:
             )
         if not self.uses_chat_template:
             return f"{self.data.system_prompt}\n{task.prompt}" if self.data.system_prompt else task.prompt
+        return str(self.tokenizer.apply_chat_template(self.messages(task), tokenize=False, add_generation_prompt=True))
+
+    def messages(self, task: Task) -> list[dict[str, str]]:
+        """The prompt as a conversation, with `data.system_prompt` before one that has no system message."""
         messages = [dict(message) for message in task.messages] or [{"role": "user", "content": task.prompt}]
         if self.data.system_prompt and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": self.data.system_prompt})
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        return messages
 
     def prompt_ids(self, task: Task) -> list[int]:
         """Raises `PromptTooLong`, or `DataError` for a prompt without tokens."""

@@ -8,8 +8,11 @@ import pytest
 
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
 from penstock.conf.errors import DataError
+from penstock.workers.environments import task as environments
+from penstock.workers.environments.adapters.agent import row_of
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.messages import is_conversation, messages_of, with_template
+from penstock.workers.prompts.source import PromptSource
 from penstock.workers.prompts.task import Task
 from penstock.workers.prompts.tokenization import PromptEncoder, TokenLimits
 
@@ -88,6 +91,32 @@ def test_a_system_prompt_is_for_conversations_without_one(tmp_path: Path) -> Non
     assert text_of(task, system_prompt="Mine.").startswith("system: Be short.|")
     task = opened(tmp_path, {"prompt": ASKED[1:]}, prompt="prompt", answer=None)
     assert text_of(task, system_prompt="Mine.") == "system: Mine.|user: 2 + 2?|assistant:"
+
+
+def test_the_environment_begins_with_the_whole_conversation(tmp_path: Path) -> None:
+    """Which is in the task beside the row's own columns, and not in their place."""
+    earlier = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}]
+    row = {"prompt": [*earlier, *ASKED[1:]], "messages": "the row's own", "answer": "4"}
+    found = played(tmp_path, row, system_prompt="Mine.", prompt_template="{prompt} Think.")
+    question = {"role": "user", "content": "2 + 2? Think."}
+    assert found.messages == [{"role": "system", "content": "Mine."}, *earlier, question]
+    assert (found.data["prompt"], found.data["messages"]) == ("2 + 2? Think.", "the row's own")
+    assert played(tmp_path, {"prompt": ASKED, "answer": "4"}, system_prompt="Mine.").messages == ASKED
+    text = played(tmp_path, {"prompt": "2 + 2?", "answer": "4"}, system_prompt="Mine.")
+    assert text.messages == [{"role": "system", "content": "Mine."}, *ASKED[1:]]
+    assert row_of(text)["messages"] == text.messages  # what an agent is told
+
+
+def played(tmp_path: Path, row: dict[str, Any], **settings: Any) -> environments.Task:
+    """The row as an environment gets it."""
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(json.dumps(row))
+    data = DataConfig(path=str(path), columns=ColumnsConfig("prompt"), **settings)
+    dataset = open_dataset(data, EvaluationConfig())
+    assert dataset is not None
+    encoder = PromptEncoder(Tokenizer(), data, TokenLimits(10, 10, "room"))
+    (group,) = PromptSource(dataset, encoder, data, rows_are="tasks").next_groups(1)
+    return environments.Task.from_json(group["task"])
 
 
 def test_a_conversation_needs_a_chat_template(tmp_path: Path) -> None:

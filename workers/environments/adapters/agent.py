@@ -1,7 +1,8 @@
 """Agents of other people: a function or a command that speaks OpenAI's or Anthropic's protocol to the policy.
 
-    async def solve(question, base_url, api_key): ...      its answer; other arguments are columns of the row
-    python my_agent.py                                     the row as JSON on stdin, its answer on stdout, and
+    async def solve(question, base_url, api_key): ...      its answer; other arguments are columns of the row, and
+                                                           `messages`: the row's conversation with data.system_prompt
+    python my_agent.py                                     the same as JSON on stdin, its answer on stdout, and
                                                            OPENAI_BASE_URL, OPENAI_API_KEY and Anthropic's set
 
 The answer is scored by a reward function (`reward=`), and by default is right if it is the row's answer. Tasks come
@@ -46,7 +47,7 @@ class Agent:
 
     async def run(self, task: Task, ctx: Context) -> None:
         if self._function is not None:
-            told = {**task.data, "task": dict(task.data), "base_url": ctx.base_url, "api_key": ctx.api_key}
+            told = {**row_of(task), "task": dict(task.data), "base_url": ctx.base_url, "api_key": ctx.api_key}
             taken = inspect.signature(self._function).parameters
             answer = await self._function(**{name: value for name, value in told.items() if name in taken})
         else:
@@ -61,7 +62,7 @@ class Agent:
             stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_OUTPUT,
         )  # fmt: skip
         try:
-            output, errors = await process.communicate(json.dumps(dict(task.data), default=str).encode())
+            output, errors = await process.communicate(json.dumps(row_of(task), default=str).encode())
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -69,6 +70,11 @@ class Agent:
             tail = errors.decode(errors="replace").strip()[-500:]
             raise RuntimeError(f"{self._command[0]} ended with {process.returncode}: {tail}")
         return output[:MAX_OUTPUT].decode(errors="replace").strip()
+
+
+def row_of(task: Task) -> dict[str, Any]:
+    """Its columns, with its conversation as `messages`."""
+    return {**task.data, **({"messages": list(task.messages)} if task.messages else {})}
 
 
 def is_right(answer: Any, task: Mapping[str, Any]) -> float:

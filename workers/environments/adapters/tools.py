@@ -18,6 +18,7 @@ from penstock.workers.sandbox.tools import python
 from penstock.workers.trajectory.turn import Turn
 from penstock.workers.user_code import find_function
 
+PROMPT = "prompt"
 BUILTIN_TOOLS = {"python": python}
 
 
@@ -35,15 +36,16 @@ class Tools:
         self,
         tools: Sequence[str] = (),
         system: str | None = None,
-        prompt: str = "prompt",
+        prompt: str = PROMPT,
         reward: str | None = "math_verify",
         reward_options: Mapping[str, Any] | None = None,
         max_rounds: int = 16,
     ) -> None:
         """`tools`: `file.py:function`, typed and with a docstring, or python, which runs programs in a sandbox.
-        `system`: a first message. `prompt`: the column with the question, as text or as messages. `reward`: as
-        `reward.function`, with `reward_options`; null: other stages score the row. `max_rounds`: of calls; what the
-        model says after so many is its answer. Raises `ConfigError`."""
+        `system`: a first message, for rows without one. `prompt`: the column with the question, as text or as messages;
+        prompt stands for the row's conversation, with `data.system_prompt`. `reward`: as `reward.function`, with
+        `reward_options`; null: other stages score the row. `max_rounds`: of calls; what the model says after so many is
+        its answer. Raises `ConfigError`."""
         if max_rounds < 0:
             raise ConfigError(f"environment.options.max_rounds={max_rounds}: it is at least 0.")
         self._tools = [find_tool(name) for name in tools]
@@ -64,14 +66,16 @@ class Tools:
             await self._scoring.aclose()
 
     def _opening(self, task: Task) -> list[Message]:
-        asked = task.data.get(self._prompt)
+        asked = (task.messages if self._prompt == PROMPT else ()) or task.data.get(self._prompt)
         if not asked:
             raise DataError(
                 f"environment.options.prompt={self._prompt}: task {task.id} has no such column"
                 f"{suggest(self._prompt, task.data)}"
             )
-        system = [{"role": "system", "content": self._system}] if self._system else []
-        return [*system, *([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)]
+        messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
+        if self._system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": self._system})
+        return messages
 
 
 async def answered(ctx: Context, messages: Sequence[Message], tools: Sequence[Any], max_rounds: int) -> Turn:

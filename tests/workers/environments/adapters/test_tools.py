@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError
+from penstock.workers.environments.task import Task
 from penstock.workers.trajectory.trajectory import COMPLETED, FAILED
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 
@@ -79,6 +80,17 @@ def test_a_conversation_is_gone_on_with() -> None:
     rows = {"messages": [{"role": "system", "content": "Short."}, {"role": "user", "content": "2+2?"}], "answer": "4"}
     attempt, _ = played(adapter("tools", prompt="messages"), rows, ["4"])
     assert (heard(attempt, "system"), heard(attempt), attempt.reward) == (["Short."], ["2+2?"], 1.0)
+
+
+def test_a_row_begins_with_its_system_prompt_and_what_was_said_before() -> None:
+    said = [
+        {"role": "system", "content": "Short."}, {"role": "user", "content": "1?"},
+        {"role": "assistant", "content": "one"}, {"role": "user", "content": "2+2?"},
+    ]  # fmt: skip
+    attempt, _ = played(adapter("tools", system="Mine."), Task("0", 0, ROW, said), ["4"])
+    assert (heard(attempt, "system"), heard(attempt), attempt.reward) == (["Short."], ["1?", "2+2?"], 1.0)
+    attempt, _ = played(adapter("tools", system="Mine."), Task("0", 0, ROW, said[1:]), ["4"])
+    assert heard(attempt, "system") == ["Mine."]
 
 
 def test_the_sandbox_is_a_tool() -> None:
