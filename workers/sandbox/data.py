@@ -41,7 +41,7 @@ def _same_number(expected: float, got: float, tolerance: float) -> bool:
     if isinstance(expected, int) and isinstance(got, int):
         return expected == got
     try:
-        return math.isclose(expected, got, rel_tol=tolerance, abs_tol=tolerance)
+        return math.isclose(expected, got, rel_tol=tolerance)
     except OverflowError:  # an int that no float holds
         return expected == got
 
