@@ -58,8 +58,8 @@ async def judge(
 
     `url`: of the server, such as http://host:8000/v1. `rubric`: what it goes by; {prompt} and {answer} stand for the
     row's. `key`: the environment variable that holds the server's key. `structured`: ask for JSON by a schema, which
-    most servers can. Raises `ValueError` for an answer without a number in the range, and what the client raises; the
-    sample is then dropped, and no verdict is made up.
+    most servers can. Raises `ValueError` for an answer that is not one number in the range, and what the client raises;
+    the sample is then dropped, and no verdict is made up.
     """
     if not url or not model:
         raise ValueError("reward.options: judge needs url and model")

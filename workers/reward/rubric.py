@@ -1,15 +1,13 @@
-"""What a judge is asked, and how its answer is read. Pure.
-
-Used by `judge.py`, which asks a server, and by `judging/pool.py`, which asks an engine of the run.
-"""
+"""What a judge is asked, and which scores are known already. Pure; `verdict.py` reads the answers."""
 
 import hashlib
 import json
-import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from penstock.workers.reward.verdict import verdict
 
 KEPT_ANSWERS = 65_536
 """Verdicts that a process remembers; the oldest go first."""
@@ -20,7 +18,6 @@ Rubric:
 {rubric}
 
 Answer with nothing but JSON: {{"score": NUMBER}}, where NUMBER is from {low:g} (worst) to {high:g} (best)."""
-_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 Messages = Sequence[Mapping[str, str]]
 
@@ -53,25 +50,6 @@ class Rubric:
     def score(self, answer: str) -> float:
         """From 0 (`low`) to 1 (`high`). Raises `ValueError`."""
         return (verdict(answer, self.low, self.high) - self.low) / (self.high - self.low)
-
-
-def verdict(text: str, low: float, high: float) -> float:
-    """The score in a judge's answer: of its JSON, or its last number. Raises `ValueError`.
-
-    >>> verdict('{"score": 7}', 0, 10), verdict("I would say 8.5", 0, 10)
-    (7.0, 8.5)
-    """
-    try:
-        value = json.loads(text)
-        found = float(value["score"] if isinstance(value, dict) else value)
-    except (ValueError, KeyError, TypeError):
-        numbers = _NUMBER.findall(text)
-        if not numbers:
-            raise ValueError(f"the judge has said no number: {text!r:.200}") from None
-        found = float(numbers[-1])
-    if not low <= found <= high:
-        raise ValueError(f"the judge has said {found:g}, which is not from {low:g} to {high:g}: {text!r:.200}")
-    return found
 
 
 class Verdicts:

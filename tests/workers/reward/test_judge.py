@@ -12,7 +12,6 @@ from aiohttp import web
 from penstock.workers.reward import judge as judges
 from penstock.workers.reward.judge import SIDE_BY_SIDE, judge
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.reward.rubric import verdict
 
 
 class Server:
@@ -96,11 +95,6 @@ def test_an_answer_that_is_no_verdict_is_an_error_and_no_zero() -> None:
                     await judge("four", TASK, url=url, model="j")
 
     asyncio.run(scenario())
-
-
-def test_verdicts_are_read_with_words_around_them() -> None:
-    assert verdict("Score: 3, no: 4.5", 0, 10) == 4.5
-    assert verdict("-1", -1, 1) == -1.0
 
 
 def test_a_recipe_names_it() -> None:

@@ -1,0 +1,144 @@
+"""Reads the score in what a judge has answered. Pure.
+
+    JSON with a score ─▶ else, in the text without its scale:
+    after a word like "score" ─▶ out of the highest ─▶ alone on its line ─▶ the only number ─▶ else no verdict
+
+The last of a kind counts. An answer that may be read in two ways is an error, so that no verdict is made up.
+"""
+
+import json
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+_NUMBER = r"[-+]?(?:\d+(?:,\d+)*(?:\.\d+)?|\.\d+)(?!\w|[.,]\d)"
+_TOKEN = re.compile(
+    rf"(?<![\w.,])(?P<first>{_NUMBER})[ \t]*(?P<between>/|out[ \t]+of|of|-|to|or)[ \t]*(?P<second>{_NUMBER})"
+    rf"|between[ \t]+{_NUMBER}[ \t]+and[ \t]+{_NUMBER}"
+    rf"|(?<![\w.,])(?P<one>{_NUMBER})(?P<percent>[ \t]*(?:%|percent\b|per[ \t]cent\b))?",
+    re.ASCII | re.IGNORECASE,
+)
+_LABELLED = re.compile(
+    r"\b(?:score|rating|grade|verdict|mark)s?\b(?:[\s:=>\"'()\[\]{}-]|\b(?:is|of|as|be|would|i|give|it|an?)\b)*$",
+    re.ASCII | re.IGNORECASE,
+)
+_GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
+_PLAIN = str.maketrans({"*": "", "`": "", "#": "", "~": "", "_": " ", "−": "-", "–": "-", "—": "-"})
+FRACTIONS = ("/", "of")
+
+
+def verdict(text: str, low: float, high: float) -> float:
+    """The score in a judge's answer, from `low` to `high`. Raises `ValueError`.
+
+    >>> verdict('{"score": 7}', 0, 10), verdict("I would say 8.5", 0, 10), verdict("7 out of 10", 0, 10)
+    (7.0, 8.5, 7.0)
+    """
+    said = text.rpartition("</think>")[2]
+    if "<think>" in said:
+        raise ValueError(f"the judge has said nothing after its thinking, which was cut: {text!r:.200}")
+    found = _in_json(said)
+    number = found if isinstance(found, float) else _in_text(found, low, high, text)
+    if not low <= number <= high:
+        raise ValueError(f"the judge has said {number:g}, which is not from {low:g} to {high:g}: {text!r:.200}")
+    return number
+
+
+def _in_json(text: str) -> float | str:
+    """The score of an object or of a bare number; or the text in which it is to be looked for."""
+    try:
+        value: Any = json.loads(text, parse_int=float)
+    except (ValueError, RecursionError):
+        return text
+    if isinstance(value, dict) and "score" in value:
+        value = value["score"]
+        if not isinstance(value, float | str):
+            raise ValueError(f"the judge has said no number: {text!r:.200}")
+    return value if isinstance(value, float | str) else text
+
+
+@dataclass(frozen=True)
+class _Token:
+    """A number that was said."""
+
+    value: float | None
+    """None: it may mean several."""
+    is_fraction: bool
+    is_labelled: bool
+    is_alone: bool
+
+
+def _in_text(text: str, low: float, high: float, whole: str) -> float:
+    tokens = _tokens(_without_scale(text.translate(_PLAIN), low, high), low, high)
+    if not tokens:
+        raise ValueError(f"the judge has said no number: {whole!r:.200}")
+    chosen = next(
+        (kind[-1:] for kind in (
+            [token.value for token in tokens if token.is_labelled],
+            [token.value for token in tokens if token.is_fraction and token.value is not None],
+            [token.value for token in tokens if token.is_alone],
+        ) if kind),
+        [token.value for token in tokens],
+    )  # fmt: skip
+    values = set(chosen)
+    if len(values) != 1 or None in values:
+        raise ValueError(
+            f"the judge has said what may be several scores from {low:g} to {high:g}, or one of another scale: "
+            f"{whole!r:.200}"
+        )
+    return float(values.pop() or 0.0)
+
+
+def _tokens(text: str, low: float, high: float) -> list[_Token]:
+    found = []
+    for match in _TOKEN.finditer(text):
+        before = text[: match.start()]
+        line = before.rpartition("\n")[2] + text[match.end() :].partition("\n")[0]
+        found.append(
+            _Token(
+                _value(match, low, high),
+                is_fraction=_word(match) in FRACTIONS,
+                is_labelled=_LABELLED.search(before[-80:]) is not None,
+                is_alone=not re.search(r"\w", line),
+            )
+        )
+    return found
+
+
+def _value(match: re.Match[str], low: float, high: float) -> float | None:
+    if match["one"] is None:
+        is_fraction = _word(match) in FRACTIONS and _number(match["second"]) == high
+        return _number(match["first"]) if is_fraction else None
+    number = _number(match["one"])
+    if match["percent"] and number is not None:
+        return number / 100 * high if low == 0 and high in (1, 100) else None
+    return number
+
+
+def _word(match: re.Match[str]) -> str:
+    """Between two numbers."""
+    return (match["between"] or "").lower().split(" ")[-1].split("\t")[-1]
+
+
+def _number(text: str) -> float | None:
+    """None where a comma is none between thousands."""
+    if "," in text and not _GROUPED.fullmatch(text):
+        return None
+    number = float(text.replace(",", ""))
+    return number if math.isfinite(number) else None
+
+
+def _without_scale(text: str, low: float, high: float) -> str:
+    """What is said of the scale is no score: "0-10", "from 0 (worst) to 10 (best)", "[0, 10]", "out of 10"."""
+    lowest, highest = _written(low), _written(high)
+    worst, best = (rf"(?:\s*[(=:]\s*{word}\)?)?" for word in ("worst", "best"))
+    scale = (
+        rf"(?<![\w.,/-]){lowest}{worst}\s*(?:-|to|\.\.+|and)\s*{highest}{best}"
+        rf"|(?<=[\[(]){lowest}{worst}\s*,\s*{highest}{best}"
+        rf"|(?<!\d)(?<!\d )(?:out\s+of|scale\s+of|max(?:imum)?(?:\s+of|\s+is)?:?)\s*{highest}"
+    )
+    return re.sub(scale, " ", text, flags=re.ASCII | re.IGNORECASE)
+
+
+def _written(bound: float) -> str:
+    return rf"{re.escape(f'{bound:g}')}(?:\.0+)?(?!\w|[.,]\d)"
