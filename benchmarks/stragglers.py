@@ -3,9 +3,10 @@
     .venv/bin/python -m benchmarks.stragglers
 
 Four scripted engines (a timer instead of a model), the real store and rollout workers, in one process. Three engines
-are alike; the fourth is five times slower in one case, and alike too in the other: what the offers cost where nobody is
-slow. Lengths of responses are log-normal, so groups differ as those of models do. A trainer takes 16 groups a step, for
-no time, and lets up to one version of staleness be.
+are alike; the fourth is five times slower in one case, and alike too in another: what the offers cost where nobody is
+slow. In the third, engines have room for one group each, so groups are free while a slow one is not offered to anybody:
+the process's CPU time says what the store does meanwhile. Lengths of responses are log-normal, so groups differ as those
+of models do. A trainer takes 16 groups a step, for no time, and lets up to one version of staleness be.
 """
 
 import asyncio
@@ -28,7 +29,10 @@ from penstock.workers.rollout.worker import RolloutWorker
 NUM_ENGINES, GROUPS, SAMPLES, MEDIAN_TOKENS, SPREAD = 4, 16, 4, 100, 0.4
 TOKENS_PER_S = 500.0
 FACTORS = (0.0, 3.0)
-SLOWER = {"alike": 1.0, "one is 5x slower": 5.0}
+ALIKE, SLOW, FULL = "alike", "one is 5x slower", "one is 5x slower, all are full"
+SLOWER = {ALIKE: 1.0, SLOW: 5.0, FULL: 5.0}
+ROOM = {ALIKE: GROUPS, SLOW: GROUPS, FULL: 1}
+"""Groups that an engine samples at a time."""
 
 
 def length_of(prompt: Sequence[int], sample: int) -> int:
@@ -61,7 +65,7 @@ def make_engine(number: int, slower: float) -> ScriptedEngine:
     return ScriptedEngine(TimeModel(tokens_per_s=TOKENS_PER_S / (slower if number == 0 else 1.0)), length=length_of)
 
 
-def make_worker(number: int, engine: ScriptedEngine) -> RolloutWorker:
+def make_worker(number: int, engine: ScriptedEngine, room: int) -> RolloutWorker:
     sampling = Sampling(max_tokens=10 * MEDIAN_TOKENS)
     return RolloutWorker(
         engine,
@@ -69,22 +73,24 @@ def make_worker(number: int, engine: ScriptedEngine) -> RolloutWorker:
         f"Rollout-{number}",
         seed=1,
         num_samples=SAMPLES,
-        max_concurrent_samples=GROUPS * SAMPLES,
+        max_concurrent_samples=room * SAMPLES,
         num_workers=NUM_ENGINES,
     )
 
 
-async def run(factor: float, slower: float, num_steps: int, first_prompt: int) -> dict[str, Any]:
-    """Seconds of each step after the first two, and the store's counts."""
+async def run(factor: float, case: str, num_steps: int, first_prompt: int) -> dict[str, Any]:
+    """Seconds of each step after the first two, CPU seconds of them all, and the store's counts."""
     store = make_store(factor)
     client = StoreClient(store)
-    engines = [make_engine(number, slower) for number in range(NUM_ENGINES)]
-    workers = [make_worker(number, engine) for number, engine in enumerate(engines)]
+    engines = [make_engine(number, SLOWER[case]) for number in range(NUM_ENGINES)]
+    workers = [make_worker(number, engine, ROOM[case]) for number, engine in enumerate(engines)]
     running = [asyncio.create_task(worker.run(StoreClient(store))) for worker in workers]
     groups = [{"prompt_ids": [first_prompt + number, 1], "task": "{}"} for number in range((num_steps + 4) * GROUPS)]
     putting = asyncio.create_task(client.put_groups(groups))
-    seconds, before = [], time.perf_counter()
+    seconds, before, cpu_s = [], time.perf_counter(), 0.0
     for step in range(num_steps + 2):
+        if step == 2:
+            cpu_s = time.process_time()
         lease = await client.lease_shared("train", step, 0, 1)
         assert lease is not None
         await client.complete_shared(lease.share)
@@ -93,36 +99,47 @@ async def run(factor: float, slower: float, num_steps: int, first_prompt: int) -
         now = time.perf_counter()
         seconds.append(now - before)
         before = now
+    cpu_s = time.process_time() - cpu_s
     putting.cancel()
     stats = await client.stats()
     await client.close("done")
     await asyncio.gather(*running)
     counts = {name: stats.get(f"stragglers/{name}", 0) for name in ("offered", "won", "late_rows")}
     aborted = sum(worker.stats()["twice_groups"] for worker in workers)
-    return {"factor": factor, "slower": slower, "seconds": seconds[2:], "twice_groups": aborted, **counts}
+    return {"factor": factor, "case": case, "seconds": seconds[2:], "cpu_s": cpu_s, "twice_groups": aborted, **counts}
 
 
 def measure(num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
     rounds = []
     for number in range(num_rounds):
-        for slower in SLOWER.values():
-            rounds += [asyncio.run(run(factor, slower, num_steps, 10_000 * number)) for factor in FACTORS]
+        for case in SLOWER:
+            rounds += [asyncio.run(run(factor, case, num_steps, 10_000 * number)) for factor in FACTORS]
     return rounds
 
 
-def step_s(rounds: list[dict[str, Any]], factor: float, slower: float) -> float:
-    some = [entry for entry in rounds if (entry["factor"], entry["slower"]) == (factor, slower)]
-    return statistics.fmean(second for entry in some for second in entry["seconds"])
+def chosen(rounds: list[dict[str, Any]], factor: float, case: str) -> list[dict[str, Any]]:
+    return [entry for entry in rounds if (entry["factor"], entry["case"]) == (factor, case)]
+
+
+def step_s(rounds: list[dict[str, Any]], factor: float, case: str) -> float:
+    return statistics.fmean(second for entry in chosen(rounds, factor, case) for second in entry["seconds"])
+
+
+def cpu_share(rounds: list[dict[str, Any]], factor: float, case: str) -> float:
+    """Of a core, that the process has computed."""
+    some = chosen(rounds, factor, case)
+    return sum(entry["cpu_s"] for entry in some) / sum(sum(entry["seconds"]) for entry in some)
 
 
 def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
     off, on = FACTORS
-    slow = SLOWER["one is 5x slower"]
-    gain = step_s(rounds, off, slow) / step_s(rounds, on, slow)
-    cost = step_s(rounds, on, 1.0) / step_s(rounds, off, 1.0)
+    gain = step_s(rounds, off, SLOW) / step_s(rounds, on, SLOW)
+    cost = step_s(rounds, on, ALIKE) / step_s(rounds, off, ALIKE)
+    busier = cpu_share(rounds, on, FULL) / cpu_share(rounds, off, FULL)
     return [
         Target("a step, one engine slow: off / on", gain, "x", ">=", 1.2),
         Target("a step, engines alike: on / off", cost, "x", "<=", 1.05),
+        Target("CPU time, engines full: on / off", busier, "x", "<=", 1.5),
     ]
 
 
@@ -130,15 +147,16 @@ def print_rounds(rounds: list[dict[str, Any]]) -> None:
     table = new_table(
         f"{NUM_ENGINES} engines, {GROUPS} groups a step, max_staleness=1",
         ["engines", "straggler_factor"],
-        ["s a step", "groups offered", "won by the second"],
+        ["s a step", "groups offered", "won by the second", "of a core"],
     )
-    for name, slower in SLOWER.items():
+    for case in SLOWER:
         for factor in FACTORS:
-            some = [entry for entry in rounds if (entry["factor"], entry["slower"]) == (factor, slower)]
+            some = chosen(rounds, factor, case)
             steps = sum(len(entry["seconds"]) for entry in some)
             offered, won = (sum(entry[key] for entry in some) for key in ("offered", "won"))
             shares = f"{offered / (steps * GROUPS):.1%}", f"{won / max(1, offered):.0%}"
-            table.add_row(name, f"{factor:g}", f"{step_s(rounds, factor, slower):.3f}", *shares)
+            busy = f"{cpu_share(rounds, factor, case):.2f}"
+            table.add_row(case, f"{factor:g}", f"{step_s(rounds, factor, case):.3f}", *shares, busy)
     show(table)
 
 

@@ -33,7 +33,11 @@ class Slow:
         stragglers, stage = self._ledger.residents.stragglers, self._ledger.residents.sampling
         if stage is not None and (due := stragglers.next_slow()) is not None:
             wait_s = max(0.0, due - self._clock())
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake, stage.index)
+            self._timer = asyncio.get_running_loop().call_later(wait_s, self._due, stage.index)
+
+    def _due(self, stage: int) -> None:
+        self.owners()  # what is slow by now is noted, even if nobody may take it yet: no timer is set for it again
+        self._wake(stage)
 
     def cancel(self) -> None:
         if self._timer is not None:

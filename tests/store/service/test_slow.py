@@ -1,0 +1,72 @@
+"""Engines that wait for groups which another has had for too long: they are woken for these, and for nothing else."""
+
+import asyncio
+
+from penstock.store.client.client import StoreClient
+from penstock.store.ledger.stragglers import ENOUGH
+from penstock.store.service.store import Store
+from tests.store.driver import make_spec
+from tests.store.players import group
+
+LIMIT_S = 3.0
+"""A group is slow after three times the median of a second."""
+TURNS = 200
+"""Of the event loop."""
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def store_with_a_median(clock: Clock) -> Store:
+    store = Store(make_spec(straggler_factor=LIMIT_S), clock)
+    for _ in range(ENOUGH):
+        store.ledger.residents.stragglers.took(1.0)
+    return store
+
+
+def count_wakes(store: Store) -> list[float]:
+    """One entry for each time that the store looks who may go on."""
+    wakes: list[float] = []
+    settled = store._pump._settled
+
+    def counted() -> None:
+        wakes.append(store._clock())
+        settled()
+
+    store._pump._settled = counted
+    return wakes
+
+
+async def turns() -> None:
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+def test_a_store_whose_engines_are_full_does_not_spin_while_a_group_is_slow_and_others_are_free() -> None:
+    async def main() -> None:
+        store = store_with_a_median(clock := Clock())
+        client, full = StoreClient(store), StoreClient(store)
+        await client.put_groups([group(number) for number in range(2)])
+        assert await full.lease("rollout", 1, "full", max_held=1) is not None
+        asking = asyncio.ensure_future(full.lease("rollout", 1, "full", max_held=1))
+        await turns()
+        clock.now = 2 * LIMIT_S
+        wakes = count_wakes(store)
+        store._pump.schedule()
+        await turns()
+        assert len(wakes) <= 5
+        assert not asking.done()
+        other = await client.lease("rollout", 1, "other")  # takes what is free, and is full itself
+        assert other is not None
+        assert store.ledger.counters["stragglers/offered"] == 0
+        helped = await StoreClient(store).lease("rollout", 1, "third")  # nothing is free now: the slow group
+        assert helped is not None
+        assert helped.rows.group_ids[0] == 0
+        asking.cancel()
+        await store.close("test over")
+
+    asyncio.run(asyncio.wait_for(main(), 20))
