@@ -3,11 +3,9 @@
 
 from collections.abc import Iterable
 
-import pyarrow as pa
-
 from penstock.store.data.blocks import Block
-from penstock.store.data.layout import Parcel, Placed
-from penstock.store.data.schema import ARROW_TYPES, check_types
+from penstock.store.data.layout import Parcel, Placed, kind_of
+from penstock.store.data.schema import check_types
 from penstock.store.data.segments import Segments
 from penstock.store.errors import RowsLost, StoreError
 from penstock.store.spec import StoreSpec
@@ -24,11 +22,12 @@ class Intake:
         self.columns = {column.name: column for column in spec.columns}
 
     def block(self, parcel: Parcel, num_rows: int) -> Block:
-        """Raises `WrongType`, `WrongLength`, `StoreError`; then nothing of the parcel is kept."""
+        """Raises `UnknownColumn`, `WrongType`, `WrongLength`, `StoreError`; then nothing of the parcel is kept."""
         if isinstance(parcel, Placed):
             return self._adopted(parcel, num_rows)
         batch = parcel.batch
-        self._check(zip(batch.schema.names, batch.schema.types, strict=True), batch.num_rows, num_rows)
+        kinds = map(kind_of, batch.schema.types)
+        self._check(zip(batch.schema.names, kinds, strict=True), batch.num_rows, num_rows)
         if self._segments is None or batch.nbytes <= self._inline_bytes:
             return Block(batch, None, batch.nbytes)
         return self._adopted(self._segments.keep(batch), num_rows)
@@ -45,12 +44,11 @@ class Intake:
         self._segments.adopt(placed)
         block = Block(None, placed, placed.nbytes)
         try:
-            types = ((name, ARROW_TYPES[kind]) for name, kind, _ in placed.columns)
-            self._check(types, placed.num_rows, num_rows)
+            self._check(((name, kind) for name, kind, _ in placed.columns), placed.num_rows, num_rows)
         except StoreError:
             self.free(block)
             raise
         return block
 
-    def _check(self, types: Iterable[tuple[str, pa.DataType]], num_came: int, num_rows: int) -> None:
+    def _check(self, types: Iterable[tuple[str, str]], num_came: int, num_rows: int) -> None:
         check_types(self.columns, types, num_came, num_rows)

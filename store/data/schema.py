@@ -11,7 +11,8 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.algorithms.graph.columns import Column
-from penstock.store.errors import NotFinite, WrongLength, WrongType
+from penstock.conf.errors import suggest
+from penstock.store.errors import NotFinite, UnknownColumn, WrongLength, WrongType
 from penstock.store.ledger.facts import Facts
 from penstock.store.ledger.group import NO_VERSION
 
@@ -73,15 +74,16 @@ def encode(
     return batch, _facts(columns, arrays, len(row_ids), np.maximum if by_newest else np.minimum)
 
 
-def check_types(
-    columns: dict[str, Column], types: Iterable[tuple[str, pa.DataType]], num_came: int, num_rows: int
-) -> None:
-    """The store's own look at what came: types and number of rows, not values. Raises `WrongType`, `WrongLength`."""
+def check_types(columns: dict[str, Column], types: Iterable[tuple[str, str]], num_came: int, num_rows: int) -> None:
+    """The store's own look at what came: types, as Arrow prints them, and number of rows, not values. Raises
+    `UnknownColumn`, `WrongType`, `WrongLength`."""
     types = list(types)
     if types and num_came != num_rows:
         raise WrongLength(f"a batch of {num_came} rows came for {num_rows} row ids. Write through StoreClient.")
     for name, kind in types:
-        if kind != arrow_type(columns[name]):
+        if name not in columns:
+            raise UnknownColumn(f"column {name!r} came, which the dataflow lacks{suggest(name, columns)}")
+        if ARROW_TYPES.get(kind) != arrow_type(columns[name]):
             raise WrongType(f"column {name!r} came as {kind}; the schema says {arrow_type(columns[name])}.")
 
 

@@ -134,6 +134,8 @@ class Store:
                 results.append((await getattr(self, method)(*arguments), None))
             except StoreError as error:
                 results.append((None, error))
+            except Exception as error:  # noqa: BLE001 - a fault of this call; the others were or will be carried out
+                results.append((None, StoreError(f"{type(error).__name__}: {error}")))
         return results
 
     async def put(

@@ -13,6 +13,7 @@ from penstock.store.client.sync import SyncStoreClient
 from penstock.store.errors import (
     LeaseExpired,
     StoreClosed,
+    StoreError,
     UnknownStage,
 )
 from penstock.store.service.store import Store
@@ -336,5 +337,21 @@ def test_groups_admitted_after_all_others_of_their_put_have_ended_still_have_the
         await producer
         lease = await client.lease("rollout", 1, "engine")
         assert lease.rows.lists("prompt_ids")[0] == [1, 2, 14]
+
+    run(body)
+
+
+def test_a_call_that_fails_by_a_fault_of_the_stores_fails_alone() -> None:
+    """Those that travelled with it were carried out, and hear so."""
+
+    async def body(store: Store, client: StoreClient) -> None:
+        await client.put_groups([group(), group(1)])
+        leases = [await client.lease("rollout", 1, "engine") for _ in range(2)]
+        broken = ("drop", (leases[0].id, "rollout", ["no row"], "test", ""))
+        results = await store.many([("release", (leases[0].id,)), broken, ("release", (leases[1].id,))])
+        assert [error is None for _, error in results] == [True, False, True]
+        assert isinstance(results[1][1], StoreError)
+        assert "TypeError" in str(results[1][1])
+        assert not store.ledger.residents.leases.held
 
     run(body)
