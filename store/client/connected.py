@@ -102,7 +102,12 @@ class Connected:
             raise self._what_became() from None
         answer = asyncio.get_running_loop().create_future()
         self._answers[number] = method, answer
-        return await answer
+        try:
+            return await answer
+        except asyncio.CancelledError:
+            if not answer.cancelled() and answer.exception() is None:  # it was there in the same moment
+                self.skip(refs_of(answer.result()))
+            raise
 
     async def reserve(self, nbytes: int) -> Slot | None:
         return self._arena.reserve(nbytes) if self._arena is not None else None
@@ -121,10 +126,10 @@ class Connected:
     async def fetch(self, payload: Payload) -> Payload:
         refs = payload.refs
         if not any(map(self._is_far, refs)):
-            return payload.with_batches(self._mapped(refs)) if refs else payload
+            return payload.with_batches(self._mappings.read_all(refs)) if refs else payload
         far = [placed for placed in refs if self._is_far(placed)]
         try:
-            mapped = iter(self._mapped([placed for placed in refs if not self._is_far(placed)]))
+            mapped = iter(self._mappings.read_all([placed for placed in refs if not self._is_far(placed)]))
             payload = await self._far_nodes().fetch(payload, self._is_far)
             return payload.with_batches(list(mapped))
         finally:
@@ -137,15 +142,6 @@ class Connected:
     async def leave(self) -> None:
         self._lost = self._lost or PartnerGone(HAS_LEFT)
         self._wire.abort()
-
-    def _mapped(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
-        batches: list[pa.RecordBatch] = []
-        try:
-            for placed in refs:
-                batches.append(self._mappings.read(placed))
-        finally:
-            self.skip(refs[len(batches) + 1 :])  # after one that cannot be read
-        return batches
 
     def _is_far(self, placed: Placed) -> bool:
         return placed.node != self._node

@@ -55,6 +55,16 @@ class Mappings:
             lambda offset, length: pa.foreign_buffer(address + offset, length, use),
         )
 
+    def read_all(self, refs: Sequence[Placed]) -> list[pa.RecordBatch]:
+        """The batches. If one cannot be read, no use is left of any."""
+        batches: list[pa.RecordBatch] = []
+        try:
+            for placed in refs:
+                batches.append(self.read(placed))
+        finally:
+            self.skip(placed.segment for placed in refs[len(batches) + 1 :])  # after one that cannot be read
+        return batches
+
     def skip(self, names: Iterable[str]) -> None:
         """A use of each ends that was never read."""
         for name in names:

@@ -139,9 +139,13 @@ class Segments:
             self._unuse_soon = Soon(asyncio.get_running_loop(), self._unuse_own)
         for placed in refs:
             self.book.use(SELF, placed.segment)
-        near = {placed: self._mappings.read(placed) for placed in refs if not placed.node}
-        far = [placed.segment for placed in refs if placed.node]
-        return Held(near, self._pulls, lambda: self._mappings.skip(far))
+        near, far = [one for one in refs if not one.node], [one.segment for one in refs if one.node]
+        try:
+            batches = self._mappings.read_all(near)
+        except StoreError:
+            self._mappings.skip(far)
+            raise
+        return Held(dict(zip(near, batches, strict=True)), self._pulls, lambda: self._mappings.skip(far))
 
     def end(self, name: str) -> None:
         """No row lies in it any more."""

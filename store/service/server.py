@@ -159,6 +159,8 @@ class Connection:
         self._segments = segments
         self._client: str | None = None
         self._waiting: set[asyncio.Task[None]] = set()
+        self._beginning: set[int] = set()
+        """Numbers of calls whose task has not begun yet."""
 
     def _hear(self, kind: int, body: memoryview, area: pa.Buffer) -> None:
         if self._client is None:
@@ -173,10 +175,11 @@ class Connection:
             return
         method, arguments = self._calls.call(said.request)
         answering = self._answer(self._client, said.number, method, arguments)
-        if method == MANY:  # none of them waits: no task of its own
+        if method == MANY and not self._beginning:  # none of them waits, nor for what was said before: no task
             with contextlib.suppress(StopIteration):
                 answering.send(None)  # runs to its end
             return
+        self._beginning.add(said.number)
         task = asyncio.ensure_future(answering)
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
@@ -189,6 +192,7 @@ class Connection:
         self._segments.entered(self._client, Soon(asyncio.get_running_loop(), self._tell), hello.node)
 
     async def _answer(self, client: str, number: int, method: str, arguments: tuple[Any, ...]) -> None:
+        self._beginning.discard(number)
         error: StoreError | None = None
         value = None
         try:

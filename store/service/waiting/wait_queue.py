@@ -81,7 +81,7 @@ class WaitQueue:
         if len(self._queue) > 1:
             self._pass_on()
         try:
-            while await waiting.turn and not self._closed:
+            while await waiting.turn and waiting in self._queue and not self._closed:  # not withdrawn since its turn
                 self._end_turn(waiting)
                 waiting.turn = asyncio.get_running_loop().create_future()
                 result = attempt()

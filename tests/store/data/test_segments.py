@@ -11,13 +11,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from msgspec.structs import replace
 
 from penstock.store.data.arena import Arena
+from penstock.store.data.intake import Intake
 from penstock.store.data.segment_book import POOLED_SHARE
 from penstock.store.data.segments import Segments
-from penstock.store.errors import StoreError
+from penstock.store.errors import StoreError, UnknownColumn, WrongType
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
+from tests.store.driver import make_spec
 from tests.store.visitors import files_in, serve, visit
 
 KB = 1000
@@ -131,6 +134,41 @@ def test_what_a_killed_store_left_in_memory_and_on_disk_is_swept_by_the_next_bes
     assert all(os.listdir(place) == ["penstock-living"] for place in places)
     living.close()
     assert not any(os.listdir(place) for place in places)
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_where_one_of_several_batches_cannot_be_read_none_is_held(tmp_path: Path, lacking: int) -> None:
+    async def main() -> None:
+        segments = segments_in(tmp_path)
+        arena = arena_of(segments)
+        numbers = pa.record_batch({"x": pa.array(np.zeros(KB, np.int32))})
+        placed = [arena.place(numbers) for _ in range(2)]
+        for one in placed:
+            segments.adopt(one)
+        (tmp_path / "shm" / placed[lacking].segment).rename(tmp_path / "elsewhere")
+        with pytest.raises(StoreError, match=f"segment {placed[lacking].segment} "):
+            segments.hold(placed)
+        while any(+segment.uses for segment in segments.book.segments.values()):
+            await asyncio.sleep(0.005)
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "refusal"),
+    [("prompt_ids", "decimal", (WrongType, "decimal")), ("nobody", "int32", (UnknownColumn, "'nobody'"))],
+)
+def test_a_batch_that_the_dataflow_does_not_have_is_refused_and_its_file_goes_back(
+    tmp_path: Path, name: str, kind: str, refusal: tuple[type[StoreError], str]
+) -> None:
+    segments = segments_in(tmp_path)
+    placed = replace(arena_of(segments).place(batch(5 * KB)), columns=((name, kind, ((0, 8),)),))
+    with pytest.raises(refusal[0], match=refusal[1]):
+        Intake(make_spec(), segments).block(placed, 5 * KB)
+    notice = segments.notice("writer")
+    assert notice is not None
+    assert notice.recycled == [placed.segment]
+    assert segments.book.bytes == 0
 
 
 def mapped(place: Path) -> list[str]:

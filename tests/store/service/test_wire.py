@@ -20,6 +20,7 @@ from penstock.store.data.layout import Inline
 from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
+from penstock.store.service.calls import LeaseRequest
 from penstock.store.service.messages import ANSWER, Answer, Calls, Hello
 from penstock.store.service.server import Endpoint, Server
 from penstock.store.service.store import Store
@@ -329,6 +330,44 @@ def test_the_segment_of_a_refused_write_goes_back_to_its_writer_and_away_with_it
         link._wire.close()
         await asyncio.sleep(0.01)
         assert files(tmp_path) == []
+
+    serve(tmp_path, body)
+
+
+def test_a_request_that_comes_with_its_own_withdrawal_is_not_granted(tmp_path: Path) -> None:
+    """Both in one read of the store's, as of a client that is cancelled while the store is busy."""
+
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, link = await visit(endpoint)
+        await client.put_groups([group()])
+        asking = asyncio.ensure_future(link.call("lease", LeaseRequest("rollout", 1, "gone", client="c", ticket=7)))
+        withdrawing = asyncio.ensure_future(link.call("many", [("withdraw", ("rollout", "c", 7))]))
+        assert await withdrawing == [(None, None)]
+        await asyncio.gather(asking, return_exceptions=True)
+        assert not store.ledger.residents.leases.held
+
+    serve(tmp_path, body)
+
+
+def test_a_call_that_is_cancelled_in_the_moment_of_its_answer_reads_nothing_of_it(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, link = await visit(endpoint)
+        await client.put_groups([{"prompt_ids": [7] * 2000, "task": "{}"}])
+        asking = asyncio.ensure_future(client.lease("rollout", 1, "gone"))
+        hear = link._wire._on_message
+
+        def cancelled(*message: Any) -> None:
+            hear(*message)
+            asking.cancel()
+
+        link._wire._on_message = cancelled
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        link._wire._on_message = hear
+        assert store.segments is not None
+        (segment,) = store.segments.book.segments.values()
+        while +segment.uses or store.ledger.residents.leases.held:
+            await asyncio.sleep(0.005)
 
     serve(tmp_path, body)
 
