@@ -4,9 +4,9 @@
 
 Four scripted engines (a timer instead of a model), the real store and rollout workers, in one process. Three engines
 are alike; the fourth is five times slower in one case, and alike too in another: what the offers cost where nobody is
-slow. In the third, engines have room for one group each, so groups are free while a slow one is not offered to anybody:
-the process's CPU time says what the store does meanwhile. Lengths of responses are log-normal, so groups differ as those
-of models do. A trainer takes 16 groups a step, for no time, and lets up to one version of staleness be.
+slow. In the third, engines have room for one group each, so groups are free while a slow one is not offered to
+anybody: the process's CPU time says what the store does meanwhile. Lengths of responses are log-normal, so groups
+differ as those of models do. A trainer takes 16 groups a step, for no time, and lets up to one version of staleness be.
 """
 
 import asyncio
