@@ -6,6 +6,7 @@ boundaries, so each is built from its message alone and pickles as such.
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class PenstockError(Exception):
@@ -24,6 +25,17 @@ class DataError(PenstockError):
     """A dataset or a row of it that cannot be used."""
 
     exit_code = 2
+
+
+class SamplingError(DataError, ValueError):
+    """A value of a sampling distribution that no engine can draw from. `field`: its name."""
+
+    def __init__(self, text: str, field: str = "") -> None:
+        super().__init__(text)
+        self.field = field
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SamplingError, (str(self), self.field)
 
 
 class ModelError(PenstockError):

@@ -5,8 +5,11 @@ from typing import Any
 
 from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.engine_options import check_engine_options
+from penstock.conf.errors import ConfigError
 
 ENGINES = ("vllm", "hf", "scripted")
+HIGHEST_TEMPERATURE = 2.0
+"""vLLM takes no higher one."""
 AUTO = "auto"
 """For num_workers: as many as the cluster has room for."""
 
@@ -16,7 +19,7 @@ class SamplingConfig:
     """The sampling distribution. Log-probabilities are recorded under it, after temperature and truncation."""
 
     temperature: float = 1.0
-    """> 0. Evaluation is greedy whatever this says."""
+    """> 0, and at most 2, as vLLM takes no higher one. Evaluation is greedy whatever this says."""
     top_p: float = 1.0
     """Nucleus. Below 1 the trainer's log-probabilities (full distribution) differ from the engine's by construction."""
     top_k: int = 0
@@ -34,10 +37,13 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         above("rollout.sampling.temperature", self.temperature, 0.0)
+        within("rollout.sampling.temperature", self.temperature, 0.0, HIGHEST_TEMPERATURE)
         within("rollout.sampling.top_p", self.top_p, 1e-6, 1.0)
         at_least("rollout.sampling.top_k", self.top_k, 0)
         within("rollout.sampling.min_p", self.min_p, 0.0, 1.0)
         at_least("rollout.sampling.max_tokens", self.max_tokens, 1)
+        if "" in self.stop:
+            raise ConfigError(f"rollout.sampling.stop={self.stop}: an empty text would end every response at once.")
 
 
 @dataclass

@@ -5,19 +5,29 @@ The loop that calls an engine is `workers/rollout/worker.py`; the one that calls
 `workers/trainer/worker.py`.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral, Real
 from typing import Any, Protocol
 
 import numpy as np
 
-from penstock.conf.rollout import SamplingConfig
+from penstock.conf.errors import SamplingError
+from penstock.conf.rollout import HIGHEST_TEMPERATURE, SamplingConfig
 from penstock.store.data.rows import Rows
+
+LARGEST_TOP_K = 2**31 - 1
+"""vLLM keeps it in 32 bits."""
+MAX_STOPS = 64
+"""Each is looked for after every token."""
+STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The sampling distribution of one request. `temperature=0` is greedy."""
+    """The sampling distribution of one request. `temperature=0` is greedy. Raises `SamplingError` for values that no
+    engine can draw from: an engine is asked for nothing that would fail in it."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -33,6 +43,35 @@ class Sampling:
     that would break it are left out of the distribution, and so out of their log-probabilities. vLLM alone does it."""
     priority: int = 0
     """Of requests that wait for an engine, lower ones are served first."""
+
+    def __post_init__(self) -> None:
+        self._number("temperature", float, 0, HIGHEST_TEMPERATURE)
+        self._number("top_p", float, 0, 1)
+        self._need(self.top_p > 0, "top_p", "must be greater than 0: no token would be left.")
+        self._number("min_p", float, 0, 1)
+        self._number("top_k", int, 0, LARGEST_TOP_K)
+        self._number("max_tokens", int, 1)
+        is_stops = isinstance(self.stop, tuple) and all(isinstance(stop, str) and _is_utf8(stop) for stop in self.stop)
+        self._need(is_stops and "" not in self.stop, "stop", "must be texts that are not empty and can be encoded.")
+        self._need(len(self.stop) <= MAX_STOPS, "stop", f"there may be {MAX_STOPS} of them.")
+        if self.structure is not None:
+            is_one = isinstance(self.structure, Mapping) and len(self.structure) == 1
+            self._need(is_one and {*self.structure} <= {*STRUCTURES}, "structure", f"is one of {STRUCTURES}.")
+            self._need(_is_utf8(self.structure), "structure", "must be JSON whose texts can be encoded.")
+
+    def _number(self, name: str, kind: type[int] | type[float], low: float, high: float | None = None) -> None:
+        """It is one, within its bounds, and becomes Python's own."""
+        value = getattr(self, name)
+        called = "a whole number" if kind is int else "a number"
+        within = f"of at least {low}" if high is None else f"from {low} to {high}"
+        is_number = isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        is_within = is_number and low <= value and (high is None or value <= high)
+        self._need(is_within, name, f"must be {called} {within}.")
+        object.__setattr__(self, name, kind(value))
+
+    def _need(self, is_right: bool, name: str, text: str) -> None:
+        if not is_right:
+            raise SamplingError(f"{name}={getattr(self, name)!r:.100}: {text}", name)
 
     @classmethod
     def of(cls, config: SamplingConfig) -> "Sampling":
@@ -51,6 +90,15 @@ class Sampling:
 
     def greedy(self) -> "Sampling":
         return replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
+
+
+def _is_utf8(value: Any) -> bool:
+    """As JSON. A lone surrogate cannot be encoded."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 @dataclass(frozen=True)

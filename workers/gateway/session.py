@@ -15,12 +15,16 @@ from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from penstock.conf.errors import SamplingError, suggest
 from penstock.workers.gateway.engines import Engines
 from penstock.workers.gateway.errors import AttemptOver, LimitReached
 from penstock.workers.gateway.formats.format import Format, Message, Tools
 from penstock.workers.gateway.history import Key, history_key
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory.turn import Turn
+
+OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure")
+"""In which a request may differ from the run."""
 
 
 @dataclass(frozen=True)
@@ -100,8 +104,8 @@ class Session:
 
         `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure: other than the run's. `train=False`:
         it is no turn of the attempt (an opponent that the policy plays). `is_retry`: the client asks for the second
-        time, and gets the answer that it missed, if there is one. Raises `LimitReached`, `AttemptOver`, `DataError`,
-        `DeadlineExceeded`.
+        time, and gets the answer that it missed, if there is one. Raises `LimitReached`, `AttemptOver`, `DataError`
+        (`SamplingError`, which is a `ValueError`, for options that no engine can take), `DeadlineExceeded`.
         """
         request = history_key(messages, tools) + repr(sorted(options.items())).encode()
         if is_retry and request in self._by_request:
@@ -221,12 +225,15 @@ class Session:
 
     def _asked(self, options: Mapping[str, Any], seed: int | None) -> Sampling:
         """The run's sampling, as far as a request does not ask for another."""
+        for name in options:
+            if name not in OPTIONS:
+                raise SamplingError(f"{name}: a request has no such option{suggest(name, OPTIONS)}", name)
         changes = {name: value for name, value in options.items() if value is not None}
         if "stop" in changes:
-            changes["stop"] = (changes["stop"],) if isinstance(changes["stop"], str) else tuple(changes["stop"])
-        if "max_tokens" in changes:
-            changes["max_tokens"] = min(int(changes["max_tokens"]), self._sampling.max_tokens)
-        return replace(self._sampling, seed=seed, **changes)
+            stop = changes["stop"]
+            changes["stop"] = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
+        sampling = replace(self._sampling, seed=seed, **changes)
+        return replace(sampling, max_tokens=min(sampling.max_tokens, self._sampling.max_tokens))
 
     def _within_limits(self, sampling: Sampling, num_prompt: int) -> Sampling:
         room = self._limits.max_model_len - num_prompt

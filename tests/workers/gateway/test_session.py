@@ -166,6 +166,28 @@ def test_a_retry_gets_the_turn_of_the_same_request() -> None:
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"stop": ""}, {"stop": ["\ud800"]}, {"stop": 5}, {"top_p": 0}, {"temperature": -1}, {"top_k": 10**30},
+        {"max_tokens": "many"}, {"structure": {"regex": "\ud800"}},
+    ],
+)  # fmt: skip
+def test_a_request_that_no_engine_can_take_is_refused_before_one_is_asked(options: dict[str, Any]) -> None:
+    async def scenario() -> None:
+        engines = Saying(["one"])
+        session = make_session(engines)
+        for train in (True, False):
+            with pytest.raises(ValueError, match=f"^{next(iter(options))}="):
+                await session.sample([user("a")], train=train, **options)
+        with pytest.raises(ValueError, match=r"temprature: .* did you mean 'temperature'"):
+            await session.sample([user("a")], temprature=1)
+        assert engines.prompts == []
+        assert (await session.sample([user("a")])).text == "one"
+
+    asyncio.run(scenario())
+
+
 def test_limits_of_turns_and_tokens_end_the_attempt() -> None:
     async def scenario() -> None:
         session = make_session(Saying(["one"]), max_turns=1)

@@ -15,7 +15,7 @@ Clients ask again by themselves after 503 alone: every other answer says that it
 from dataclasses import dataclass
 from typing import Any
 
-from penstock.conf.errors import DataError, PenstockError
+from penstock.conf.errors import DataError, PenstockError, SamplingError
 from penstock.workers.gateway.errors import AttemptOver, LimitReached
 
 
@@ -75,6 +75,8 @@ def failure_of(error: BaseException) -> Failure:
         return Failure(400, "limit_reached", f"limit of {error.limit} reached: {text}")
     if isinstance(error, AttemptOver):
         return Failure(410, "attempt_over", text)
+    if isinstance(error, SamplingError):
+        return Failure(400, "invalid_value", text, error.field or None)
     if isinstance(error, DataError):
         return Failure(400, "invalid_value", text)
     if isinstance(error, PenstockError):

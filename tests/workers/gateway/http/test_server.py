@@ -127,6 +127,25 @@ def test_a_retry_of_what_was_answered_gets_the_same_turn(path: str, streamed: bo
     play(scenario())
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("top_k", 10**30), ("temperature", 2.5), ("top_p", 0), ("temperature", -1), ("metadata", {"a": "\ud800"}),
+        ("input", "\ud800"), ("structured_outputs", {"regex": "\ud800"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_that_no_engine_can_take_is_a_bad_one(path: str, field: str, value: Any, streamed: bool) -> None:
+    async def scenario() -> None:
+        async with gateway(["one"]) as open_gateway:
+            status, said = await post(open_gateway, path, ASKED | {"input": "?", "stream": streamed} | {field: value})
+            assert (status, open_gateway.engines.prompts) == (400, [])
+            assert field in said["error"]["message"] or "surrogate" in said["error"]["message"]
+
+    play(scenario())
+
+
 @pytest.mark.parametrize("ask", [Gateway.chat, Gateway.respond, Gateway.message])
 def test_a_client_that_times_out_and_asks_again_has_one_turn(ask: Any) -> None:
     async def scenario() -> None:
