@@ -252,28 +252,36 @@ class VllmEngine:
     # Generation
 
     async def _request(self, prompt_ids: list[int], num_samples: int, sampling: Sampling) -> Any:
-        from vllm.exceptions import VLLMValidationError
+        from vllm.exceptions import VLLMClientError
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        parameters = sampling_params(num_samples, sampling)
         request_id = str(next(self._request_ids))
         output = None
         try:
+            parameters = sampling_params(num_samples, sampling)
             async for latest in self._llm.generate(
                 {"prompt_token_ids": prompt_ids}, parameters, request_id=request_id,
                 lora_request=self._lora_request(), priority=sampling.priority,
             ):  # fmt: skip
                 output = latest
-        except (EngineDeadError, EngineGenerateError) as error:
+        except EngineDeadError as error:
             raise self._died(error) from None
-        except (
-            ValueError,
-            VLLMValidationError,
-        ) as error:  # of the request: a schema or a grammar that cannot be followed
+        except EngineGenerateError as error:  # while it lives, it is this request's alone
+            if self._is_gone():
+                raise self._died(error.__cause__ or error) from None
+            await self._llm.abort(request_id)  # else vLLM keeps what it has noted of it
+            raise DataError(f"vLLM cannot take the request: {error.__cause__!r:.300}") from None
+        except (ValueError, VLLMClientError) as error:  # such as a schema or a grammar that cannot be followed
             raise DataError(f"vLLM refuses the request: {error}") from None
-        if output is None or any(sample.finish_reason not in ("stop", "length") for sample in output.outputs):
+        reasons = {sample.finish_reason for sample in output.outputs} if output is not None else {"nothing"}
+        if "error" in reasons and not self._is_gone():  # such as a grammar that the engine cannot compile
+            raise DataError("vLLM ended the request with an error of its own; its log says more.")
+        if not reasons <= {"stop", "length"}:
             raise self._died("it ended a request without finishing it")
         return output
+
+    def _is_gone(self) -> bool:
+        return self._llm is None or self._llm.errored
 
     def _lora_request(self) -> Any:
         """vLLM's, of the adapter that a request is to have; None for none."""

@@ -1,7 +1,8 @@
 """An `AsyncLLM` without vLLM's processes, for tests of what `VllmEngine` asks of it and what comes of its failures."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from types import SimpleNamespace
 from typing import Any
 
 from penstock.conf.errors import WorkerDied
@@ -17,6 +18,7 @@ class FakeLLM:
         self.calls: list[str] = []
         self.version = "0"
         self.errored = False
+        self.finish_reason = "stop"
         self.troubles = troubles
 
     async def _do(self, name: str) -> None:
@@ -53,6 +55,14 @@ class FakeLLM:
 
     async def resume_generation(self) -> None:
         await self._do("resume")
+
+    async def generate(self, *_: Any, **__: Any) -> AsyncIterator[Any]:
+        await self._do("generate")
+        sample = SimpleNamespace(finish_reason=self.finish_reason, token_ids=[])
+        yield SimpleNamespace(outputs=[sample])
+
+    async def abort(self, request_id: str) -> None:
+        await self._do("abort")
 
 
 def hang() -> Any:

@@ -150,6 +150,47 @@ def test_an_engine_that_was_never_started_says_so() -> None:
         asyncio.run(engine.generate([1], 1, Sampling()))
 
 
+def generating(llm: FakeLLM) -> tuple[VllmEngine, PenstockError]:
+    """The engine after a request that fails, and how it did."""
+    engine = VllmEngine(RolloutConfig(), "a-model", num_threads=1)
+    engine._llm = llm
+    with pytest.raises(PenstockError) as error:
+        asyncio.run(engine.generate([1], 1, Sampling()))
+    return engine, error.value
+
+
+def not_generated() -> None:
+    from vllm.v1.engine.exceptions import EngineGenerateError
+
+    raise EngineGenerateError from OverflowError("too large to convert")
+
+
+def test_a_request_that_fails_by_itself_is_no_death_and_leaves_nothing_in_the_engine() -> None:
+    llm = FakeLLM(generate=not_generated)
+    engine, error = generating(llm)
+    assert isinstance(error, DataError)
+    assert "too large to convert" in str(error)
+    assert llm.calls == ["generate", "abort"]
+    assert is_serving(engine)
+
+
+def test_a_request_that_the_engine_ends_with_an_error_is_no_death() -> None:
+    """As it ends one whose grammar it cannot compile."""
+    llm = FakeLLM()
+    llm.finish_reason = "error"
+    engine, error = generating(llm)
+    assert isinstance(error, DataError)
+    assert is_serving(engine)
+
+
+def test_requests_that_fail_as_the_engine_is_gone_say_so() -> None:
+    llm = FakeLLM(generate=not_generated)
+    llm.errored = True
+    engine, error = generating(llm)
+    assert isinstance(error, WorkerDied)
+    assert not is_serving(engine)
+
+
 def test_a_model_that_is_not_there_is_a_resource_error(tmp_path: Path) -> None:
     engine = VllmEngine(RolloutConfig(), str(tmp_path / "nothing"), num_threads=1)
     with pytest.raises(ResourceError, match="did not start"):
@@ -216,6 +257,12 @@ def test_a_response_has_the_structure_that_was_asked_for(tmp_path: Path) -> None
                 with pytest.raises(DataError) as error:
                     await engine.generate([5, 6], 1, replace(sampling, structure=wrong))
                 refused.append(str(error.value))
+            for name, value in (("top_k", 10**30), ("stop", ("\ud800",)), ("temperature", -1.0)):
+                unchecked = replace(sampling)
+                object.__setattr__(unchecked, name, value)  # as no request can be: the engine holds by itself, too
+                with pytest.raises(DataError):
+                    await engine.generate([5, 6], 1, unchecked)
+            assert engine.sampled().num_in_flight == 0
             return [completion for (completion,) in found], refused
         finally:
             await engine.close()
