@@ -10,9 +10,8 @@ import logging
 from typing import Any
 
 from penstock.workers.problems.reasoning_gym import verify
+from penstock.workers.reward.math_answers import final_answer, formula, plain, ungrouped
 from penstock.workers.reward.registry import reward
-
-ANSWER_MARK = "####"
 
 
 def _warm_math_verify() -> None:
@@ -27,36 +26,31 @@ def _math_verify() -> Any:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(answer: str) -> Any:
-    gold = _math_verify().parse(answer, parsing_timeout=None)
-    return gold or _math_verify().parse(f"${answer}$", parsing_timeout=None)
+    return _parsed(answer) or _math_verify().parse(f"${answer}$", parsing_timeout=None)
 
 
-def _plain(text: str) -> str:
-    return text.strip().rstrip(".").replace(",", "").replace("$", "").replace(" ", "")
-
-
-def final_answer(text: str) -> str:
-    """What follows the last `####` (the format of GSM8K), or the whole text."""
-    return text.rpartition(ANSWER_MARK)[2].strip()
+def _parsed(text: str) -> Any:
+    parse = functools.partial(_math_verify().parse, parsing_timeout=None)
+    return ((written := formula(text)) and parse(written)) or parse(text)
 
 
 @reward("math_verify", warm=_warm_math_verify)
 def math_verify(response: str, answer: str) -> float:
     """1.0 if the response's final answer equals the reference mathematically, else 0.0.
 
-    Takes an answer after `####`, in `\\boxed{}`, or the last number or formula of the response. Raises `ValueError`
-    if the reference answer itself cannot be read.
+    Takes an answer after `####`, in `\\boxed{}`, or the last number, list or formula of the response. Commas separate
+    thousands where groups of three digits follow, and entries elsewhere (`math_answers.py`). Raises `ValueError` if the
+    reference answer itself cannot be read.
     """
-    gold = final_answer(str(answer))
-    said = final_answer(response)
+    gold, said = ungrouped(final_answer(str(answer))), ungrouped(final_answer(response))
     if not said:
         return 0.0
-    if _plain(said) == _plain(gold):
+    if plain(said) == plain(gold):
         return 1.0
-    parsed = _parsed_gold(_plain(gold) if _plain(gold).lstrip("+-").replace(".", "", 1).isdigit() else gold)
+    parsed = _parsed_gold(plain(gold) if plain(gold).lstrip("+-").replace(".", "", 1).isdigit() else gold)
     if not parsed:
         raise ValueError(f"the reference answer {gold!r:.80} is no mathematical expression")
-    return float(_math_verify().verify(parsed, _math_verify().parse(said, parsing_timeout=None), timeout_seconds=None))
+    return float(_math_verify().verify(parsed, _parsed(said), timeout_seconds=None))
 
 
 def _warm_reasoning_gym() -> None:

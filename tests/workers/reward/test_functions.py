@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError
 from penstock.workers.problems.reasoning_gym import Problems
@@ -34,6 +36,82 @@ GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.
 )
 def test_math_verify_compares_final_answers(response, answer, reward):
     assert math_verify(response, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("#### 1,2", "1,2", 1.0),
+        ("#### 12", "1,2", 0.0),
+        ("#### 1.2", "1,2", 0.0),
+        ("#### 1,2", "12", 0.0),
+        ("#### 1,2", "1.2", 0.0),
+        ("#### 2", "1,2", 0.0),
+        ("#### 1,2", "2", 0.0),
+        ("$1,2$", "1,2", 1.0),
+        ("#### 2, 1", "1,2", 1.0),
+        ("#### 1 and 2", "1,2", 1.0),
+        ("#### 3", "2 and 3", 0.0),
+        ("#### (1,2)", "#### (12)", 0.0),
+        ("#### (12)", "#### (1,2)", 0.0),
+        ("#### 12", "#### (12)", 1.0),
+        ("#### (1, 2)", "(1,2)", 1.0),
+        ("The point is (1, 2).", "(1,2)", 1.0),
+        ("The answer is (1, 2).", "2", 0.0),
+        ("\\boxed{(1,2)}", "(1,2)", 1.0),
+        ("#### (2,1)", "(1,2)", 0.0),
+        ("#### {3, 2, 1}", "{1,2,3}", 1.0),
+        ("#### [0, 1)", "[0,1)", 1.0),
+        ("#### (0, 1)", "[0,1)", 0.0),
+        ("#### (-\\infty, 3]", "(-\\infty,3]", 1.0),
+        ("#### (-1, -2)", "(-1,-2)", 1.0),
+        ("#### 1,234", "1234", 1.0),
+        ("#### -1,234.5", "-1234.5", 1.0),
+        ("#### 1,234,567", "1234567", 1.0),
+        ("#### 1, 234", "1234", 0.0),
+        ("#### 1,234,5", "12345", 0.0),
+        ("#### 12,34", "1234", 0.0),
+        ("#### 1234,567", "1234567", 0.0),
+        ("#### 0,123", "123", 0.0),
+        ("#### (1,234, 5)", "(1234, 5)", 1.0),
+        ("#### (1,234, 5)", "(12345)", 0.0),
+        ("#### (1,234,5)", "(1, 234, 5)", 1.0),
+        ("#### (1,234)", "(1, 234)", 1.0),
+        ("#### {1,234}", "1234", 0.0),
+        ("#### $1,000$", "1000", 1.0),
+        ("#### 1{,}000", "1000", 1.0),
+        ("#### 10,\\!000", "10000", 1.0),
+        ("#### 10\\,000", "10000", 1.0),
+        ("#### \\frac{1,234}{5}", "246.8", 1.0),
+        ("#### 1,000 dollars", "1000", 1.0),
+        ("#### $1,000.50", "1000.5", 1.0),
+        ("#### 1 234", "1,234", 1.0),
+        ("#### 1 2", "12", 0.0),
+        ("#### 34/7", "3 4/7", 0.0),
+        ("#### x=1,y=2", "x = 1, y = 2", 1.0),
+    ],
+)
+def test_math_verify_takes_a_comma_for_thousands_only_where_it_stands_between_them(response, answer, reward):
+    assert math_verify(response, answer) == reward
+
+
+NUMBERS = st.integers(-(10**7), 10**7)
+
+
+@settings(max_examples=30, deadline=None)
+@given(NUMBERS, st.sampled_from(["#### {}", "It is {}.", "\\boxed{{{}}}", "${}$"]))
+def test_thousands_are_read_with_and_without_separators(number, form):
+    assert math_verify(form.format(f"{number:,}"), str(number)) == 1.0
+    assert math_verify(form.format(number), f"{number:,}") == 1.0
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(NUMBERS, min_size=2, max_size=4, unique=True), st.sampled_from(["{}", "({})", "{{{}}}"]))
+def test_a_list_is_right_about_itself_and_no_number(numbers, form):
+    answer = form.format(", ".join(map(str, numbers)))
+    assert math_verify(f"#### {answer}", answer) == 1.0
+    assert math_verify("#### " + "".join(map(str, numbers)), answer) == 0.0
+    assert math_verify(f"#### {answer}", str(numbers[-1])) == 0.0
 
 
 def test_math_verify_says_when_the_reference_answer_cannot_be_read():
