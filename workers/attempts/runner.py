@@ -1,7 +1,7 @@
 """Plays attempts: from a task and a seed to a trajectory, whatever the environment does meanwhile.
 
     completed   `run` returned
-    truncated   a limit was reached: turns, tokens, context or time
+    truncated   a limit was reached: turns, tokens, context or time; or one cut the last turn
     rejected    the environment did not want it to count
     failed      it raised, or had the policy sample nothing
 
@@ -81,6 +81,7 @@ class Runner:
             self._door.dismiss(key)
         if outcome.is_trained and not session.turns:
             outcome = Outcome(FAILED, "no_turn", "the environment had the policy sample nothing")
+        self._counts["turns_cut"] += sum(turn.is_cut for turn in session.turns)
         self._counts[f"attempts_{outcome.kind}"] += 1
         self._meters.add(table.ENVIRONMENT_ATTEMPTS, outcome=outcome.kind)
         self._meters.add(table.ENVIRONMENT_TURNS, len(session.turns))
@@ -129,7 +130,7 @@ class Runner:
         if isinstance(error, LimitReached) or (error is None and session.limit):
             return Outcome(TRUNCATED, error.limit if isinstance(error, LimitReached) else session.limit, str(error))
         if error is None:
-            return Outcome()
+            return self._completed(session)
         if isinstance(error, Rejected):
             return Outcome(REJECTED, f"rejected_{_word(error.reason)}", str(error))
         if session.limit:  # it did not let the end of its turns pass as it was
@@ -139,6 +140,18 @@ class Runner:
         if not isinstance(error, Exception):
             raise error
         return _failure(error)
+
+    def _completed(self, session: Session) -> Outcome:
+        """`run` returned. Where a limit cut the last turn, what it returned with is no whole answer."""
+        if not session.turns or not session.turns[-1].is_cut:
+            return Outcome()
+        if session.num_sampled >= self._config.max_tokens:
+            return Outcome(
+                TRUNCATED, "tokens", f"its last turn was cut by environment.max_tokens={self._config.max_tokens}"
+            )
+        return Outcome(
+            TRUNCATED, "length", "its last turn was cut by rollout.sampling.max_tokens or the model's context"
+        )
 
     async def _ended(self, playing: "asyncio.Future[None]") -> None:
         """It is asked to end. One that does not hear it is left to itself, and gets nothing sampled any more."""

@@ -21,7 +21,7 @@ class Outcome:
 
     kind: str = COMPLETED
     reason: str = ""
-    """truncated: the limit (turns, tokens, context, time). rejected, failed: what the row is dropped as."""
+    """truncated: the limit (turns, tokens, context, time, length). rejected, failed: what the row is dropped as."""
     detail: str = ""
     """For people: the error, say."""
 

@@ -44,3 +44,9 @@ class Turn:
     """What the request asked for beyond the run's sampling."""
     stopped_by: str = ""
     """The stop string that ended it, which its message is without; empty if none did."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a limit of the run ended it. One that is as long as whoever asked wanted it is whole."""
+        wanted = self.sampling.get("max_tokens")
+        return self.finish == "length" and (wanted is None or len(self.output_ids) < wanted)

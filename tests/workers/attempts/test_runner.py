@@ -11,7 +11,7 @@ from penstock.workers.environments.task import Task
 from penstock.workers.gateway.errors import LimitReached
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory.segments import segments_of
-from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED
+from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, REJECTED, TRUNCATED, row_columns
 from tests.metering.measured import measured
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 
@@ -67,6 +67,44 @@ def test_sampled_tokens_are_limited_too() -> None:
     attempt, _ = play(Played(lambda ctx: talk(ctx, 1000)), say("yes"), max_tokens=10)
     assert (attempt.outcome.kind, attempt.outcome.reason) == (TRUNCATED, "tokens")
     assert attempt.num_sampled == 10
+
+
+async def ask_once(ctx: Any) -> None:
+    await ctx.sample(asked("hello"))
+    ctx.reward(1.0)
+
+
+def test_an_attempt_whose_last_turn_was_cut_is_truncated_and_trained() -> None:
+    cut = Sampling(max_tokens=5)
+    attempt, counts = play(Played(ask_once), say("a long answer"), sampling=cut)
+    assert (attempt.outcome.kind, attempt.outcome.reason, attempt.reward) == (TRUNCATED, "length", 1.0)
+    assert attempt.outcome.is_trained
+    assert row_columns([attempt])["finish_reason"] == ["length"]
+    assert (counts["attempts_truncated"], counts["truncated_by_length"], counts["turns_cut"]) == (1, 1, 1)
+
+
+def test_a_turn_that_the_limit_of_the_attempt_has_cut_is_truncated_by_its_tokens() -> None:
+    attempt, counts = play(Played(ask_once), say("a long answer"), max_tokens=5)
+    assert (attempt.outcome.kind, attempt.outcome.reason, counts["turns_cut"]) == (TRUNCATED, "tokens", 1)
+
+
+def test_a_turn_that_ends_by_itself_or_as_short_as_it_was_asked_for_is_complete() -> None:
+    async def choose(ctx: Any) -> None:
+        await ctx.sample(asked("a or b?"), max_tokens=1)
+
+    attempt, counts = play(Played(choose), say("a, since"))
+    assert (attempt.outcome.kind, len(attempt.turns[0].output_ids), counts["turns_cut"]) == (COMPLETED, 1, 0)
+    attempt, counts = play(Played(choose), say("a, since"), max_tokens=1)
+    assert (attempt.outcome.kind, counts["turns_cut"]) == (COMPLETED, 0)
+    assert play(Played(ask_once), say("yes"), sampling=Sampling(max_tokens=4))[0].outcome.kind == COMPLETED
+
+
+def test_a_cut_turn_that_the_attempt_goes_on_from_is_counted_and_truncates_nothing() -> None:
+    def script(prompt: str, sampling: Sampling) -> str:
+        return "yes" if "go on" in prompt else "a long answer"
+
+    attempt, counts = play(Played(talk), script, sampling=Sampling(max_tokens=5))
+    assert (attempt.outcome.kind, counts["turns_cut"]) == (COMPLETED, 1)
 
 
 def test_a_conversation_that_outgrows_the_model_is_truncated() -> None:
