@@ -20,7 +20,11 @@ from msgspec import Struct
 from penstock.store.data.blocks import Block, Blocks, Place
 from penstock.store.data.layout import Inline, Parcel, Placed
 from penstock.store.data.rows import Rows
+from penstock.store.errors import TooLarge
 from penstock.store.ledger.group import Span, spans_of
+
+MOST_ENTRIES = 2**31 - 1
+"""Of a column with offsets in one batch: bytes of strings, values of lists."""
 
 Columns = tuple[list[str], np.ndarray]
 """Columns that lie side by side, and `[K, 4]` int64: source, start, stride and count of places one after the other."""
@@ -137,6 +141,42 @@ def _inline(blocks: Blocks, places: list[tuple[Place, int]], names: list[str]) -
     return rows_at([block.batch for block in numbers], names, _table(table), compact=True)
 
 
+def _check_room(batches: Sequence[pa.RecordBatch], names: list[str], places: np.ndarray) -> None:
+    """Arrow counts the entries of a ragged column and the bytes of strings with 32 bits, and not all of it looks."""
+    sizes = {source: batches[source].nbytes for source in set(places[:, 0].tolist())}
+    copied = places[places[:, 2] == 0]
+    most = sum(sizes.values()) + sum(sizes[source] * count for source, _, _, count in copied.tolist())
+    if 8 * most <= MOST_ENTRIES:  # a byte has one entry, or eight bits
+        return
+    for name in names:
+        kind = batches[next(iter(sizes))].schema.field(name).type
+        if not (pa.types.is_list(kind) or pa.types.is_string(kind)):
+            continue
+        entries = sum(_entries(batches[source].column(name), places[places[:, 0] == source]) for source in sizes)
+        if entries > MOST_ENTRIES:
+            unit = "bytes" if pa.types.is_string(kind) else "entries"
+            raise TooLarge(
+                f"column {name!r} of these {places[:, 3].sum()} rows has {entries} {unit} together, and a read has at "
+                f"most {MOST_ENTRIES}. Lease fewer rows at a time; or write values that large to files, and their "
+                "paths into the column."
+            )
+
+
+def _entries(column: pa.Array, places: np.ndarray) -> int:
+    """Of the values of a column with offsets that lie at these places."""
+    ends = _ends(column)
+    _, start, stride, count = places.T.astype(np.int64)
+    each = ends[start + np.where(stride, count, 1)].astype(np.int64) - ends[start]
+    return int((each * np.where(stride, 1, count)).sum())
+
+
+def _ends(column: pa.Array) -> np.ndarray:
+    """Where each value of a column with offsets begins and ends: `[N + 1]`."""
+    offsets = column.buffers()[1]
+    ends = np.frombuffer(offsets, np.int32) if offsets is not None else np.zeros(1, np.int32)
+    return ends[column.offset : column.offset + len(column) + 1]
+
+
 def _table(places: Sequence[Sequence[int]]) -> np.ndarray:
     return np.asarray(places, dtype=np.int64)
 
@@ -145,7 +185,8 @@ def rows_at(
     batches: Sequence[pa.RecordBatch], names: list[str], places: np.ndarray, *, compact: bool = False
 ) -> pa.RecordBatch:
     """The values at the places, in their order: a view where they lie side by side, or else a copy. `compact`: no view
-    of a part of a batch, of which all would be sent."""
+    of a part of a batch, of which all would be sent. Raises `TooLarge`."""
+    _check_room(batches, names, places)
     parts: list[pa.RecordBatch] = []
     for source, there in groupby(places.tolist(), key=lambda place: place[0]):
         batch = batches[source]

@@ -25,7 +25,7 @@ import xxhash
 from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.group_table import groups_table
 from penstock.store.data.payload import Payload, assemble, gather
-from penstock.store.errors import CorruptSnapshot, StoreError
+from penstock.store.errors import CorruptSnapshot, StoreError, TooLarge
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.ledger.losses import lacks_source
@@ -186,13 +186,27 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     """The columns of the rows, a few hundred at a time; at least one batch, so that the file has its schema."""
     for start in range(0, max(1, len(rows)), ROWS_PER_BATCH):
-        payload = gather(state.blocks, rows[start : start + ROWS_PER_BATCH], names)
+        yield from _fitting(state, rows[start : start + ROWS_PER_BATCH], names, id_name, resolve)
+
+
+def _fitting(
+    state: Cut, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
+) -> Iterator[pa.RecordBatch]:
+    """One batch, or several where that would be too large for Arrow; each row has come in one, and fits."""
+    try:
+        payload = gather(state.blocks, rows, names)
         if resolve is not None:
             payload = resolve(payload)
-        table = assemble(payload, names, []).table().combine_chunks()
-        ids = pa.array(payload.group_ids if id_name == "group_id" else payload.row_ids)
-        columns = [table.column(name).combine_chunks() for name in names]
-        yield pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names])
+        table = assemble(payload, names, []).table()
+    except TooLarge:
+        if len(rows) < 2:
+            raise
+        for half in (rows[: len(rows) // 2], rows[len(rows) // 2 :]):
+            yield from _fitting(state, half, names, id_name, resolve)
+        return
+    ids = pa.array(payload.group_ids if id_name == "group_id" else payload.row_ids)
+    columns = [table.column(name).combine_chunks() for name in names]
+    yield pa.RecordBatch.from_arrays([ids, *columns], names=[id_name, *names])
 
 
 class _Summed:

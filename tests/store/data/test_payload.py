@@ -1,17 +1,19 @@
 """Whatever way rows were written, and wherever their values lie, a lease's reader gets them in order."""
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.algorithms.graph.columns import Column
+from penstock.store.data import payload as payload_module
 from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.codec import NOTHING, Codec
 from penstock.store.data.far.wanted import Wanted, split, with_pulled
 from penstock.store.data.layout import Inline, Placed
-from penstock.store.data.payload import Payload, assemble, by_value, gather
-from penstock.store.errors import UnknownColumn
+from penstock.store.data.payload import Payload, assemble, by_value, gather, rows_at
+from penstock.store.errors import TooLarge, UnknownColumn
 
 COLUMNS = [Column("prompt", "int32", "prompt", per_group=True), Column("x", "int32", "token"), Column("y", "int64")]
 GROUPS = 4
@@ -44,6 +46,38 @@ class Written:
         block = Block(batch, None, batch.nbytes) if inline else Block(None, ref, batch.nbytes)
         self.behind[ref] = batch
         self.blocks.add_rows(rows, range(len(rows)), block, batch.schema.names)
+
+
+WIDE = 1 << 20
+"""Bytes of a value that a few thousand rows share."""
+
+
+@pytest.mark.parametrize("num_rows", [3, 2**31 // WIDE, 3000])
+@pytest.mark.parametrize("kind", ["string", "list"])
+def test_a_read_that_arrow_has_no_room_for_is_refused_by_its_column(kind: str, num_rows: int) -> None:
+    """One value for all rows of a group: it is multiplied only where it is read."""
+    lists = pa.ListArray.from_arrays(pa.array([0, WIDE], pa.int32()), pa.array(np.zeros(WIDE, np.int8)))
+    batch = pa.record_batch({"task": pa.array(["x" * WIDE]) if kind == "string" else lists})
+    places = np.asarray([[0, 0, 0, num_rows]])
+    if num_rows == 3:
+        assert rows_at([batch], ["task"], places).num_rows == 3
+        return
+    with pytest.raises(TooLarge, match=rf"column 'task' of these {num_rows} rows has {num_rows * WIDE} "):
+        rows_at([batch], ["task"], places)
+
+
+def test_parts_that_fit_and_their_sum_that_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds are those of the rows that are read, not of the batches that they lie in."""
+    monkeypatch.setattr(payload_module, "MOST_ENTRIES", 10)
+    batches = [
+        pa.record_batch({"x": pa.array(["abc", "defgh"])}).slice(1),
+        pa.record_batch({"x": pa.array(["ab"] * 9)}),
+    ]
+    assert rows_at(batches, ["x"], np.asarray([[0, 0, 1, 1], [1, 3, 1, 2]]))["x"].to_pylist() == ["defgh", "ab", "ab"]
+    assert rows_at(batches, ["x"], np.asarray([[0, 0, 0, 2]]))["x"].to_pylist() == ["defgh"] * 2
+    for places in ([[0, 0, 1, 1], [1, 3, 1, 3]], [[0, 0, 0, 3]]):
+        with pytest.raises(TooLarge):
+            rows_at(batches, ["x"], np.asarray(places))
 
 
 def sent(payload: Payload) -> tuple[Payload, int]:

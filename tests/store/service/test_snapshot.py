@@ -12,6 +12,7 @@ import pytest
 import xxhash
 
 from penstock.store.client.client import StoreClient
+from penstock.store.data import payload
 from penstock.store.errors import CorruptSnapshot, LeaseExpired, StoreError
 from penstock.store.service.snapshot import snapshot_files, snapshots
 from penstock.store.service.store import Store
@@ -218,6 +219,22 @@ def test_a_snapshot_of_another_dataflow_is_refused_by_what_differs(tmp_path: Pat
             Store(make_spec(group_size=3), restore=tmp_path)
 
     run(body)
+
+
+def test_rows_that_arrow_has_no_room_for_at_once_are_written_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def before(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        monkeypatch.setattr(payload, "MOST_ENTRIES", 16)
+        await client.snapshot(str(tmp_path), 0)
+        monkeypatch.undo()
+
+    async def after(store: Store, client: StoreClient) -> None:
+        assert len(await finish(store, client, range(1, 3))) == 2
+
+    run(before)
+    run(after, restore=tmp_path)
 
 
 def test_an_empty_store_has_a_snapshot_too(tmp_path: Path) -> None:
