@@ -18,6 +18,7 @@ from penstock.algorithms.catalogue import dataflow_of
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import ConfigError, PenstockError, TakenOver
 from penstock.conf.run import RunConfig, WarmStartConfig, validate
+from penstock.network.open_files import warning
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
 from penstock.orchestrator.cluster import Cluster, check_placement, is_elsewhere, namespace_of, this_node
@@ -86,6 +87,8 @@ def run(
         with contextlib.closing(cluster):
             cluster.connect(directory.run_id, directory.place)
             check_placement(plan, config)  # now, and not after the runs that come first
+            if (told := warning()) is not None:
+                tell(told)
             namespace = goes_on.state.namespace if isinstance(goes_on, LeftBehind) else namespace_of(directory.run_id)
             note_connection(directory, namespace)
             identity = identity_of(config, flow, this_node())

@@ -11,7 +11,6 @@ pages cheaper than a mapping does. Used by `client/connected.py`, and by `segmen
 """
 
 import itertools
-import mmap
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -20,6 +19,7 @@ from typing import BinaryIO
 import numpy as np
 import pyarrow as pa
 
+from penstock.store.data.file_memory import map_file
 from penstock.store.data.layout import ByteRange, Placed, aligned, buffers_of, kind_of
 
 STEP = 1 << 16
@@ -51,10 +51,9 @@ class Slot:
         try:
             # Without it a full file system would kill the process at its first touch of the page.
             os.posix_fallocate(descriptor, 0, nbytes)
-            mapping = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            self.memory = map_file(descriptor, nbytes, is_written=True)
         finally:
             os.close(descriptor)
-        self.memory = np.frombuffer(mapping, dtype=np.uint8)
         self.address = self.memory.ctypes.data
 
     def take(self, nbytes: int) -> np.ndarray | None:

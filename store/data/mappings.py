@@ -6,7 +6,6 @@ when the last array of what was read is collected, wherever that is, and `tell` 
 `client/connected.py` and `segments.py`.
 """
 
-import mmap
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -14,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import pyarrow as pa
 
+from penstock.store.data.file_memory import map_file
 from penstock.store.data.layout import Placed, read
 from penstock.store.errors import StoreError
 
@@ -90,7 +90,9 @@ class Mappings:
         for place in self._places:
             try:
                 with open(os.path.join(place, name), "rb") as file:
-                    return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+                    return map_file(file.fileno())
             except FileNotFoundError:
                 continue
+            except OSError as error:
+                raise StoreError(f"segment {name} of {place} cannot be mapped: {error}.") from None
         raise StoreError(f"segment {name} is in none of {', '.join(self._places)}: its rows have ended, or the store.")

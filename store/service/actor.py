@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.metering.ray_export import Origin, exported
 from penstock.network.handshake import new_token
+from penstock.network.open_files import raise_limit
 from penstock.store.data.far.nodes import RowsNodes
 from penstock.store.data.roots import PREFIX, SHARED_MEMORY, guard_root, identity, sweep_stale
 from penstock.store.data.segments import Segments
@@ -43,6 +44,7 @@ class Store:
         import ray
 
         gc.set_threshold(*GC_THRESHOLD)
+        raise_limit()
         spill = os.path.join(_disk(spec.spill_dir), f"{PREFIX}store-{uuid.uuid4().hex}")
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
         token = nodes.token if nodes is not None else new_token()

@@ -11,6 +11,7 @@ from typing import Any
 import ray
 
 from penstock.network.connection import Address
+from penstock.network.open_files import raise_limit
 from penstock.workers import processes, stacks
 from penstock.workers.node import agent
 from penstock.workers.node.agent import NodeFacts
@@ -33,6 +34,7 @@ class NodeAgent:
         self, root: str, token: bytes, ports: list[int] | None, files_dir: str | None, spill_dir: str | None
     ) -> None:
         """`ports`, `files_dir`: of `conf/cluster.py`; `spill_dir`: of `conf/store.py`."""
+        raise_limit()
         node = ray.get_runtime_context().get_node_id()
         span = range(ports[0], ports[1] + 1) if ports is not None else range(1)
         self._agent = agent.NodeAgent(root, node, ray.util.get_node_ip_address(), token, span, files_dir, spill_dir)

@@ -9,7 +9,6 @@ values, so nothing here changes or goes while it is read. One server is the stor
 needs no orders; the others are the agents' (`workers/node/agent.py`).
 """
 
-import mmap
 import os
 import socket
 import threading
@@ -24,6 +23,7 @@ from msgspec import Struct
 from penstock.network.connection import Connection, Frame
 from penstock.store.data.codec import NOTHING, Codec, Malformed, joined
 from penstock.store.data.far.wanted import Wanted
+from penstock.store.data.file_memory import map_file
 from penstock.store.data.layout import Placed, read
 from penstock.store.data.moving import move
 from penstock.store.data.roots import claim_root, guard_root, remove_root
@@ -140,7 +140,7 @@ class RowsServer:
     def _map(self, name: str) -> np.ndarray:
         for place in (self._memory, self._disk):
             with suppress(FileNotFoundError), (place / name).open("rb") as file:
-                return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), dtype=np.uint8)
+                return map_file(file.fileno())
         raise FileNotFoundError(f"segment {name} is in neither {self._memory} nor {self._disk}: its rows have ended.")
 
     def _carry_out(self, order: Order) -> None:

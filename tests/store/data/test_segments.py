@@ -14,7 +14,9 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.store.data.arena import Arena
+from penstock.store.data.file_memory import map_file
 from penstock.store.data.intake import Intake
+from penstock.store.data.mappings import Mappings
 from penstock.store.data.segment_book import POOLED_SHARE
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownColumn, WrongType
@@ -169,6 +171,42 @@ def test_a_batch_that_the_dataflow_does_not_have_is_refused_and_its_file_goes_ba
     assert notice is not None
     assert notice.recycled == [placed.segment]
     assert segments.book.bytes == 0
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_segments_that_are_written_and_read_keep_no_file_open(tmp_path: Path) -> None:
+    """A process may have a thousand files open, and many more segments."""
+    arena, mappings = Arena([str(tmp_path)], "writer"), Mappings([str(tmp_path)], lambda: None)
+    before = open_files()
+    numbers = pa.record_batch({"x": pa.array(np.arange(KB, dtype=np.int32))})
+    placed = [arena.place(numbers) for _ in range(20)]
+    read = [mappings.read(one) for one in placed]
+    assert open_files() == before
+    arena.recycled(one.segment for one in placed[:10])
+    slots = [arena.reserve(4 * KB) for _ in range(10)]
+    again = [arena.place(numbers, slot) for slot in slots]
+    assert open_files() == before
+    assert {one.segment for one in again} == {one.segment for one in placed[:10]}
+    assert all(batch.equals(numbers) for batch in [*read, *map(mappings.read, again)])
+
+
+def test_pages_go_with_the_last_array_that_lies_in_them(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"abcd" * KB)
+    with (tmp_path / "file").open("rb") as file:
+        array = map_file(file.fileno(), 2 * KB)
+    view = array[4:8].view(np.uint8)
+    del array
+    assert mapped(tmp_path) == [str(tmp_path / "file")]
+    assert bytes(view) == b"abcd"
+    with pytest.raises(ValueError, match="read-only"):
+        view[0] = 1
+    del view
+    assert mapped(tmp_path) == []
+    with pytest.raises(OSError, match="cannot be mapped"), (tmp_path / "empty").open("wb+") as file:
+        map_file(file.fileno())
 
 
 def mapped(place: Path) -> list[str]:

@@ -1,0 +1,31 @@
+"""The limit of open files is raised as far as it goes, and told where that is not far."""
+
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from penstock.network.open_files import LOW
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, int(sys.argv[1])))
+from penstock.network.open_files import raise_limit, warning
+print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+print(warning())
+"""
+
+
+@pytest.mark.parametrize("hard", [512, LOW])
+def test_the_soft_limit_becomes_the_hard_one_which_is_told_where_it_is_low(hard: int) -> None:
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[1] < hard:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    command = [sys.executable, "-c", LIMITED, str(hard)]
+    raised, told = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    assert raised == f"{hard} {hard}"
+    assert (told == "None") == (hard >= LOW)
+    if hard == 512:
+        assert "512 files open" in told
+        assert "at most about 224 members" in told
+        assert "ulimit -Hn" in told
