@@ -31,6 +31,11 @@ class WeightedRewardConfig:
     def title(self) -> str:
         return re.sub(r"\W+", "_", self.name or self.function.rpartition(":")[2])
 
+    @property
+    def column(self) -> str:
+        """Its column, and the stage that writes it."""
+        return f"reward_{self.title}"
+
 
 @dataclass
 class JudgeConfig:

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.errors import PenstockError
+from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.ray_calls import answer, answers
+from penstock.workers.attempts.runner import Played
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.worker import sample_seed
@@ -28,7 +30,17 @@ TRIES = 3
 """Of an evaluation whose actors die."""
 
 
-Scores = Sequence[float | None]
+@dataclass(frozen=True)
+class Score:
+    """What a response has come to."""
+
+    first: float
+    """The reward that says whether it is right: the first of `rewards`."""
+    total: float
+    """The reward that is trained on."""
+
+
+Scores = Sequence[Score | None]
 """Of the responses to one problem; None: it has none, which counts as wrong."""
 
 
@@ -138,43 +150,102 @@ class Evaluator:
         texts = [completion.text for group in groups for completion in group]
         score = reward[1].score.remote(tasks, texts)
         scores = await answer(score, name=reward[0], phase="evaluation", timeout_s=self._timeout_s)
-        values = [value if isinstance(value, float) else None for value in scores]
+        values = [Score(value, value) if isinstance(value, float) else None for value in scores]
         return [values[first : first + num_samples] for first in range(0, len(texts), num_samples)]
 
 
 class EnvironmentEvaluator(Evaluator):
-    """The same in an environment: attempts in the place of responses, and the reward that they are given."""
+    """The same in an environment: attempts in the place of responses, and the rewards that are trained on. The greedy
+    attempt at a task is a group of its own, and the sampled ones are one."""
+
+    def __init__(self, sets: Mapping[str, HeldOut], config: RunConfig) -> None:
+        super().__init__(sets, config)
+        self._rewards = config.rewards
 
     async def _scores(
         self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
     ) -> list[Scores]:
-        players = await fleet.present("environment")
-        engines = await fleet.present("rollout")
-        tasks = [task for task in held_out.tasks for _ in range(num_samples)]
-        each = [
-            sampling if sampling.seed is None else sampling.seeded(sampling.seed + index)
-            for sampling in samplings
-            for index in range(num_samples)
+        groups = await self._played(fleet, held_out, [_each(sampling, num_samples) for sampling in samplings])
+        kept = [
+            (index, place, attempt)
+            for index, group in enumerate(groups)
+            for place, attempt in enumerate(group)
+            if attempt is not None
         ]
+        tasks = [held_out.tasks[index] for index, _, _ in kept]
+        scores = await self._rewarded(fleet, tasks, [attempt for _, _, attempt in kept])
+        found: list[list[Score | None]] = [[None] * num_samples for _ in groups]
+        for (index, place, _), score in zip(kept, scores, strict=True):
+            found[index][place] = score
+        return [*found]
+
+    async def _played(
+        self, fleet: Fleet, held_out: HeldOut, samplings: Sequence[Sequence[Sampling]]
+    ) -> list[Sequence[Played | None]]:
+        """The attempts of each task's group, which one actor plays."""
+        players, engines = await fleet.present("environment"), await fleet.present("rollout")
         calls = []
         for index, (name, handle) in enumerate(players):
             share = slice(index, None, len(players))
-            calls.append((name, handle.play.remote(engines, tasks[share], each[share])))
+            calls.append((name, handle.play.remote(engines, held_out.tasks[share], samplings[share])))
+        found: list[Sequence[Played | None]] = [()] * len(samplings)
+        for index, part in enumerate(await answers(calls, phase="evaluation", timeout_s=self._timeout_s)):
+            found[index :: len(players)] = part
+        return found
+
+    async def _rewarded(self, fleet: Fleet, tasks: Sequence[str], attempts: Sequence[Played]) -> list[Score | None]:
+        """The weighted sum of what the environment and the reward stages give. None where one of them fails."""
+        own = [attempt.reward for attempt in attempts]
+        texts = [attempt.text for attempt in attempts]
+        if not self._rewards:  # the dataflow's own function, or the environment alone
+            stage = fleet.first_stage("reward")
+            only = own if stage is None else await self._of_stage(fleet, stage, tasks, texts)
+            return [None if value is None else Score(value, value) for value in only]
+        by_reward = [
+            own if reward.function == ENVIRONMENT_REWARD else await self._of_stage(fleet, reward.column, tasks, texts)
+            for reward in self._rewards
+        ]
+        weights = [reward.weight for reward in self._rewards]
+        return [_summed(values, weights) for values in zip(*by_reward, strict=True)]
+
+    async def _of_stage(
+        self, fleet: Fleet, stage: str, tasks: Sequence[str], texts: Sequence[str]
+    ) -> Sequence[float | None]:
+        if not texts:
+            return []
+        actors = await fleet.present("reward", stage)
+        shares = [slice(index, None, len(actors)) for index in range(len(actors))]
+        calls = [
+            (name, handle.score.remote(tasks[share], texts[share]))
+            for (name, handle), share in zip(actors, shares, strict=True)
+        ]
+        found: list[float | None] = [None] * len(texts)
         parts = await answers(calls, phase="evaluation", timeout_s=self._timeout_s)
-        rewards: list[float | None] = [None] * len(tasks)
-        for index, part in enumerate(parts):
-            rewards[index :: len(players)] = part
-        return [rewards[first : first + num_samples] for first in range(0, len(tasks), num_samples)]
+        for share, part in zip(shares, parts, strict=True):
+            found[share] = [value if isinstance(value, float) else None for value in part]
+        return found
 
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
         """The mean reward, of those that have one: an environment's may be more than right or wrong."""
-        known = [score for of_one in scores for score in of_one if score is not None]
+        known = [score.total for of_one in scores for score in of_one if score is not None]
         return {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
+
+
+def _each(sampling: Sampling, count: int) -> list[Sampling]:
+    """Of the attempts of a group."""
+    return [sampling if sampling.seed is None else sampling.seeded(sampling.seed + index) for index in range(count)]
+
+
+def _summed(values: Sequence[float | None], weights: Sequence[float]) -> Score | None:
+    known = [value for value in values if value is not None]
+    if len(known) < len(values):
+        return None
+    return Score(known[0], sum(weight * value for weight, value in zip(weights, known, strict=True)))
 
 
 def _right(scores: Sequence[Scores]) -> list[int]:
     """Of each problem, how many responses are."""
-    return [sum(score is not None and score >= CORRECT for score in of_one) for of_one in scores]
+    return [sum(score is not None and score.first >= CORRECT for score in of_one) for of_one in scores]
 
 
 def _share(counts: Sequence[int]) -> float:

@@ -18,9 +18,6 @@ from penstock.algorithms.graph.stage import Stage
 from penstock.conf.errors import ConfigError, DataflowError
 from penstock.conf.reward import ENVIRONMENT_REWARD, WeightedRewardConfig
 
-PREFIX = "reward_"
-"""Of the columns."""
-
 
 def with_rewards(flow: Dataflow, rewards: Sequence[WeightedRewardConfig]) -> Dataflow:
     """The graph with these in the place of the reward that `reward.function` names. Raises `DataflowError` for one that
@@ -32,7 +29,7 @@ def with_rewards(flow: Dataflow, rewards: Sequence[WeightedRewardConfig]) -> Dat
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"rewards: two of them are called {twice!r}. Give one another name: {{name: …}}.")
     (stage,) = default
-    columns = [Column(f"{PREFIX}{name}", "float32") for name in names]
+    columns = [Column(reward.column, "float32") for reward in rewards]
     scored = [
         Stage(
             column.name, "reward", "sample", stage.reads, (column,),

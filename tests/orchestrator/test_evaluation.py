@@ -1,6 +1,8 @@
 """What is measured on held-out problems, over engines that are played."""
 
 import asyncio
+import inspect
+import json
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,16 +12,23 @@ import pytest
 from penstock.conf.data import EvaluationConfig, EvaluationSetConfig
 from penstock.conf.errors import ConfigError, RewardFailure, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.evaluation import TRIES, Evaluator, HeldOut
+from penstock.orchestrator.evaluation import TRIES, EnvironmentEvaluator, Evaluator, HeldOut
+from penstock.workers.attempts.runner import Played
+from penstock.workers.environments.context import Context
+from penstock.workers.environments.task import Task
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.protocols import Completion, Sampling
+from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.trajectory.trajectory import Trajectory
+from tests.workers.attempts.played import ScriptedEngines, make_runner
 
 NUM_PROBLEMS = 5
 
 
 def actor(**methods: Any) -> Any:
     async def called(method: Any, arguments: Sequence[Any]) -> Any:
-        return method(*arguments)
+        found = method(*arguments)
+        return await found if inspect.isawaitable(found) else found
 
     return SimpleNamespace(
         **{
@@ -43,7 +52,7 @@ class Play:
         }
 
     async def present(self, role: str, stage: str | None = None) -> list[tuple[str, Any]]:
-        return self._members[role]
+        return self._members[stage if stage in self._members else role]  # type: ignore[index]
 
     @staticmethod
     def first_stage(role: str) -> str:
@@ -118,6 +127,84 @@ def test_sets_have_names_problems_and_metrics_of_their_own() -> None:
     sets = {"heldout": HeldOut([[0], [1]], ["0 task", "1 task"]), "hard": HeldOut([[2], [3]], ["2 task", "3 task"])}
     found = asyncio.run(Evaluator(sets, config).measure(play))  # type: ignore[arg-type]
     assert found == {"accuracy/heldout": 1.0, "accuracy/hard": 0.5}
+
+
+class Words:
+    """An environment whose policy says a word, right or wrong by the environment, and long by another reward."""
+
+    async def run(self, task: Task, ctx: Context) -> None:
+        turn = await ctx.sample([{"role": "user", "content": task.data["word"]}])
+        if turn.text == "stop":
+            ctx.reject("stop")
+        ctx.reward(float(turn.text == task.data["word"]))
+
+
+class Compared(Words):
+    """Of a group's answers only the longest are right, whatever `run` has said."""
+
+    async def score_group(self, task: Task, attempts: Sequence[Trajectory]) -> list[float]:
+        most = max(len(attempt.turns[-1].text) for attempt in attempts)
+        return [float(len(attempt.turns[-1].text) == most > 1) for attempt in attempts]
+
+
+def played(environment: Any, words: Sequence[str], *settings: str, num_players: int = 2) -> dict[str, float]:
+    """`words`: one a problem, which the policy is asked for and says; sampled ones are "a", "aa", … by their seeds."""
+    groups: list[int] = []
+
+    def says(prompt: str, sampling: Sampling) -> str:
+        first = sample_seed(config.evaluation.seed, next(n for n, word in enumerate(words) if word in prompt))
+        return (
+            next(word for word in words if word in prompt)
+            if not sampling.temperature
+            else "a" * ((sampling.seed or 0) - first + 1)
+        )
+
+    async def play(engines: Any, tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]) -> Any:
+        groups.extend(map(len, samplings))
+        plays = [await runner.group(Task.from_json(task), own) for task, own in zip(tasks, samplings, strict=True)]
+        return [list(map(Played.of, group)) for group in plays]
+
+    def by_length(tasks: Sequence[str], texts: Sequence[str]) -> list[Any]:
+        assert all(text == "no" or "a" in text or text in task for task, text in zip(tasks, texts, strict=True))
+        return [RewardFailure("too short") if text == "no" else float(len(text)) for text in texts]
+
+    fleet = Play(set())
+    fleet._members |= {
+        "environment": [(f"Environment-{n}", actor(play=play)) for n in range(num_players)],
+        "reward_by_length": [(f"Reward-{n}", actor(score=by_length)) for n in range(2)],
+    }
+    fleet.first_stage = lambda role: None  # type: ignore[method-assign,assignment]
+    config = load_config(["recipe=guess", "rollout.sampling.max_tokens=30", *settings])
+    runner = make_runner(environment, ScriptedEngines(says))
+    tasks = [json.dumps({"index": n, "word": word}) for n, word in enumerate(words)]
+    found = asyncio.run(EnvironmentEvaluator({"heldout": HeldOut([], tasks)}, config).measure(fleet))  # type: ignore[arg-type]
+    assert set(groups) == {1, config.evaluation.num_samples or 1}
+    return found
+
+
+def test_an_environment_is_measured_by_the_rewards_that_are_trained_on() -> None:
+    """Of words of 2, 4 and 5 characters, of which the second is rejected and the last has no length."""
+    rewards = "rewards=[{function: environment}, {function: lengths.py:by_length, weight: 0.5}]"
+    words = ["up", "stop", "right", "no"]
+    assert played(Words(), words) == {"accuracy/heldout": 0.75, "heldout_reward/heldout": 1.0}
+    assert played(Words(), words, rewards) == {
+        "accuracy/heldout": 0.5, "heldout_reward/heldout": (1 + 0.5 * 2 + 1 + 0.5 * 5) / 2,
+    }  # fmt: skip
+
+
+def test_accuracy_in_an_environment_goes_by_the_first_reward() -> None:
+    rewards = "rewards=[{function: lengths.py:by_length}, {function: environment, weight: -1}]"
+    assert played(Words(), ["up", "stop"], rewards) == {"accuracy/heldout": 0.5, "heldout_reward/heldout": 2 - 1.0}
+
+
+@pytest.mark.parametrize("num_players", [1, 2, 3])
+def test_what_an_environment_says_of_a_group_is_measured(num_players: int) -> None:
+    """The greedy attempt is a group of its own, and the sampled ones are one."""
+    found = played(Compared(), ["u", "right"], "evaluation.num_samples=4", num_players=num_players)
+    assert found == {
+        "accuracy/heldout": 0.5, "heldout_reward/heldout": 0.5,
+        "accuracy/heldout_avg@4": 0.25, "accuracy/heldout_pass@4": 1.0,
+    }  # fmt: skip
 
 
 def test_no_problem_of_a_set_is_trained_on() -> None:

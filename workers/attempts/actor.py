@@ -14,7 +14,7 @@ from typing import Any
 from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
-from penstock.workers.attempts.runner import Runner
+from penstock.workers.attempts.runner import Played, Runner
 from penstock.workers.attempts.worker import EnvironmentWorker
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
@@ -118,15 +118,15 @@ class Environments:
         await self._serving.drain(timeout_s)
 
     async def play(
-        self, engines: Sequence[tuple[str, Any]], tasks: Sequence[str], samplings: Sequence[Sampling]
-    ) -> list[float | None]:
-        """The reward of an attempt at each task (the `task` column); None for one that is not trained. For
-        evaluation."""
+        self, engines: Sequence[tuple[str, Any]], tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]
+    ) -> list[list[Played | None]]:
+        """A group of attempts at each task (the `task` column), one for each of its samplings; None for an attempt that
+        is not trained. For evaluation."""
         assert self._runner is not None
+        runner = self._runner
         await self.engines(engines)
-        attempts = (self._runner.attempt(Task.from_json(task), one) for task, one in zip(tasks, samplings, strict=True))
-        found = await asyncio.gather(*attempts)
-        return [attempt.reward if attempt.outcome.is_trained else None for attempt in found]
+        groups = (runner.group(Task.from_json(task), own) for task, own in zip(tasks, samplings, strict=True))
+        return [[Played.of(attempt) for attempt in group] for group in await asyncio.gather(*groups)]
 
     async def process(self, stacks: str) -> ProcessId:
         """Who this process is. From now on a signal has it write its stacks below `stacks`."""

@@ -15,6 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
@@ -35,6 +36,21 @@ from penstock.workers.trajectory.trajectory import FAILED, REJECTED, TRUNCATED, 
 GRACE_S = 5.0
 """For an attempt that is cancelled to end; then it is left to itself."""
 MakeSession = Callable[[Sampling], Session]
+
+
+@dataclass(frozen=True)
+class Played:
+    """What evaluation is told of an attempt that counts."""
+
+    reward: float
+    """By the environment."""
+    text: str
+    """Of the last answer, for reward functions."""
+
+    @classmethod
+    def of(cls, attempt: Trajectory) -> "Played | None":
+        """None: the attempt would not be trained."""
+        return cls(attempt.reward, attempt.text) if attempt.outcome.is_trained else None
 
 
 class Runner:

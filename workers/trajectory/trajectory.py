@@ -49,6 +49,11 @@ class Trajectory:
         """Tokens."""
         return sum(len(turn.output_ids) for turn in self.turns)
 
+    @property
+    def text(self) -> str:
+        """The last answer, which reward functions are given."""
+        return self.turns[-1].text
+
     def with_reward(self, reward: float) -> "Trajectory":
         """The same, with another reward for the whole."""
         return replace(self, reward=reward)
@@ -75,7 +80,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
     outcome = trajectory.outcome
     return {
         "response_ids": _joined([turn.output_ids for turn in turns], np.int32),
-        "response_text": trajectory.turns[-1].text,
+        "response_text": trajectory.text,
         "finish_reason": outcome.reason if outcome.kind == TRUNCATED else "stop",
         "behavior_logprobs": _joined([turn.logprobs for turn in turns], np.float32),
         "token_versions": _joined([turn.versions for turn in turns], np.int32),
