@@ -7,6 +7,7 @@ from penstock.conf.checks import above, at_least, one_of
 from penstock.conf.sandbox import SandboxConfig
 
 OLD_TURNS = ("refuse", "context")
+SAMPLING = ("run", "client")
 TOOL_FORMATS = ("hermes", "llama3_json", "mistral", "pythonic", "none")
 
 
@@ -21,11 +22,16 @@ class GatewayConfig:
     format: str = "template"
     """How conversations are written: template (the tokenizer's own chat template), or the name of a family that the
     package `renderers` knows, such as qwen3, which reads tool calls as well."""
+    sampling: str = "run"
+    """Whose temperature, top_p, top_k and min_p count where a client over HTTP sends some. run: those of
+    rollout.sampling; others are ignored and counted (environment/ignored_temperature, …), as clients send their own
+    defaults. client: the client's; the trainer computes log-probabilities at the temperature of each turn."""
     tools: str = "hermes"
     """With format=template, how the model writes tool calls: hermes (Qwen, Hermes), llama3_json, mistral, pythonic, or
     none."""
 
     def __post_init__(self) -> None:
+        one_of("environment.gateway.sampling", self.sampling, SAMPLING)
         one_of("environment.gateway.tools", self.tools, TOOL_FORMATS)
         at_least("environment.gateway.port", self.port, 0)
 

@@ -53,6 +53,7 @@ STANDARD_COLUMNS: dict[str, Column] = {
         # Of a trajectory: `response_ids` has what was sampled in all its turns, and these say what stood in between.
         Column("context_ids", "int32", "list"),  # tokens that were not sampled, in the order of `spans`
         Column("spans", "int32", "list"),  # [segment, context tokens, sampled tokens] after one another
+        Column("token_temperatures", "float32", "token"),  # at which each token's log-probability is computed
         Column("turn_tokens", "int32", "list"),  # sampled tokens of each turn; their sum is the response's length
         Column("turn_rewards", "float32", "list"),  # what each turn was given
         Column("turn_ids", "int32", "list"),  # of each turn, in the order in which they were played
@@ -62,8 +63,9 @@ STANDARD_COLUMNS: dict[str, Column] = {
 
 PROMPT_COLUMNS = ("prompt_ids", "task")
 ROLLOUT_COLUMNS = ("response_ids", "response_text", "finish_reason", "behavior_logprobs", "token_versions")
-SEQUENCE_COLUMNS = ("context_ids", "spans")
-"""Of a trajectory, in the place of `prompt_ids`: with `response_ids` they give the sequences that a model reads."""
+SEQUENCE_COLUMNS = ("context_ids", "spans", "token_temperatures")
+"""Of a trajectory, in the place of `prompt_ids`: with `response_ids` they give the sequences that a model reads, and
+how it scores what was sampled."""
 TRAJECTORY_COLUMNS = (*ROLLOUT_COLUMNS, *SEQUENCE_COLUMNS, "turn_tokens", "turn_rewards", "turn_ids", "transcript")
 
 

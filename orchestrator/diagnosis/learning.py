@@ -6,7 +6,7 @@ A rule is a function of what a run has measured so far; it returns a `Finding` o
 import statistics
 
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.orchestrator.diagnosis.seen import Finding, Seen
+from penstock.orchestrator.diagnosis.seen import HINT, Finding, Seen
 
 SAME = 1e-9
 """Rewards that differ by no more are the same."""
@@ -49,6 +49,21 @@ def mismatch(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding
     if mean > max(1e-3, config.mismatch_growth * before):
         return Finding("mismatch", f"|Δ log p| between trainer and engine grew from {before:.1g} to {mean:.1g}", advice)
     return None
+
+
+def other_distribution(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
+    counts = {kind: sum(seen.last(f"environment/turns_{kind}")) for kind in ("greedy", "structured", "narrowed")}
+    turns = sum(seen.last("environment/turns"))
+    if not turns or not any(counts.values()):
+        return None
+    told = ", ".join(f"{count:g} {kind}" for kind, count in counts.items() if count)
+    return Finding(
+        "other_distribution",
+        f"of {turns:g} turns some were not sampled from what the trainer computes at any temperature: {told}",
+        "Sample what is trained without temperature 0, structure, top_p, top_k and min_p, or correct for it "
+        "(algorithm.correction). environment.gateway.sampling=run leaves out what clients send.",
+        HINT,
+    )
 
 
 def gradients(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:

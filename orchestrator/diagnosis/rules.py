@@ -8,9 +8,9 @@ from penstock.orchestrator.diagnosis import learning, waste
 from penstock.orchestrator.diagnosis.seen import Finding, Rule, Seen
 
 RULES: tuple[Rule, ...] = (
-    learning.no_spread, learning.cut_off, learning.mismatch, learning.gradients, learning.entropy,
-    learning.far_from_reference, waste.dropped, waste.filtered, waste.lazy_engine, waste.slow_rank, waste.padding,
-    waste.idle, waste.evaluation,
+    learning.no_spread, learning.cut_off, learning.mismatch, learning.other_distribution, learning.gradients,
+    learning.entropy, learning.far_from_reference, waste.dropped, waste.filtered, waste.lazy_engine,
+    waste.slow_rank, waste.padding, waste.idle, waste.evaluation,
 )  # fmt: skip
 
 

@@ -86,7 +86,10 @@ class Environments:
         limits = TurnLimits(config.max_turns, config.max_tokens, spec.rollout.max_model_len)
 
         def make_session(sampling: Sampling) -> Session:
-            return Session(self._pool, form, sampling, limits, counts=self._counts)
+            return Session(
+                self._pool, form, sampling, limits, counts=self._counts,
+                clients_sample=config.gateway.sampling == "client",
+            )  # fmt: skip
 
         environment = make_environment(config, spec.imports)
         port = config.gateway.port + spec.index if config.gateway.port else 0

@@ -25,6 +25,8 @@ from penstock.workers.trajectory.turn import Turn
 
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure")
 """In which a request may differ from the run."""
+DISTRIBUTION = OPTIONS[:4]
+"""What a client chooses only with `environment.gateway.sampling=client`."""
 
 
 @dataclass(frozen=True)
@@ -65,10 +67,13 @@ class Session:
         limits: TurnLimits,
         *,
         counts: Counter[str] | None = None,
+        clients_sample: bool = False,
     ) -> None:
-        """`sampling`: of the run, with the attempt's seed. `counts`: of the whole actor, for metrics."""
+        """`sampling`: of the run, with the attempt's seed. `counts`: of the whole actor, for metrics.
+        `clients_sample`: what a client asks for goes before the run's `DISTRIBUTION`."""
         self._engines, self._form, self._sampling, self._limits = engines, form, sampling, limits
         self._counts = counts if counts is not None else Counter()
+        self._clients_sample = clients_sample
         self._answered: dict[Key, _Answered] = {}
         self._by_request: dict[Key, Turn] = {}
         self._turns: dict[int, Turn] = {}
@@ -97,15 +102,17 @@ class Session:
         tools: Tools = (),
         *,
         train: bool = True,
+        is_client: bool = False,
         is_retry: bool = False,
         **options: Any,
     ) -> Turn:
         """The policy's answer to a conversation.
 
         `options`: temperature, top_p, top_k, min_p, max_tokens, stop, structure: other than the run's. `train=False`:
-        it is no turn of the attempt (an opponent that the policy plays). `is_retry`: the client asks for the second
-        time, and gets the answer that it missed, if there is one. Raises `LimitReached`, `AttemptOver`, `DataError`
-        (`SamplingError`, which is a `ValueError`, for options that no engine can take), `DeadlineExceeded`.
+        it is no turn of the attempt (an opponent that the policy plays). `is_client`: somebody who may not know of the
+        run asks, over HTTP. `is_retry`: the client asks for the second time, and gets the answer that it missed, if
+        there is one. Raises `LimitReached`, `AttemptOver`, `DataError` (`SamplingError`, which is a `ValueError`, for
+        options that no engine can take), `DeadlineExceeded`.
         """
         request = history_key(messages, tools) + repr(sorted(options.items())).encode()
         if is_retry and request in self._by_request:
@@ -113,6 +120,7 @@ class Session:
             return self._by_request[request]
         self._check_open()
         self.active_since = time.monotonic()
+        options = self._taken(options) if is_client else options
         if not train:
             return await self._aside(messages, tools, options)
         if len(self._turns) + self._num_under_way >= self._limits.max_turns:
@@ -129,6 +137,7 @@ class Session:
         finally:
             self._num_under_way -= 1
         self._turns[number] = turn
+        self._count_distribution(options)
         self._too_long = None
         self._by_request[request] = turn
         self.last_messages = [*before, turn.message]
@@ -191,7 +200,7 @@ class Session:
         return Turn(
             number, parent.id if parent is not None else None, message, read.calls, list(prompt_ids),
             completion.token_ids, completion.logprobs, completion.versions, completion.finish_reason, completion.text,
-            read.problem, dict(options), stopped_by,
+            read.problem, dict(options), sampling.temperature or 1.0, stopped_by,
         )  # fmt: skip
 
     async def _aside(self, messages: Sequence[Message], tools: Tools, options: Mapping[str, Any]) -> Turn:
@@ -234,6 +243,23 @@ class Session:
             changes["stop"] = tuple(stop) if isinstance(stop, list | tuple) else (stop,)
         sampling = replace(self._sampling, seed=seed, **changes)
         return replace(sampling, max_tokens=min(sampling.max_tokens, self._sampling.max_tokens))
+
+    def _taken(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """What counts of a client's options; the rest is counted as ignored. Raises `SamplingError` for either."""
+        self._asked(options, None)
+        if self._clients_sample:
+            return dict(options)
+        for name in DISTRIBUTION:
+            self._counts[f"ignored_{name}"] += options.get(name) not in (None, getattr(self._sampling, name))
+        return {name: value for name, value in options.items() if name not in DISTRIBUTION}
+
+    def _count_distribution(self, options: Mapping[str, Any]) -> None:
+        """Turns whose log-probabilities are those of the trainer at no temperature."""
+        others = [name for name in DISTRIBUTION if options.get(name) not in (None, getattr(self._sampling, name))]
+        is_greedy = "temperature" in others and options["temperature"] == 0
+        self._counts["turns_greedy"] += is_greedy
+        self._counts["turns_narrowed"] += not is_greedy and any(name != "temperature" for name in others)
+        self._counts["turns_structured"] += options.get("structure") is not None
 
     def _within_limits(self, sampling: Sampling, num_prompt: int) -> Sampling:
         room = self._limits.max_model_len - num_prompt

@@ -143,9 +143,20 @@ class PolicyTrainer:
 
         Raises `DataError` for a row that does not fit the model.
         """
-        return self._by_token(
-            rows, lambda batch: self.engine.forward(batch.input_ids_SL, batch.positions_N, batch.targets_N)[0]
+        return self._by_token(rows, lambda batch: self._scores(batch, "none")[0])
+
+    def _scores(self, batch: MicroBatch, entropy: str) -> tuple[Tensor, Any]:
+        """Log-probabilities of the response tokens `[N]`, at the temperatures that they were sampled at, and
+        entropies."""
+        temperature: float | Tensor | None = batch.temperature
+        if batch.temperatures_N is not None:
+            temperature = batch.temperatures_N.view(torch.int32)
+        elif temperature == np.float32(self._temperature):  # as rows have it
+            temperature = None
+        logprobs_N, entropy_N = self.engine.forward(
+            batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy, temperature
         )
+        return logprobs_N, entropy_N
 
     def _by_token(self, rows: Rows, forward: Callable[[MicroBatch], Tensor]) -> list[np.ndarray]:
         """`forward`'s `[N]` of each micro-batch as one `[T_i]` float32 for each row. Collective."""
@@ -292,7 +303,7 @@ class PolicyTrainer:
     ) -> Tensor:
         """Forward of one micro-batch: its share of the minibatch's loss, `[]` with gradient."""
         entropy = "gradient" if inputs.takes_entropy else "value"
-        logprobs_N, entropy_N = self.engine.forward(batch.input_ids_SL, batch.positions_N, batch.targets_N, entropy)
+        logprobs_N, entropy_N = self._scores(batch, entropy)
         if batch.is_dummy:
             return logprobs_N.sum() * 0.0
         logprobs_BT = batch.scatter(logprobs_N)

@@ -86,6 +86,7 @@ def _row(trajectory: Trajectory) -> dict[str, Any]:
         "token_versions": _joined([turn.versions for turn in turns], np.int32),
         "context_ids": _joined([run.context for run in runs], np.int32),
         "spans": np.asarray(spans_of(segments), np.int32),
+        "token_temperatures": _joined([[turn.temperature] * len(turn.output_ids) for turn in turns], np.float32),
         "turn_tokens": np.asarray([len(turn.output_ids) for turn in turns], np.int32),
         "turn_rewards": np.asarray([trajectory.turn_rewards.get(turn.id, 0.0) for turn in turns], np.float32),
         "turn_ids": np.asarray([turn.id for turn in turns], np.int32),

@@ -42,6 +42,8 @@ class Turn:
     """Why calls in the text could not be read; empty if they could, or there were none."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """What the request asked for beyond the run's sampling."""
+    temperature: float = 1.0
+    """At which `logprobs` are those of the policy: what it was sampled at; 1 where that was 0."""
     stopped_by: str = ""
     """The stop string that ended it, which its message is without; empty if none did."""
 

@@ -58,6 +58,15 @@ def test_a_sound_run_is_told_nothing() -> None:
         ),
         ("cut_off", lambda step: {"response_length/clip_ratio": 0.9}, "90% of the responses"),
         ("mismatch", lambda step: {"mismatch/logprob_abs_mean": 0.3}, "0.3 a token"),
+        (
+            "other_distribution",
+            lambda step: {
+                "environment/turns": 40.0,
+                "environment/turns_greedy": 1.0,
+                "environment/turns_narrowed": 0.5,
+            },
+            "of 400 turns some were not sampled from what the trainer computes at any temperature: 10 greedy, 5 narrow",
+        ),
         ("mismatch", lambda step: {"mismatch/logprob_abs_mean": 1e-4 * step}, "grew from 0.0006"),
         ("gradients", lambda step: {"actor/skipped_nonfinite": float(step == 50)}, r"1 optimizer step\(s\)"),
         ("gradients", lambda step: {"actor/grad_norm": 1.0 if step < 50 else 1e4}, "norm of 1 to 1e"),

@@ -147,9 +147,17 @@ def completion_of(text: str, sampling: Sampling, number: int = 0, version: int =
     return Completion(ids, logprobs, [version] * len(ids), said if reason == "stop" else text_of(ids), reason)
 
 
-def make_session(engines: Any, template: str = "hermes", sampling: Sampling | None = None, **limits: int) -> Session:
+def make_session(
+    engines: Any,
+    template: str = "hermes",
+    sampling: Sampling | None = None,
+    *,
+    clients_sample: bool = False,
+    **limits: int,
+) -> Session:
     bounds = TurnLimits(**({"max_model_len": 100_000, "max_tokens": 100_000} | limits))
-    return Session(engines, chat_format(template), sampling or Sampling(max_tokens=10_000), bounds)
+    sampling = sampling or Sampling(max_tokens=10_000)
+    return Session(engines, chat_format(template), sampling, bounds, clients_sample=clients_sample)
 
 
 class Dying:

@@ -322,3 +322,21 @@ def test_why_an_attempt_gets_no_more_turns_crosses_processes() -> None:
     rejected = pickle.loads(pickle.dumps(Rejected("refused", "it did")))
     assert (rejected.reason, str(rejected)) == ("refused", "it did")
     assert str(pickle.loads(pickle.dumps(AttemptOver("over")))) == "over"
+
+
+def test_turns_that_the_trainer_cannot_compute_at_a_temperature_are_counted() -> None:
+    """`ctx.sample` may choose, whatever clients may."""
+
+    async def scenario() -> None:
+        session = make_session(Saying(["x"] * 6))
+        asked: list[dict[str, Any]] = [
+            {"temperature": 0.5}, {"temperature": 0.0}, {"temperature": 0.0, "top_k": 1}, {"top_p": 0.9},
+            {"structure": {"regex": "x"}}, {"top_p": 1.0},
+        ]  # fmt: skip
+        for options in asked:
+            await session.sample([user("a")], **options)
+        counts = [session._counts[f"turns_{kind}"] for kind in ("greedy", "narrowed", "structured")]
+        assert counts == [2, 1, 1]
+        assert [turn.temperature for turn in session.turns] == [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]
+
+    asyncio.run(scenario())

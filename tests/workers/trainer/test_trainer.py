@@ -19,6 +19,7 @@ from penstock.workers.protocols import Trainer
 from penstock.workers.trainer.ranks import Ranks
 from penstock.workers.trainer.trainer import PolicyTrainer
 from penstock.workers.trainer.update import batching
+from penstock.workers.trainer.update.sequences import TEMPERATURES
 from tests.workers.trainer.conftest import ENGINES
 
 Make = Callable[..., PolicyTrainer]
@@ -103,6 +104,28 @@ def test_logprobs_are_the_models_own_in_the_order_of_rows(
         expected = logits.log_softmax(-1)[range(len(response)), response]
         assert ours.dtype == np.float32
         np.testing.assert_allclose(ours, expected.numpy(), atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logprobs_are_at_the_temperature_that_each_token_was_sampled_at(
+    make_trainer: Make, make_rows: MakeRows, dtype: str, engine: str
+) -> None:
+    """Also where all of a micro-batch were sampled at another one than the run's."""
+    rows = make_rows(4, same_length=True)
+    lengths = rows.lengths("response_ids")
+    cold = [np.full(length, 0.7, np.float32) for length in lengths]
+    mixed = [np.where(np.arange(length) % 2, 0.7, 1.3).astype(np.float32) for length in lengths]
+    trainer = make_trainer(temperature=1.3, dtype=dtype)
+    at_13 = trainer.logprobs(rows)
+    at_07 = make_trainer(temperature=0.7, dtype=dtype).logprobs(rows)
+    found = trainer.logprobs(rows.with_column(TEMPERATURES, mixed))
+    for ours, low, high in zip(found, at_07, at_13, strict=True):
+        np.testing.assert_allclose(ours, np.where(np.arange(len(ours)) % 2, low, high), atol=1e-5)
+    for ours, low in zip(trainer.logprobs(rows.with_column(TEMPERATURES, cold)), at_07, strict=True):
+        np.testing.assert_allclose(ours, low, atol=1e-5)
+    same = trainer.logprobs(rows.with_column(TEMPERATURES, [np.full(length, 1.3, np.float32) for length in lengths]))
+    for ours, high in zip(same, at_13, strict=True):
+        np.testing.assert_array_equal(ours, high)
 
 
 def test_rows_alone_come_out_with_the_same_bits_whatever_is_ready_with_them(

@@ -19,8 +19,13 @@ def random_turns(rng: random.Random, num_turns: int, vocabulary: int = 50) -> li
     return turns
 
 
-def turn(number: int, prompt: list[int], output: list[int], version: int = 0, text: str = "") -> Turn:
+def turn(
+    number: int, prompt: list[int], output: list[int], version: int = 0, text: str = "", temperature: float = 1.0
+) -> Turn:
     """Log-probabilities tell the tokens of turns apart: turn 2's third token has -2.03."""
     logprobs = [-(number + place / 100) for place in range(1, len(output) + 1)]
     message = {"role": "assistant", "content": text}
-    return Turn(number, None, message, (), prompt, output, logprobs, [version] * len(output), "stop", text)
+    return Turn(
+        number, None, message, (), prompt, output, logprobs, [version] * len(output), "stop", text,
+        temperature=temperature,
+    )  # fmt: skip

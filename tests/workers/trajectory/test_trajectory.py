@@ -24,6 +24,11 @@ def test_a_row_has_what_was_sampled_in_the_order_of_its_segments() -> None:
     assert columns["reward"] == [1.5]
 
 
+def test_each_token_has_the_temperature_of_its_turn() -> None:
+    turns = [turn(0, [1], [2, 3]), turn(1, [9], [8], temperature=0.5), turn(2, [1, 2, 3, 5], [6], temperature=2.0)]
+    assert row_columns([Trajectory(turns)])["token_temperatures"][0].tolist() == [1.0, 1.0, 2.0, 0.5]
+
+
 def test_a_limit_is_the_finish_reason() -> None:
     trajectories = [Trajectory([turn(0, [1], [2])]), Trajectory([turn(0, [1], [2])], Outcome(TRUNCATED, "turns"))]
     assert row_columns(trajectories)["finish_reason"] == ["stop", "turns"]

@@ -217,7 +217,7 @@ def _about(asked: Asked, turn: Turn, tag: str) -> dict[str, Any]:
     return {
         "id": answer_id(turn, tag), "object": "response", "created_at": int(time.time()), "model": asked.model,
         "error": None, "instructions": None, "metadata": {}, "parallel_tool_calls": True, "tool_choice": "auto",
-        "tools": tools, "temperature": asked.options.get("temperature"), "top_p": asked.options.get("top_p"),
+        "tools": tools, "temperature": turn.sampling.get("temperature"), "top_p": turn.sampling.get("top_p"),
         "text": {"format": {"type": "text"}}, "truncation": "disabled",
     }  # fmt: skip
 

@@ -134,7 +134,7 @@ async def _sampled(
 ) -> AsyncIterator["asyncio.Future[Turn]"]:
     """A turn under way. It is as if it had never been sampled unless it is among those delivered at the end."""
     sampling = asyncio.ensure_future(
-        session.sample(asked.messages, asked.tools, is_retry=is_retry, **asked.options)
+        session.sample(asked.messages, asked.tools, is_client=True, is_retry=is_retry, **asked.options)
     )  # fmt: skip
     try:
         yield sampling

@@ -59,7 +59,12 @@ class PolicyModel(nn.Module):
         self.budget_bytes = int(chunk_mib * 2**20)
 
     def forward(
-        self, input_ids_BL: Tensor, positions_N: Tensor, targets_N: Tensor, entropy: str = "none"
+        self,
+        input_ids_BL: Tensor,
+        positions_N: Tensor,
+        targets_N: Tensor,
+        entropy: str = "none",
+        temperature: float | Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Log-probabilities `[N]` of `targets_N`, and entropies `[N]` of the distributions they are from, in nats,
         float32.
@@ -67,7 +72,8 @@ class PolicyModel(nn.Module):
         `input_ids_BL`: int64, padded on the right. No mask and no positions are needed: attention is causal, so what
         is on the right reaches no real token, and each row starts at position 0. `positions_N`: int64, places in the
         flattened `[B * L]` that predict `targets_N` (a target's own place minus one). `entropy`: "none"; "value",
-        without gradient; "gradient".
+        without gradient; "gradient". `temperature`: in the place of the model's; of each target, the bits of float32 as
+        int32 `[N]`, since an engine in bfloat16 rounds all floating-point arguments.
         """
         if entropy not in ENTROPY:
             raise ValueError(f"entropy={entropy!r}: unknown{suggest(entropy, ENTROPY)}")
@@ -75,9 +81,14 @@ class PolicyModel(nn.Module):
         hidden_NH = hidden_BLH.flatten(0, 1).index_select(0, positions_N)
         output_layer = self.lm.get_output_embeddings()
         logprobs_N, entropy_N = output_layer(
-            hidden_NH, targets_N, temperature=self.temperature, entropy=entropy, budget_bytes=self.budget_bytes
+            hidden_NH, targets_N, temperature=self._at(temperature), entropy=entropy, budget_bytes=self.budget_bytes
         )
         return logprobs_N, entropy_N
+
+    def _at(self, temperature: float | Tensor | None) -> float | Tensor:
+        if temperature is None:
+            return self.temperature
+        return temperature.view(torch.float32) if isinstance(temperature, Tensor) else temperature
 
 
 def load_causal_lm(

@@ -47,7 +47,7 @@ class OutputLayer(AdoptedLinear):
         hidden: Tensor,
         targets_N: Tensor | None = None,
         *,
-        temperature: float = 1.0,
+        temperature: float | Tensor = 1.0,
         entropy: str = "none",
         budget_bytes: int = 0,
     ) -> Any:
@@ -66,12 +66,12 @@ def token_scores(
     bias_V: Tensor | None,
     targets_N: Tensor,
     *,
-    temperature: float = 1.0,
+    temperature: float | Tensor = 1.0,
     entropy: str = "none",
     budget_bytes: int = 0,
 ) -> tuple[Tensor, Tensor | None]:
     """Log-probabilities `[N]` of `targets_N` (int64) and entropies `[N]`, float32, in nats, of
-    softmax((hidden weight^T + bias) / temperature).
+    softmax((hidden weight^T + bias) / temperature), which is one number or `[N]`.
 
     `entropy`: "none" (None is returned); "value", without gradient; "gradient". `budget_bytes`: of logits and
     what is made of them, at once; changes no result but for rounding. Logits are rounded to the dtype of `hidden_NH`,
@@ -87,10 +87,12 @@ def token_scores(
 
 
 def whole_scores(
-    logits_NV: Tensor, targets_N: Tensor, temperature: float, entropy: str
+    logits_NV: Tensor, targets_N: Tensor, temperature: float | Tensor, entropy: str
 ) -> tuple[Tensor, Tensor | None]:
     """As `token_scores`, from logits that are there."""
-    if temperature != 1.0:
+    if isinstance(temperature, Tensor):
+        logits_NV = logits_NV.float() / temperature.unsqueeze(1)
+    elif temperature != 1.0:
         logits_NV = logits_NV.float() / temperature
     all_logprobs_NV = torch.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
     # A clone and no view: in-place operations on a view would bypass FSDP's backward hook on what forward returns.
@@ -115,7 +117,7 @@ class _TokenScores(torch.autograd.Function):
         weight_VH: Tensor,
         bias_V: Tensor | None,
         targets_N: Tensor,
-        scale: float,
+        scale: float | Tensor,
         entropy: str,
         budget_bytes: int,
     ) -> tuple[Tensor, Tensor]:
@@ -138,7 +140,7 @@ class _TokenScores(torch.autograd.Function):
         sums = GradientSums(ctx.needs_input_grad, hidden_NH, weight_VH, bias_V)
         # The logits' gradient is wanted before the temperature.
         grad_logprobs_N1, grad_entropy_N1 = (
-            grad.unsqueeze(1) * ctx.scale for grad in (grad_logprobs_N, grad_entropy_N)
+            (grad * ctx.scale).unsqueeze(1) for grad in (grad_logprobs_N, grad_entropy_N)
         )
         for rows, words, logits_RC in tiles:
             all_logprobs_RC = logits_RC.sub_(logsumexp_N[rows, None])
@@ -164,10 +166,10 @@ class Tiles:
         hidden_NH: Tensor,
         weight_VH: Tensor,
         bias_V: Tensor | None,
-        scale: float,
+        scale: float | Tensor,
         budget_bytes: int,
     ) -> None:
-        """`scale`: one over the temperature."""
+        """`scale`: one over the temperature, of all tokens or of each, `[N]`."""
         self._hidden_NH, self._weight_VH, self._bias_V, self._scale = hidden_NH, weight_VH, bias_V, scale
         self._size = len(hidden_NH), len(weight_VH)
         self._shape = tile_shape(*self._size, budget_bytes, is_cpu=hidden_NH.device.type == "cpu")
@@ -184,12 +186,15 @@ class Tiles:
 
     def _fill(self, tile_RC: Tensor, rows: slice, words: slice) -> None:
         hidden_RH, weight_HC = self._hidden_NH[rows], self._weight_VH[words].t()
-        if hidden_RH.dtype == torch.float32 and self._bias_V is None:
+        is_plain = hidden_RH.dtype == torch.float32 and self._bias_V is None
+        if is_plain and not isinstance(self._scale, Tensor):
             tile_RC.addmm_(hidden_RH, weight_HC, beta=0, alpha=self._scale)
             return
         logits_RC = hidden_RH @ weight_HC
         tile_RC.copy_(logits_RC if self._bias_V is None else logits_RC.add_(self._bias_V[words]))
-        if self._scale != 1.0:
+        if isinstance(self._scale, Tensor):
+            tile_RC.mul_(self._scale[rows, None])
+        elif self._scale != 1.0:
             tile_RC.mul_(self._scale)
 
 

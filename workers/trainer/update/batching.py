@@ -11,6 +11,7 @@ of the longest response, N response tokens.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +19,14 @@ from torch import Tensor
 
 from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
-from penstock.workers.trainer.update.sequences import sequences_of, shapes_of
+from penstock.workers.trainer.update.sequences import TEMPERATURES, sequences_of, shapes_of
 
 MICROBATCH_COST_TOKENS = 64
 """Padding worth saving by one more micro-batch. Measured on a CPU, 3M parameters: about 25. GPUs would rather have a
 few large ones, which rows of thousands of tokens give anyway.
 """
-HELD_HERE = ("rows", "columns", "num_tokens")
-"""Of a micro-batch, what is no tensor of its own."""
+HELD_HERE = ("rows", "columns", "num_tokens", "temperature", "temperatures_N")
+"""Of a micro-batch, what is no tensor of its own, or need not be one."""
 PAD_ID = 0
 """Any id that exists: attention is causal, so what pads on the right is never seen."""
 
@@ -48,6 +49,9 @@ class MicroBatch:
     num_tokens: int = 0
     """Of all sequences; what is left of `[S, L]` is padding."""
     columns: dict[str, Tensor] = field(default_factory=dict)
+    temperature: float | None = None
+    """At which all response tokens were sampled; None: at the run's, or each at one of `temperatures_N`."""
+    temperatures_N: Tensor | None = None
 
     @property
     def is_dummy(self) -> bool:
@@ -73,6 +77,8 @@ class MicroBatch:
             rows=self.rows,
             num_tokens=self.num_tokens,
             columns={name: value.to(device) for name, value in self.columns.items()},
+            temperature=self.temperature,
+            temperatures_N=None if self.temperatures_N is None else self.temperatures_N.to(device, non_blocking=True),
             **moved,
         )
 
@@ -182,6 +188,7 @@ def collate(rows: Rows, positions: np.ndarray, columns: Sequence[str] = ()) -> M
         mask_BT=torch.from_numpy(mask_BT),
         group_ids_B=torch.from_numpy(rows.group_ids[positions]),
         num_tokens=sum(len(ids) for ids in sequences.token_ids),
+        **_temperatures(rows, positions),
     )
     for name in columns:
         batch.columns[name] = _column(rows, name, positions, mask_BT)
@@ -228,6 +235,16 @@ def _column(rows: Rows, name: str, positions: np.ndarray, mask_BT: np.ndarray) -
     padded_BT = np.zeros(mask_BT.shape, dtype=np.float32 if np.issubdtype(values.dtype, np.floating) else np.int64)
     padded_BT[mask_BT] = values
     return torch.from_numpy(padded_BT)
+
+
+def _temperatures(rows: Rows, positions: np.ndarray) -> dict[str, Any]:
+    """One number where all tokens have the same, as they mostly do: it costs nothing, and no bit changes."""
+    if TEMPERATURES not in rows:
+        return {}
+    values_N = np.concatenate(_at(rows.arrays(TEMPERATURES), positions))
+    if len(values_N) == 0 or (values_N == values_N[0]).all():
+        return {"temperature": float(values_N[0]) if len(values_N) else None}
+    return {"temperatures_N": torch.from_numpy(values_N)}
 
 
 def _is_ragged(rows: Rows, name: str) -> bool:

@@ -20,6 +20,7 @@ from penstock.conf.errors import DataError
 from penstock.store.data.rows import Rows
 
 SPANS = "spans"
+TEMPERATURES = "token_temperatures"
 
 
 @dataclass(frozen=True)

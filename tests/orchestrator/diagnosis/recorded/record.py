@@ -22,7 +22,7 @@ READ = (
     "timing_s/reference", "timing_s/compute", "timing_s/evaluation", "idle/train", "idle/rollout",
     "rollout/num_engines", "environment/turns",
 )  # fmt: skip
-READ_BELOW = ("dropped/", "rollout/groups/", "ranks/")
+READ_BELOW = ("dropped/", "rollout/groups/", "ranks/", "environment/turns_")
 
 
 def is_read(key: str) -> bool:

@@ -64,10 +64,11 @@ async def gateway(
     waiting_s: float = 10.0,
     max_body_bytes: int = 2**20,
     max_retries: int = 0,
+    clients_sample: bool = False,
     **limits: int,
 ) -> AsyncIterator[Gateway]:
     engines, door = Saying(texts), Door()
-    session = make_session(engines, template, sampling, **limits)
+    session = make_session(engines, template, sampling, clients_sample=clients_sample, **limits)
     server = HttpServer(door, waiting_s=waiting_s, max_body_bytes=max_body_bytes)
     door.base_url = await server.start("127.0.0.1", 0)
     url, key = door.admit(session)

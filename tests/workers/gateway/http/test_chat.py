@@ -5,6 +5,7 @@ import json
 import openai
 import pytest
 
+from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import ADD, call_text, ids_of, text_of
 from tests.workers.gateway.http.serving import USER, gateway, play
 
@@ -80,9 +81,29 @@ def test_chunks_of_a_stream_end_with_a_reason_and_without_usage_unless_asked_for
     play(scenario())
 
 
+def test_what_a_client_sends_does_not_replace_the_runs_sampling_and_is_counted() -> None:
+    """Clients send defaults of their own, and the trainer knows of the run's alone."""
+
+    async def scenario() -> None:
+        run = Sampling(temperature=0.8, top_p=0.9, max_tokens=100)
+        async with gateway(["x"] * 3, sampling=run) as open_gateway:
+            await open_gateway.chat(temperature=0.2, top_p=0.9, max_tokens=7, extra_body={"top_k": 5, "min_p": 0.0})
+            await open_gateway.message(extra_body={"temperature": 1.0})
+            answer = await open_gateway.respond(temperature=0)
+            found = [(one.temperature, one.top_p, one.top_k) for one in open_gateway.engines.samplings]
+            assert (found, open_gateway.engines.samplings[0].max_tokens) == ([(0.8, 0.9, 0)] * 3, 7)
+            counts = open_gateway.session._counts
+            ignored = {name: count for name, count in counts.items() if name.startswith("ignored_") and count}
+            assert ignored == {"ignored_temperature": 3, "ignored_top_k": 1}
+            assert (counts["turns_greedy"], answer.temperature) == (0, None)
+            assert [turn.temperature for turn in open_gateway.session.turns] == [0.8] * 3
+
+    play(scenario())
+
+
 def test_sampling_is_what_was_asked_for_within_what_the_run_allows() -> None:
     async def scenario() -> None:
-        async with gateway(["abcdef", "one. two", "x"]) as open_gateway:
+        async with gateway(["abcdef", "one. two", "x"], clients_sample=True) as open_gateway:
             more = {"top_k": 5, "min_p": 0.1}
             answer = await open_gateway.chat(
                 temperature=0.5, top_p=0.9, max_completion_tokens=3, seed=7, user="me", metadata={"a": "b"},
@@ -97,6 +118,7 @@ def test_sampling_is_what_was_asked_for_within_what_the_run_allows() -> None:
             assert (stopped.choices[0].message.content, stopped.choices[0].finish_reason) == ("one", "stop")
             await open_gateway.chat(max_tokens=10**9)
             assert open_gateway.engines.samplings[2].max_tokens == 10_000
+            assert [turn.temperature for turn in open_gateway.session.turns] == [0.5, 1.0, 1.0]
 
     play(scenario())
 

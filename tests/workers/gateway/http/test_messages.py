@@ -102,7 +102,7 @@ def test_why_an_answer_ended_is_said() -> None:
 
 def test_sampling_is_what_was_asked_for() -> None:
     async def scenario() -> None:
-        async with gateway(["x"]) as open_gateway:
+        async with gateway(["x"], clients_sample=True) as open_gateway:
             await open_gateway.message(extra_body={"temperature": 0.5, "top_k": 3, "top_p": 0.9})
             (sampling,) = open_gateway.engines.samplings
             found = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.max_tokens)

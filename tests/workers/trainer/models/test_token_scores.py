@@ -27,7 +27,7 @@ def problem(seed: int = 0, spread: float = 1.0, dtype: torch.dtype = torch.float
 
 
 def plain(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float | Tensor
 ) -> tuple[Tensor, Tensor]:
     logits = nn.functional.linear(hidden, weight, bias).float() / temperature
     logprobs = torch.log_softmax(logits, dim=-1)
@@ -64,6 +64,26 @@ def test_scores_equal_those_of_whole_logits(budget: int, temperature: float, wit
         value = value + (entropies * upstream.flip(0)).sum()
         expected_value = expected_value + (expected_entropy * upstream.flip(0)).sum()
     for gradient, wanted in zip(gradients(value, *inputs), gradients(expected_value, *inputs), strict=True):
+        torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_each_token_may_have_a_temperature_of_its_own(budget: int, with_bias: bool) -> None:
+    hidden, weight, targets = problem()
+    bias = torch.linspace(-1, 1, VOCABULARY, requires_grad=True) if with_bias else None
+    inputs = [hidden, weight, *([bias] if bias is not None else [])]
+    temperatures = torch.linspace(0.5, 2.0, TOKENS)
+    expected = plain(hidden, weight, bias, targets, temperatures[:, None])
+    logprobs, entropies = token_scores(
+        hidden, weight, bias, targets, temperature=temperatures, entropy="gradient", budget_bytes=budget
+    )
+    assert entropies is not None
+    torch.testing.assert_close(logprobs, expected[0], atol=1e-5, rtol=0)
+    torch.testing.assert_close(entropies, expected[1], atol=1e-5, rtol=0)
+    upstream = torch.linspace(-1, 2, TOKENS)
+    found = gradients(((logprobs - entropies) * upstream).sum(), *inputs)
+    for gradient, wanted in zip(found, gradients(((expected[0] - expected[1]) * upstream).sum(), *inputs), strict=True):
         torch.testing.assert_close(gradient, wanted, atol=1e-5, rtol=1e-5)
 
 
