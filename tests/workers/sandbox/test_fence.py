@@ -1,11 +1,13 @@
 """The command line of a fence, as it is read from the machine; that it holds is shown in `tests/sandbox/`."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from penstock.conf.errors import SandboxUnavailable
+from penstock.workers.sandbox import fence
 from penstock.workers.sandbox.check import hidden_paths
 from penstock.workers.sandbox.fence import NAMESPACES, UID, Machine, command, find_python, shown
 
@@ -31,12 +33,19 @@ def test_a_fence_asks_for_every_namespace_and_does_not_merely_try():
     assert words[words.index("--remount-ro") + 1] == "/"
 
 
-def test_only_the_interpreters_own_tree_is_shown_beside_the_system():
-    words = command(ROOT, [], seccomp=9)
+def test_only_programs_and_libraries_are_shown_of_the_system_and_of_the_interpreters_tree(tmp_path):
+    prefix, python = tmp_path / "py", tmp_path / "py" / "libexec" / "python3"
+    for directory in ("bin", "lib", "libexec", "share/zoneinfo", "share/secret"):
+        (prefix / directory).mkdir(parents=True)
+    python.touch()
+    machine = replace(ROOT, prefix=prefix, python=python)
+    words = command(machine, [], seccomp=9)
     inner = words[len(words) - 1 - words[::-1].index(str(ROOT.bwrap)) :]
     shown_paths = [inner[index + 1] for index, word in enumerate(inner) if word == "--ro-bind"]
-    assert "/root/py" in shown_paths
-    assert all(path.startswith(("/usr", "/lib", "/bin", "/etc/ld.so.cache", "/root/py")) for path in shown_paths)
+    assert str(python) in shown_paths
+    named = (*fence.SYSTEM, *(f"{prefix}/{part}" for part in fence.PARTS), str(python))
+    assert set(shown_paths) <= set(named)
+    assert not {"/usr", "/usr/share", "/usr/local", str(prefix)} & set(shown_paths)
 
 
 def test_a_directory_in_which_the_interpreter_lies_is_no_hole():
@@ -58,3 +67,12 @@ def test_directories_above_what_is_shown_can_be_searched():
     assert list(shown(Path("/a/b/c"))) == (
         ["--perms", "0755", "--dir", "/a", "--perms", "0755", "--dir", "/a/b", "--ro-bind", "/a/b/c", "/a/b/c"]
     )
+
+
+def test_programs_of_the_fence_itself_are_shown_wherever_they_lie(tmp_path):
+    """To the second bwrap only, that is inside of the first."""
+    setpriv = tmp_path / "sbin" / "setpriv"
+    words = command(replace(ROOT, bwrap=Path("/usr/local/bin/bwrap"), setpriv=setpriv), [], seccomp=9)
+    outer, inner = words[: words.index(f"--reuid={UID}")], words[words.index(f"--reuid={UID}") :]
+    assert {"/usr/local/bin", str(setpriv)} <= set(outer)
+    assert not {"/usr/local/bin", str(setpriv)} & set(inner)
