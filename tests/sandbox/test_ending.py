@@ -15,22 +15,34 @@ import pytest
 from penstock.conf.errors import NotStarted, SandboxUnavailable
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.outcome import Value
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.sandbox.usage import descendants
 from penstock.workers.sandbox.worker import Worker
 from tests.sandbox.conftest import in_a_loop
 
-GONE_S = 10.0
+GONE_S = 60.0
+"""For what must come, and comes at once on a machine that is not busy."""
+LIMITS = Limits(cpu_s=600, wall_s=600)
+"""Nothing here ends by itself while a test looks at it."""
 DRIVER = """
 import asyncio, sys
+from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 async def main():
-    async with Sandbox() as sandbox:
+    async with Sandbox(Limits(wall_s=600)) as sandbox:
         (worker,) = sandbox._all
         print(worker.keeper, worker.process.pid, flush=True)
-        await sandbox.run_python("import os, time\\nos.fork() or os.setsid()\\ntime.sleep(60)")
+        await sandbox.run_python("import os, time\\nos.fork() or os.setsid()\\ntime.sleep(600)")
 asyncio.run(main())
+"""
+ASLEEP = "import time\ntime.sleep(600)"
+TOLD = """
+import os, time
+open("/tmp/told", "w").close()
+while not os.path.getsize("/tmp/told"): time.sleep(0.01)
+print(1)
 """
 
 
@@ -60,15 +72,19 @@ def wait_for_children(pid: int) -> list[int]:
 
 @in_a_loop
 async def test_a_fence_that_is_given_up_before_it_is_ready_leaves_nothing(monkeypatch):
-    monkeypatch.setattr("penstock.workers.sandbox.worker.START_S", 1.0)
+    monkeypatch.setattr("penstock.workers.sandbox.worker.START_S", 0.5)
     monkeypatch.setattr("penstock.workers.sandbox.worker.KEEPER", Path(__file__).with_name("silent.py"))
-    before = set(descendants(os.getpid()))
-    starting = asyncio.create_task(Sandbox().start())
-    await asyncio.sleep(0.5)
-    pids = [pid for pid in descendants(os.getpid()) if pid not in before]
-    assert pids
+    pids: list[int] = []
+    close = Worker.close
+
+    def noted(worker: Worker) -> None:
+        pids.extend([worker.process.pid, *descendants(worker.process.pid)])
+        close(worker)
+
+    monkeypatch.setattr(Worker, "close", noted)
     with pytest.raises(SandboxUnavailable):
-        await starting
+        await Sandbox().start()
+    assert pids
     wait_until_gone(pids)
 
 
@@ -80,6 +96,15 @@ async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> Worker:
                 if worker.keeper not in (0, other_than) and descendants(worker.keeper):
                     return worker
             await asyncio.sleep(0.02)
+
+
+async def tell(worker: Worker) -> None:
+    """Let `TOLD` go on."""
+    async with asyncio.timeout(GONE_S):
+        while not os.path.exists(told := f"/proc/{worker.keeper}/root/tmp/told"):
+            await asyncio.sleep(0.02)
+    with open(told, "r+b", buffering=0) as file:
+        file.write(b"x")
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["", "with a keeper that is stopped"])
@@ -99,9 +124,10 @@ def test_when_the_user_of_a_fence_is_killed_nothing_is_left(number, stopped):
 
 @in_a_loop
 async def test_when_the_pool_kills_a_reward_process_nothing_is_left():
-    sleeping = "```python\nimport time\ntime.sleep(60)\n```"
+    sleeping = f"```python\n{ASLEEP}\n```"
     task = json.dumps({"function": "f", "tests": [{"input": [], "output": 1}]})
     async with RewardPool(RewardSpec.of("python_tests"), timeout_s=1.0) as pool:
+        pool.timeout_s = GONE_S  # of those that come after the first
         (process,) = pool._alive
         score = asyncio.create_task(pool.score([sleeping], [task]))
         pids = wait_for_children(process.child.pid)
@@ -113,8 +139,8 @@ async def test_when_the_pool_kills_a_reward_process_nothing_is_left():
 
 @in_a_loop
 async def test_a_call_that_is_cancelled_ends_what_it_runs():
-    async with Sandbox() as sandbox:
-        running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+    async with Sandbox(LIMITS) as sandbox:
+        running = asyncio.create_task(sandbox.run_python(ASLEEP))
         worker = await busy_worker(sandbox)
         pids = [worker.keeper, *descendants(worker.keeper)]
         assert len(pids) == 2
@@ -127,16 +153,17 @@ async def test_a_call_that_is_cancelled_ends_what_it_runs():
 
 @in_a_loop
 async def test_an_execution_whose_fence_is_killed_is_made_once_more():
-    async with Sandbox() as sandbox:
-        running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(0.6)\nprint(1)"))
+    async with Sandbox(LIMITS) as sandbox:
+        running = asyncio.create_task(sandbox.run_python(TOLD))
         worker = await busy_worker(sandbox)
         os.kill(worker.keeper, signal.SIGKILL)
+        await tell(await busy_worker(sandbox, other_than=worker.keeper))
         assert (await running).stdout == "1\n"
         (worker,) = sandbox._all
         os.kill(worker.keeper, signal.SIGKILL)  # while nothing runs
         wait_until_gone([worker.keeper])
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
-        running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+        running = asyncio.create_task(sandbox.run_python(ASLEEP))
         keeper = 0
         for _ in range(2):
             keeper = (await busy_worker(sandbox, other_than=keeper)).keeper
@@ -146,9 +173,9 @@ async def test_an_execution_whose_fence_is_killed_is_made_once_more():
 
 @in_a_loop
 async def test_closing_ends_what_runs():
-    sandbox = Sandbox()
+    sandbox = Sandbox(LIMITS)
     await sandbox.start()
-    running = asyncio.create_task(sandbox.run_python("import time\ntime.sleep(60)"))
+    running = asyncio.create_task(sandbox.run_python(ASLEEP))
     worker = await busy_worker(sandbox)
     pids = [worker.keeper, *descendants(worker.keeper)]
     sandbox.close()
@@ -183,7 +210,7 @@ print([worker.keeper for worker in workers])
 
 
 def test_a_process_that_ends_without_closing_leaves_no_cgroup():
-    done = subprocess.run([sys.executable, "-c", LEAVER], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", LEAVER], capture_output=True, text=True, timeout=300, check=True)
     groups, keepers = map(ast.literal_eval, done.stdout.splitlines())
     wait_until_gone(keepers)
     assert len(keepers) == 2

