@@ -17,6 +17,15 @@ from penstock.workers.sandbox.worker import Worker
 LIMITS: dict[str, Any] = {"cpu_s": 1, "memory_mib": 256, "num_processes": 16, "tmp_mib": 8, "tmp_files": 64}
 ATTACK_S = 1.5
 """By the clock: what an attack gets done, it gets done at once. Who comes after it has as long as usual."""
+HUNGRY = """
+import os, time
+for _ in range(3):
+    if os.fork() == 0: break
+kept = bytearray(200 << 20)
+for place in range(0, 200 << 20, 4096): kept[place] = 1
+time.sleep(30)
+"""
+"""Four processes, each within the limit for one."""
 HONEST = "def solve(x):\n    return [x, x * 2]\n"
 
 

@@ -13,13 +13,15 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.errors import ConfigError, SandboxUnavailable
+from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.reward.fences import sandbox
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox import cgroup, check, fence, seccomp, worker
 from penstock.workers.sandbox.fence import Machine
+from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from tests.sandbox.conftest import in_a_loop
+from tests.sandbox.conftest import HUNGRY, in_a_loop
 
 
 @pytest.fixture
@@ -28,9 +30,9 @@ def marker(tmp_path: Path) -> Path:
     return tmp_path / "ran"
 
 
-async def refused(marker: Path, machine: Machine | None = None) -> str:
+async def refused(marker: Path, machine: Machine | None = None, limits: Limits | None = None) -> str:
     """The error, and nothing has run."""
-    sandbox = Sandbox(machine=machine)
+    sandbox = Sandbox(limits, machine=machine)
     with pytest.raises(SandboxUnavailable) as caught:
         await sandbox.run_python(f"open({str(marker)!r}, 'w')")
     assert not sandbox._all
@@ -95,7 +97,7 @@ print(sandbox.run_python({hungry!r}).reason, sandbox.run_python("print(7)").stdo
 def test_an_ordinary_user_has_the_same_fence(tmp_path):
     """Without root: one bubblewrap, no cgroup. The interpreter is one that every user may run."""
     root = str(Path(__file__).parents[2])
-    program = ORDINARY_USER.format(root=root, hungry=HUNGRY.format(kept="bytearray(200 << 20)"))
+    program = ORDINARY_USER.format(root=root, hungry=HUNGRY)
     become = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"] if os.geteuid() == 0 else []
     bwrap = str(fence.find_bwrap().parent)
     for python in (os.path.realpath(sys.executable), "/usr/bin/python3", "/usr/local/bin/python3"):
@@ -145,24 +147,21 @@ async def test_a_machine_whose_calls_are_not_listed_is_refused(marker, monkeypat
     assert "riscv64" in await refused(marker)
 
 
-HUNGRY = """
-import mmap, os, time
-for _ in range(3):
-    if os.fork() == 0: break
-kept = {kept}
-for place in range(0, 200 << 20, 4096): kept[place] = 1
-time.sleep(30)
-"""
-
-
-@pytest.mark.parametrize("kept", ["bytearray(200 << 20)", "mmap.mmap(-1, 200 << 20)"])
 @in_a_loop
-async def test_without_a_cgroup_the_watch_bounds_memory(monkeypatch, kept):
+async def test_where_a_cgroup_is_required_and_there_is_none_nothing_runs(marker, monkeypatch):
     monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
-    async with Sandbox() as sandbox:
-        assert [one.cgroup for one in sandbox._all] == [None]
-        assert (await sandbox.run_python(HUNGRY.format(kept=kept))).reason == "memory"
-        assert (await sandbox.run_python("print(1)")).stdout == "1\n"
+    limits = Limits.of(SandboxConfig(require_cgroup=True))
+    said = await refused(marker, limits=limits)
+    assert "sandbox.require_cgroup=true" in said
+    assert "no hierarchy of control groups is mounted here" in said
+
+
+@in_a_loop
+async def test_a_watch_that_sees_nothing_is_found_out_before_anything_runs(marker, monkeypatch):
+    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+    monkeypatch.setattr(check, "descendants", lambda pid: [])  # a kernel without CONFIG_PROC_CHILDREN
+    said = await refused(marker, limits=Limits(wall_s=1.0))
+    assert "the memory of a process inside is not seen in /proc" in said
 
 
 @in_a_loop

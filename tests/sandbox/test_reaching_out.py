@@ -1,5 +1,6 @@
 """Code that tries to get at the host: network, files, processes, the kernel's rarer calls. Nothing of it works."""
 
+import errno
 import os
 import platform
 import socket
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from penstock.workers.sandbox.fence import DEVICES
 from penstock.workers.sandbox.outcome import Failed, Value
 
 PRELUDE = """
@@ -85,6 +87,48 @@ def test_no_connection_leads_out(reached, listeners):
 def test_no_socket_of_any_family_is_made_even_by_ctypes(reached, family):
     assert not reached(f"if libc.socket({family}, 1, 0) < 0: raise OSError(ctypes.get_errno(), 'refused')")
     assert not reached(f"call({(41, 198)[COLUMN]}, {family}, 3, 0)")
+
+
+@pytest.mark.parametrize("family", [2, 10, 16, 40], ids=["inet", "inet6", "netlink", "vsock"])
+@pytest.mark.parametrize("kind", [1, 2, 3, 5], ids=["stream", "dgram", "raw", "seqpacket"])
+def test_no_pair_of_another_family_is_made(fence, family, kind):
+    """By the filter: EPERM comes before the kernel looks for the family, whose module it might load."""
+    attack = f"try:\n        return call({(53, 199)[COLUMN]}, {family}, {kind}, 0, (ctypes.c_int * 2)())"
+    source = f"{PRELUDE}\ndef attack():\n    {attack}\n    except OSError as error:\n        return error.errno"
+    assert fence.call(source, "attack", [[]]) == [Value(errno.EPERM)]
+
+
+def test_descriptors_are_not_passed(reached):
+    pair = "import array\na, b = socket.socketpair()\n"
+    rights = "[(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array('i', [0]))]"
+    assert not reached(pair + f"a.sendmsg([b'x'], {rights})")
+    assert not reached(pair + "a.send(b'x')\nb.recvmsg(1)")
+
+
+def test_no_fence_tells_another_anything_by_a_device(reached):
+    for device in DEVICES:
+        assert not reached(f"os.utime({device!r})"), device
+    assert not reached("open('/dev/null', 'w').close()\nos.utime(os.open('/dev/null', os.O_WRONLY))")
+    assert reached("open('/dev/null', 'w').write('x')\nassert len(open('/dev/urandom', 'rb').read(8)) == 8")
+    assert reached("assert open('/dev/zero', 'rb').read(2) == bytes(2)\nopen('/dev/random', 'wb').write(b'x')")
+
+
+def test_files_of_the_host_are_not_locked_leased_or_watched(reached):
+    file = f"import fcntl\nfile = os.open({os.__file__!r}, os.O_RDONLY)\n"
+    assert not reached(file + "fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)")
+    assert not reached(file + "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)")
+    assert not reached(file + "fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)")
+    assert not reached(file + "fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_RDLCK)")
+    assert not reached(file + "fcntl.fcntl(file, 1036, bytes(8))")  # F_SET_RW_HINT
+    watch = "fcntl.fcntl(os.open('/usr/lib', os.O_RDONLY), fcntl.F_NOTIFY, fcntl.DN_ACCESS)"
+    assert not reached(f"import fcntl\n{watch}")
+    assert reached("import sqlite3\nbase = sqlite3.connect('/tmp/x.db')\nbase.execute('create table t (a)')")
+
+
+def test_of_usr_only_programs_and_libraries_are_there(reached):
+    for path in ("/usr/share/doc", "/usr/src", "/usr/include", "/usr/games", "/usr/sbin", "/usr/local/src"):
+        assert not reached(f"os.lstat({path!r})"), path
+    assert reached("import zoneinfo\nos.listdir('/usr/bin'), os.listdir('/usr/lib')")
 
 
 def test_a_pair_of_sockets_reaches_nobody_else(reached, listeners):
@@ -191,6 +235,9 @@ CALLS = {
     "vmsplice": ((278, 75), 0, 0, 0, 0),
     "landlock_create_ruleset": ((444, 444), 0, 0, 1),
     "seccomp": ((317, 277), 2, 0, 0),
+    "seccomp by prctl": ((157, 167), 22, 2, 0),
+    "dumpable": ((157, 167), 4, 0, 0, 0, 0),
+    "core scheduling": ((157, 167), 62, 1, 0, 0, 0),
     "one that does not exist yet": ((600, 600), 0),
 }
 

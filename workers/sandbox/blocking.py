@@ -22,6 +22,11 @@ class BlockingSandbox:
         """Raises `SandboxUnavailable` if code cannot be fenced in here."""
         self._loop.run_until_complete(self._sandbox.start())
 
+    @property
+    def held(self) -> str:
+        """Which limits hold here, in words, once it has started."""
+        return self._sandbox.held
+
     def close(self) -> None:
         self._end()
         self._loop.close()

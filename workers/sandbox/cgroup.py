@@ -1,111 +1,165 @@
-"""A control group for each fence, where this process may make one: all its memory together, and its processes.
+"""A control group for each fence, where this process may make one: all its memory, processes and processor time.
 
-Version 1 and 2. Below the group that this process is in, so that limits that others have set hold too. Where none can
-be made (a container whose /sys/fs/cgroup is read-only), `usage.py` stands in for it.
+Version 1 and 2. Below the group that this process is in, so that limits that others have set hold too. Version 2 gives
+no memory to groups below one that has processes of its own; then beside it, if somebody has divided the memory of the
+group above, and else by systemd, which makes a scope. Where nothing of this works (a container whose /sys/fs/cgroup is
+read-only), `usage.py` stands in for it.
 """
 
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
+from penstock.workers.sandbox import scope
 from penstock.workers.sandbox.limits import MIB, Limits
 
 NAME = "penstock-sandbox"
 KEEPER_BYTES = 32 * MIB
 KEEPER_PROCESSES = 4
-REMOVE_S = 1.0
-"""For killed processes to be gone; a group that still has some cannot be removed."""
+REMOVE_S = 10.0
+"""For killed processes to be gone; a group that still has some cannot be removed. They need a turn on a processor for
+that, which comes at once unless the machine is very busy."""
+CONTROLLERS = {"memory", "pids"}
 _numbers = itertools.count()
 
 
 class Cgroup:
-    """Directories of one group, one for each hierarchy. Lifecycle: `around` a process, `remove`."""
+    """One group: its directories, one for each hierarchy, memory first. Lifecycle: `around` a process, `remove`."""
 
-    def __init__(self, directories: list[Path], events: Path) -> None:
+    def __init__(self, directories: list[Path], version: int, *, is_own: bool = True) -> None:
+        """`is_own`: to be removed, as nobody else does. Raises `OSError` if it does not tell what it has counted."""
         self.directories = directories
-        self.events = events
+        self.version = version
+        self._is_own = is_own
+        events, usage = ("memory.events", "cpu.stat") if version == 2 else ("memory.oom_control", "cpuacct.usage")
+        self._events = os.open(directories[0] / events, os.O_RDONLY | os.O_CLOEXEC)
+        found = [directory / usage for directory in directories if (directory / usage).exists()]
+        self._usage = os.open(found[0], os.O_RDONLY | os.O_CLOEXEC) if found else -1
 
     @classmethod
-    def make(cls, limits: Limits) -> "Cgroup | None":
-        """None where that cannot be."""
-        name = f"{NAME}-{os.getpid()}-{next(_numbers)}"
-        made: list[Path] = []
+    def around(cls, pid: int, limits: Limits) -> "Cgroup":
+        """A group with this process in it. Raises `OSError` that says why there is none."""
+        group = cls.make(pid, limits)
         try:
-            for parent, settings in _hierarchies(limits):
-                _sweep(parent)
-                directory = parent / name
-                directory.mkdir()
-                made.append(directory)
-                for file, value in settings.items():
-                    (directory / file).write_text(str(value))
+            group.add(pid)
         except OSError:
-            cls(made, Path()).remove()
-            return None
-        events = (
-            [path for path in (made[0] / "memory.events", made[0] / "memory.oom_control") if path.exists()]
-            if made
-            else []
-        )
-        return cls(made, events[0]) if events else None
+            group.remove()
+            raise
+        return group
 
     @classmethod
-    def around(cls, pid: int, limits: Limits) -> "Cgroup | None":
-        """A group with this process in it. None where that cannot be."""
-        group = cls.make(limits)
-        if group is not None:
+    def make(cls, pid: int, limits: Limits) -> "Cgroup":
+        """`pid`: for systemd, which makes no group without a process. Raises `OSError`."""
+        memory, own = _own_group("memory"), _own_group("")
+        bounds = (limits.memory_bytes + KEEPER_BYTES, limits.num_processes + KEEPER_PROCESSES)
+        if memory is not None:
+            return _of_version_1(memory, *bounds)
+        if own is None:
+            raise OSError("no hierarchy of control groups is mounted here")
+        place, top = own
+        refused: list[str] = []
+        for parent in parents(place, top, scope.is_offered()):
             try:
-                group.add(pid)
-            except OSError:
-                group.remove()
-                return None
-        return group
+                return _of_version_2(parent, *bounds)
+            except OSError as error:
+                refused.append(str(error))
+        try:
+            return cls([scope.around(pid, *bounds, top)], 2, is_own=False)
+        except OSError as error:
+            raise OSError("; ".join([*refused, str(error)])) from None
 
     def add(self, pid: int) -> None:
         """The process, and all that it starts from now on. Raises `OSError`."""
-        for directory in self.directories:
-            (directory / "cgroup.procs").write_text(str(pid))
+        for directory in self.directories if self._is_own else []:
+            _write(directory / "cgroup.procs", pid)
 
     def num_killed(self) -> int:
         """Processes that the kernel ended because the group's memory was used up."""
-        with suppress(OSError):
-            for line in self.events.read_text().splitlines():
-                if line.startswith("oom_kill "):
-                    return int(line.split()[1])
-        return 0
+        return _number(self._events, b"oom_kill ")
+
+    def cpu_s(self) -> float | None:
+        """Processor time of all that were ever in it, waited for or not. None: it does not count that."""
+        if self._usage < 0:
+            return None
+        return _number(self._usage, b"usage_usec ") / 1e6 if self.version == 2 else _number(self._usage, b"") / 1e9
 
     def remove(self) -> None:
-        deadline = time.monotonic() + REMOVE_S
-        for directory in self.directories:
-            while not _removed(directory) and time.monotonic() < deadline:
-                time.sleep(0.002)
+        for file in {self._events, self._usage} - {-1}:
+            os.close(file)
+        self._events = self._usage = -1
+        _remove(self.directories if self._is_own else [])
 
 
-def _hierarchies(limits: Limits) -> Iterator[tuple[Path, dict[str, int]]]:
-    """Where to make a group and what to set there, memory first. Raises `OSError` if there is no such place."""
-    memory = limits.memory_bytes + KEEPER_BYTES
-    processes = limits.num_processes + KEEPER_PROCESSES
-    version_1, version_2 = _own_group("memory"), _own_group("")
-    if version_1 is not None:
-        yield version_1, {"memory.limit_in_bytes": memory}
-        pids = _own_group("pids")
-        if pids is not None:
-            yield pids, {"pids.max": processes}
-    elif version_2 is not None:
-        with suppress(OSError):  # only a group without processes may; else its parent must have done it
-            (version_2 / "cgroup.subtree_control").write_text("+memory +pids")
-        yield version_2, {"memory.max": memory, "memory.swap.max": 0, "pids.max": processes}
+def parents(own: Path, top: Path, is_systemds: bool) -> Iterator[Path]:
+    """Where a group of version 2 may be made: below the own group; beside it, unless the group above is one that
+    systemd alone divides."""
+    yield own
+    above = own.parent
+    if own != top and not above.name.endswith(".slice") and not (is_systemds and above == top):
+        yield above
 
 
-def _own_group(controller: str) -> Path | None:
-    """The directory of this process's group in the hierarchy of a controller; of version 2 if it has no name."""
+def _of_version_1(memory: tuple[Path, Path], memory_bytes: int, processes: int) -> Cgroup:
+    """Memory must be held. Processes are bounded by the kernel's own limit as well, and processor time is told."""
+    directories = [
+        _made(memory[0], {"memory.limit_in_bytes": memory_bytes}, {"memory.memsw.limit_in_bytes": memory_bytes})
+    ]
+    for controller, settings in (("pids", {"pids.max": processes}), ("cpuacct", {})):
+        if (own := _own_group(controller)) is not None:
+            with suppress(OSError):
+                directories.append(_made(own[0], settings))
+    try:
+        return Cgroup(directories, 1)
+    except OSError:
+        _remove(directories)
+        raise
+
+
+def _of_version_2(parent: Path, memory_bytes: int, processes: int) -> Cgroup:
+    """Raises `OSError` that says why the parent has no memory to give."""
+    if CONTROLLERS - _words(parent / "cgroup.subtree_control"):
+        if CONTROLLERS - _words(parent / "cgroup.controllers"):
+            raise OSError(f"{parent} is not given the controllers memory and pids")
+        try:
+            _write(parent / "cgroup.subtree_control", "+memory +pids")
+        except OSError as error:
+            raise OSError(f"{parent} does not give memory to groups below it ({error.strerror})") from None
+    directory = _made(parent, {"memory.max": memory_bytes, "pids.max": processes}, {"memory.swap.max": 0})
+    try:
+        return Cgroup([directory], 2)
+    except OSError:
+        _remove([directory])
+        raise
+
+
+def _made(parent: Path, settings: Mapping[str, int], if_there: Mapping[str, int] | None = None) -> Path:
+    """A new group with these settings. `if_there`: what only kernels that count swap have. Raises `OSError`."""
+    _sweep(parent)
+    directory = parent / f"{NAME}-{os.getpid()}-{next(_numbers)}"
+    _mkdir(directory)
+    try:
+        for file, value in settings.items():
+            _write(directory / file, value)
+        for file, value in (if_there or {}).items():
+            if (directory / file).exists():
+                _write(directory / file, value)
+    except OSError:
+        _remove([directory])
+        raise
+    return directory
+
+
+def _own_group(controller: str) -> tuple[Path, Path] | None:
+    """Directory of this process's group in the hierarchy of a controller, and where that is mounted; of version 2 if
+    it has no name."""
     path = next((path for names, path in _memberships() if controller in names.split(",")), None)
     mount = next(
         (place for root, place, kind, options in _mounts() if _is_of(controller, kind, options) and root == "/"), None
     )
-    return None if path is None or mount is None else Path(mount + path)
+    return None if path is None or mount is None else (Path(mount + path), Path(mount))
 
 
 def _memberships() -> Iterator[tuple[str, str]]:
@@ -126,12 +180,40 @@ def _is_of(controller: str, kind: str, options: str) -> bool:
     return controller in options.split(",") if controller and kind == "cgroup" else not controller and kind == "cgroup2"
 
 
+def _words(file: Path) -> set[str]:
+    return set(file.read_text().split())
+
+
+def _mkdir(directory: Path) -> None:
+    directory.mkdir()
+
+
+def _write(file: Path, value: object) -> None:
+    file.write_text(str(value))
+
+
+def _number(file: int, name: bytes) -> int:
+    """The number in the line that begins with the name; 0 if there is none."""
+    with suppress(OSError):
+        for line in os.pread(file, 4096, 0).splitlines():
+            if line.startswith(name):
+                return int(line.split()[-1])
+    return 0
+
+
 def _sweep(parent: Path) -> None:
     """Remove groups of processes that are gone."""
     for directory in parent.glob(f"{NAME}-*"):
         owner = int(directory.name.split("-")[2])
         if not Path(f"/proc/{owner}").exists():
             _removed(directory)
+
+
+def _remove(directories: list[Path]) -> None:
+    deadline = time.monotonic() + REMOVE_S
+    for directory in directories:
+        while not _removed(directory) and time.monotonic() < deadline:
+            time.sleep(0.002)
 
 
 def _removed(directory: Path) -> bool:

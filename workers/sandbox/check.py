@@ -3,7 +3,9 @@
 `check` is called by `sandbox.py` with the first worker. `holes` decides, and is pure.
 """
 
+import asyncio
 import os
+import signal
 import socket
 import tempfile
 from collections.abc import Mapping
@@ -13,13 +15,20 @@ from typing import Any
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox import probe
-from penstock.workers.sandbox.fence import Machine
-from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.fence import DEVICES, Machine
+from penstock.workers.sandbox.limits import MIB, Limits
 from penstock.workers.sandbox.outcome import Value, results_of
+from penstock.workers.sandbox.usage import descendants, memory_of
 from penstock.workers.sandbox.worker import Worker
 
 NAMESPACES = ("user", "pid", "net", "ipc", "uts", "cgroup", "mnt")
-HIDDEN = ("/proc/1", "/proc/self", "/sys/kernel", "/dev/kmsg", "/dev/mem", "/home", "/var", "/run", "/etc/passwd")
+HIDDEN = (
+    *("/proc/1", "/proc/self", "/sys/kernel", "/dev/kmsg", "/dev/mem", "/home", "/var", "/run", "/etc/passwd"),
+    *("/usr/share/doc", "/usr/src", "/usr/include"),
+)
+SEEN_BYTES = 8 * MIB
+WAITING = f"import time\nkept = bytearray({SEEN_BYTES})\nkept[::4096] = kept[::4096]\ntime.sleep(1e6)"
+LOOK_S = 0.01
 
 
 async def check(worker: Worker, machine: Machine) -> None:
@@ -32,7 +41,7 @@ async def check(worker: Worker, machine: Machine) -> None:
             request = {
                 "source": Path(probe.__file__).read_text(),
                 "function": "probe",
-                "calls": [[[directory, *hidden_paths(machine)], name, server.getsockname()[1]]],
+                "calls": [[[directory, *hidden_paths(machine)], list(DEVICES), name, server.getsockname()[1]]],
             }
             ending = await worker.execute(request, b"")
     result = results_of(ending, 1, worker.limits)[0]
@@ -44,11 +53,30 @@ async def check(worker: Worker, machine: Machine) -> None:
     found = holes(result.data, worker.limits) + shared_namespaces(worker.keeper)
     if worker.keeper_uid == 0:
         found.append("the user inside is root outside")
+    if worker.cgroup is None and not await is_seen(worker):
+        found.append(
+            f"there is no control group for it ({worker.without_cgroup}), and the memory of a process inside is not "
+            "seen in /proc either, so nothing bounds it"
+        )
     if found:
         raise SandboxUnavailable(
             f"sandbox: the fence has holes, so no code of a model runs: {'; '.join(found)}. Report this with the "
             "kernel's version and how the container was started."
         )
+
+
+async def is_seen(worker: Worker) -> bool:
+    """Whether the watch, which stands in for a cgroup, sees a process that waits inside. That is ended then."""
+    waiting = asyncio.ensure_future(worker.execute({"source": WAITING}, b""))
+    while not waiting.done():
+        for pid in descendants(worker.keeper):
+            if memory_of(pid) >= SEEN_BYTES:
+                with suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                await waiting
+                return True
+        await asyncio.wait([waiting], timeout=LOOK_S)
+    return False
 
 
 def hidden_paths(machine: Machine) -> list[str]:

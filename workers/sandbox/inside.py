@@ -7,8 +7,9 @@ Its text is handed to a bare Python (`fence.py`), so it imports nothing of Penst
 
 Nothing of an execution outlives it. The child is process 1 of its namespace, so the kernel kills with it whatever it
 has started, before `wait4` returns; the only place where it could write is a tmpfs that is unmounted then; and the
-keeper never reads a byte that an execution has written or is to read, so no later fork finds one in its memory. If any
-of these steps fails, the keeper ends, and its fence with it.
+keeper never reads a byte that an execution has written or is to read, so no later fork finds one in its memory. If
+/tmp cannot be unmounted, the execution counts and the worker takes the fence down (`is_spent`); if another of these
+steps fails, the keeper ends, and its fence with it.
 
 The code's own process says what the code returned. That is data: nothing here decides whether it is right.
 """
@@ -31,6 +32,9 @@ from typing import Any, NoReturn
 
 CLONE_NEWPID = 0x20000000
 NO_SUID_DEVICES_PROGRAMS = 2 | 4 | 8
+READ_ONLY_AS_IT_IS = 1 | 2 | 8 | 32 | 4096
+"""`MS_RDONLY`, no programs, and a remount of this one mount."""
+MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 22, 38
 PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
 CAPABILITIES_V3 = 0x20080522
@@ -60,15 +64,22 @@ def prctl(option: int, argument: int, pointer: Any = 0) -> None:
 class Keeper:
     """Serves executions one after the other until the worker's end of the socket is closed."""
 
-    def __init__(self, control: _socket.socket, limits: dict[str, Any], program: bytes) -> None:
+    def __init__(self, control: _socket.socket, limits: dict[str, Any], programs: dict[str, str]) -> None:
         self.control = control
         self.limits = limits
-        self.program = program
+        self.programs = {kind: bytes.fromhex(program) for kind, program in programs.items()}
+        self.program = b""
         self.own = os.pidfd_open(os.getpid())
         self.tmp = f"size={limits['tmp_bytes']},nr_inodes={limits['tmp_files']},mode=700".encode()
 
     def serve(self) -> None:
         self.control.send(b"ready")
+        kind = self.control.recv(64).decode()
+        if not kind:
+            return
+        self.program = self.programs[kind]
+        if kind == "uncounted":  # shared memory without a file by another name
+            checked("umount2", b"/dev/zero", MNT_DETACH)
         while True:
             message, ancillary, _, _ = self.control.recvmsg(64, _socket.CMSG_LEN(4 * NUM_FILES))
             if not message or not ancillary:
@@ -88,8 +99,9 @@ class Keeper:
             os.close(file)
         in_time = self._wait(pid, wall_s)
         _, status, usage = os.wait4(pid, 0)
-        checked("umount2", b"/tmp", 0)
+        is_spent = libc.umount2(b"/tmp", 0) < 0
         return {
+            "is_spent": is_spent,
             "status": status,
             "in_time": in_time,
             "cpu_s": usage.ru_utime + usage.ru_stime,
@@ -295,13 +307,21 @@ def rehearse() -> None:
     traceback.format_exception(ValueError())
 
 
+def guard_devices(devices: list[str]) -> None:
+    """A device can be read and written as before; the times of its node, which all fences see, cannot be set. bwrap has
+    no word for it: what it remounts read-only is no device any more."""
+    for device in devices:
+        checked("mount", None, device.encode(), None, READ_ONLY_AS_IT_IS, None)
+
+
 def main() -> None:
     told = json.loads(sys.argv[1])
     del sys.argv[1:]
     os.environ.clear()
     control = _socket.socket(fileno=told["control"])
     os.set_inheritable(told["control"], False)
-    keeper = Keeper(control, told["limits"], bytes.fromhex(told["program"]))
+    guard_devices(told["devices"])
+    keeper = Keeper(control, told["limits"], told["programs"])
     if told["rehearse"]:
         rehearse()
     gc.collect()

@@ -19,6 +19,7 @@ class Limits:
     tmp_bytes: int = SandboxConfig.tmp_mib * MIB
     tmp_files: int = SandboxConfig.tmp_files
     output_bytes: int = int(SandboxConfig.output_mib * MIB)
+    require_cgroup: bool = SandboxConfig.require_cgroup
 
     @classmethod
     def of(cls, config: SandboxConfig) -> "Limits":
@@ -31,4 +32,5 @@ class Limits:
             tmp_bytes=config.tmp_mib * MIB,
             tmp_files=config.tmp_files,
             output_bytes=int(config.output_mib * MIB),
+            require_cgroup=config.require_cgroup,
         )

@@ -31,7 +31,7 @@ class Outcome:
     seconds: float
     """By the clock, from the fork to the end of its last process."""
     cpu_s: float
-    """Of all its processes."""
+    """Of all its processes, and of the keeper on their behalf (about 2 ms)."""
     reason: str
     """"exited"; "timeout_cpu", "timeout_wall", "memory", "output": over this limit; "signal": a crash; "lost": the
     fence went down with it."""
@@ -85,11 +85,11 @@ def reason_of(ending: Ending, limits: Limits) -> str:
         return "memory"
     if not ending.in_time:
         return "timeout_wall"
+    was_killed = os.WIFSIGNALED(ending.status) and os.WTERMSIG(ending.status) == signal.SIGKILL
+    if ending.cpu_s > limits.cpu_s - (CPU_SLACK_S if was_killed and not ending.lost else 0.0):
+        return "timeout_cpu"
     if ending.lost:
         return "lost"
-    was_killed = os.WIFSIGNALED(ending.status) and os.WTERMSIG(ending.status) == signal.SIGKILL
-    if ending.cpu_s > limits.cpu_s - (CPU_SLACK_S if was_killed else 0.0):
-        return "timeout_cpu"
     if max(map(len, (ending.stdout, ending.stderr, ending.answer))) > limits.output_bytes:
         return "output"
     if os.WIFSIGNALED(ending.status):

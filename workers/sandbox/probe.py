@@ -5,6 +5,7 @@ It imports what every interpreter has, and reports facts; whether they are good 
 
 import ctypes
 import errno
+import fcntl
 import os
 import resource
 import socket
@@ -13,7 +14,7 @@ from typing import Any
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def probe(hidden: list[str], abstract: str, port: int) -> dict[str, Any]:
+def probe(hidden: list[str], devices: list[str], abstract: str, port: int) -> dict[str, Any]:
     """`hidden`: paths of the host that must not be here. `abstract`, `port`: where the host listens meanwhile."""
     return {
         "uid": os.getuid(),
@@ -23,7 +24,8 @@ def probe(hidden: list[str], abstract: str, port: int) -> dict[str, Any]:
         "no_new_privileges": libc.prctl(39, 0, 0, 0, 0),
         "seccomp": libc.prctl(21, 0, 0, 0, 0),
         "seen": [path for path in hidden if os.path.lexists(path)],
-        "written": [path for path in ("/", "/dev", "/usr", os.path.dirname(os.__file__)) if can_write(path)],
+        "written": [path for path in ("/", "/dev", "/usr", os.path.dirname(os.__file__)) if can_write(path)]
+        + [f"the times of {device}" for device in devices if can_touch(device)],
         "left_over": os.listdir("/tmp"),
         "connected": [
             name
@@ -41,6 +43,13 @@ def probe(hidden: list[str], abstract: str, port: int) -> dict[str, Any]:
                 "ptrace": lambda: libc.ptrace(0, 0, None, None),
                 "setuid": lambda: libc.setuid(0),
                 "chroot": lambda: libc.chroot(b"/tmp"),
+                "sendmsg": lambda: libc.sendmsg(0, None, 0),
+                "recvmsg": lambda: libc.recvmsg(0, None, 0),
+                "flock": lambda: libc.flock(0, fcntl.LOCK_UN),
+                "fcntl for leases": lambda: libc.fcntl(0, fcntl.F_SETLEASE, fcntl.F_UNLCK),
+                "fcntl for notices": lambda: libc.fcntl(0, fcntl.F_NOTIFY, 0),
+                "socketpair of netlink": lambda: libc.socketpair(16, 3, 0, (ctypes.c_int * 2)()),
+                "prctl to hide": lambda: libc.prctl(4, 0, 0, 0, 0),
             }.items()
             if not is_refused(call)
         ],
@@ -60,6 +69,14 @@ def capabilities() -> int:
 def can_write(directory: str) -> bool:
     try:
         os.close(os.open(os.path.join(directory, "probe"), os.O_CREAT | os.O_WRONLY))
+    except OSError:
+        return False
+    return True
+
+
+def can_touch(path: str) -> bool:
+    try:
+        os.utime(path)
     except OSError:
         return False
     return True

@@ -8,6 +8,7 @@ business: whoever compares what it returned does so here outside, with data (`da
 """
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -17,8 +18,10 @@ from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.sandbox.check import check
 from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.outcome import Ending, Outcome, Result, outcome_of, results_of
+from penstock.workers.sandbox.outcome import Ending, Outcome, Result, outcome_of, reason_of, results_of
 from penstock.workers.sandbox.worker import Worker
+
+_LOG = logging.getLogger("penstock")
 
 
 class Sandbox:
@@ -47,6 +50,8 @@ class Sandbox:
         self.reuse = reuse
         self._machine = machine
         self._is_checked = False
+        self.held = ""
+        """Which limits hold here, in words, once a first fence stands."""
         self._is_closed = False
         self._starting = asyncio.Lock()
         self._workers: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
@@ -96,24 +101,33 @@ class Sandbox:
         return results_of(await self._execute(request, b"", wall_s), len(calls), self.limits)
 
     async def _execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None) -> Ending:
-        """Made once more if the fence went down, by what no limit explains: somebody else may have killed it."""
+        """Made once more, behind a new fence, for an end that may be another's doing: somebody may have killed the
+        fence, or the memory that was missing may be what an earlier execution behind it had and the kernel frees late.
+        """
         left_s = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
         async with self._worker() as worker:
             ending = await worker.execute(request, stdin, left_s)
+            was_first = worker.num_executions == 1
         left_s -= ending.seconds
-        if not ending.lost or ending.out_of_memory or not ending.in_time or left_s <= 0 or self._is_closed:
+        reason = reason_of(ending, self.limits)
+        is_own = reason != "lost" and (reason != "memory" or was_first)
+        if is_own or left_s <= 0 or self._is_closed:
             return ending
-        async with self._worker() as worker:
+        async with self._worker(new=True) as worker:
             return await worker.execute(request, stdin, left_s)
 
     @asynccontextmanager
-    async def _worker(self) -> AsyncIterator[Worker]:
-        """An idle worker, for one execution."""
+    async def _worker(self, new: bool = False) -> AsyncIterator[Worker]:
+        """An idle worker, for one execution. `new`: one that has run nothing."""
         if self._is_closed:
             raise NotStarted("Sandbox: it is closed. Make another.")
         worker = await self._workers.get()
         kept: Worker | None = None
         try:
+            if worker is not None and new and worker.num_executions:
+                worker.close()
+                self._all.discard(worker)
+                worker = None
             if worker is None:
                 worker = await self._started()
             yield worker
@@ -133,6 +147,9 @@ class Sandbox:
                 if not self._is_checked:
                     await check(worker, machine)
                     self._is_checked = True
+                    self.held = worker.held
+                    if worker.cgroup is None:
+                        _LOG.warning("sandbox: %s. docs/sandbox.md says how to be given one", self.held)
         except BaseException:
             worker.close()
             self._all.discard(worker)

@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,10 +24,10 @@ from typing import Any
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox import seccomp
 from penstock.workers.sandbox.cgroup import Cgroup
-from penstock.workers.sandbox.fence import Machine, command
+from penstock.workers.sandbox.fence import DEVICES, Machine, command
 from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.outcome import Ending
-from penstock.workers.sandbox.usage import memory_below
+from penstock.workers.sandbox.outcome import CPU_SLACK_S, Ending
+from penstock.workers.sandbox.usage import Watch
 
 START_S = 30.0
 """For a fence to stand and its interpreter to be ready; takes 50 ms on an idle machine."""
@@ -35,9 +36,11 @@ GRACE_S = 2.0
 END_S = 5.0
 """For the processes of a fence that is taken down to be gone."""
 WATCH_S = 0.05
-"""How often memory is looked at where no cgroup bounds it."""
+"""How often it is looked at what no other limit holds: processor time, and without a cgroup memory."""
 CREDENTIALS = struct.Struct("3i")
 KEEPER = Path(__file__).with_name("inside.py")
+LOST: dict[str, Any] = {"status": signal.SIGKILL, "cpu_s": 0.0, "seconds": 0.0, "lost": True}
+"""What is known of an execution whose end the keeper does not tell."""
 SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 
 
@@ -62,6 +65,9 @@ class Worker:
         self._handle = -1
         """The keeper as a file, which no other process can become."""
         self.cgroup: Cgroup | None = None
+        self.without_cgroup = ""
+        """Why there is none."""
+        self.num_executions = 0
         self._told: asyncio.Future[None] | None = None
         """Resolved when the keeper says something; what `execute` waits for."""
         self.is_open = True
@@ -96,28 +102,40 @@ class Worker:
                 raise
         return worker
 
+    @property
+    def held(self) -> str:
+        """Which limits hold here beside those of each process, in words."""
+        if self.cgroup is None:
+            return (
+                f"no control group ({self.without_cgroup}): memory and processor time of an execution are looked at "
+                f"every {WATCH_S * 1000:.0f} ms, and no shared memory without a file is given"
+            )
+        cpu = "and processor time" if self.cgroup.cpu_s() is not None else "(processor time is looked at)"
+        return f"a control group of version {self.cgroup.version} holds memory and processes {cpu} of an execution"
+
     async def execute(self, request: dict[str, Any], stdin: bytes, wall_s: float | None = None) -> Ending:
         """Run what `inside.run_child` understands, for `wall_s` at most (default: of the limits)."""
         wall_s = self.limits.wall_s if wall_s is None else min(wall_s, self.limits.wall_s)
-        killed = self.cgroup.num_killed() if self.cgroup else 0
+        self.num_executions += 1
+        meter = Meter(self.keeper, self.cgroup)
         started = time.perf_counter()
         with ExitStack() as files:
             outputs = [_file(files) for _ in range(3)]
             told = _file(files, json.dumps(request).encode(), sealed=True)
             typed = _file(files, stdin, sealed=True)
-            over = False
+            is_over = False
             try:
                 socket.send_fds(
                     self.control, [repr(wall_s).encode()], [typed, outputs[0], outputs[1], told, outputs[2]]
                 )
-                facts, over = await self._ended(wall_s + GRACE_S)
+                facts, is_over = await self._ended(wall_s + GRACE_S, meter)
             except (OSError, TimeoutError) as error:
-                in_time = not isinstance(error, TimeoutError)
-                facts = {"status": signal.SIGKILL, "in_time": in_time, "cpu_s": 0.0}
-                facts |= {"seconds": time.perf_counter() - started, "lost": True}
-            out_of_memory = over or (self.cgroup is not None and self.cgroup.num_killed() > killed)
+                facts = LOST | {"in_time": not isinstance(error, TimeoutError)}
+            facts["seconds"] = facts["seconds"] or time.perf_counter() - started
+            facts["cpu_s"] = max(facts["cpu_s"], meter.cpu_s())
+            out_of_memory = is_over or meter.was_killed()
             texts = [os.pread(file, self.limits.output_bytes + 1, 0) for file in outputs]
-        if facts.get("lost"):
+        if facts.pop("is_spent", False) or facts.get("lost") or out_of_memory:
             self.close()
         return Ending(**facts, out_of_memory=out_of_memory, stdout=texts[0], stderr=texts[1], answer=texts[2])
 
@@ -152,22 +170,31 @@ class Worker:
             raise ConnectionError("the program inside ended")
         self.keeper, self.keeper_uid, _ = CREDENTIALS.unpack(ancillary[0][2])
         self._handle = os.pidfd_open(self.keeper)
-        self.cgroup = Cgroup.around(self.keeper, self.limits)
+        try:
+            self.cgroup = await _away(Cgroup.around, self.keeper, self.limits)
+        except OSError as error:
+            self.without_cgroup = str(error)
+            if self.limits.require_cgroup:
+                raise SandboxUnavailable(
+                    f"sandbox.require_cgroup=true: there is no control group for code of a model here ({error}), so "
+                    "none of it runs. docs/sandbox.md says how to be given one; without this key its memory is looked "
+                    f"at every {WATCH_S * 1000:.0f} ms instead."
+                ) from None
+        self.control.send(b"counted" if self.cgroup is not None else b"uncounted")
 
-    async def _ended(self, deadline_s: float) -> tuple[dict[str, Any], bool]:
-        """What the keeper says, and whether the memory watch ended it. Raises `TimeoutError` or `ConnectionError`."""
-        if self.cgroup is not None:
-            async with asyncio.timeout(deadline_s):
-                await self._readable()
-            return self._heard(), False
+    async def _ended(self, deadline_s: float, meter: "Meter") -> tuple[dict[str, Any], bool]:
+        """What the keeper says, and whether too much memory was seen. Raises `TimeoutError` or `ConnectionError`."""
         deadline = time.monotonic() + deadline_s
+        most_s = -int(-self.limits.cpu_s // 1) + CPU_SLACK_S
         while time.monotonic() < deadline:
             with suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S):
                     await self._readable()
                 return self._heard(), False
-            if memory_below(self.keeper) > self.limits.memory_bytes:
-                return {"status": signal.SIGKILL, "in_time": True, "cpu_s": 0.0, "seconds": 0.0, "lost": True}, True
+            if meter.memory_bytes() > self.limits.memory_bytes:
+                return LOST | {"in_time": True}, True
+            if meter.cpu_s() > most_s:  # of several processes; one alone is ended by the kernel, and its fence stays
+                return LOST | {"in_time": True}, False
         raise TimeoutError
 
     async def _readable(self) -> None:
@@ -188,6 +215,47 @@ class Worker:
         return facts
 
 
+class Meter:
+    """What one execution has used so far: counted by its cgroup, and else seen by a watch."""
+
+    def __init__(self, keeper: int, cgroup: Cgroup | None) -> None:
+        self._cgroup = cgroup
+        self._watch = Watch(keeper)
+        self._killed = cgroup.num_killed() if cgroup else 0
+        self._before_s = cgroup.cpu_s() if cgroup else None
+
+    def memory_bytes(self) -> int:
+        """Of its processes now. With a cgroup nobody has to look, and 0 is said; if that does not count processor time,
+        somebody has to."""
+        if self._before_s is not None:
+            return 0
+        seen = self._watch.look()
+        return 0 if self._cgroup else seen
+
+    def cpu_s(self) -> float:
+        now = self._cgroup.cpu_s() if self._cgroup and self._before_s is not None else None
+        return self._watch.cpu_s if now is None or self._before_s is None else now - self._before_s
+
+    def was_killed(self) -> bool:
+        """Whether the kernel ended a process for its memory."""
+        return self._cgroup is not None and self._cgroup.num_killed() > self._killed
+
+
+async def _away(call: Callable[..., Cgroup], *arguments: Any) -> Cgroup:
+    """In a thread, as systemd may take its time. What comes after this is cancelled is removed."""
+    making = asyncio.ensure_future(asyncio.to_thread(call, *arguments))
+    try:
+        return await asyncio.shield(making)
+    except asyncio.CancelledError:
+        making.add_done_callback(_unwanted)
+        raise
+
+
+def _unwanted(making: "asyncio.Future[Cgroup]") -> None:
+    if not making.cancelled() and making.exception() is None:
+        making.result().remove()
+
+
 def _spawned(words: list[str], inherited: list[int], complaints: int) -> "subprocess.Popen[bytes]":
     """In this process's own group: who kills the group ends the fence."""
     return subprocess.Popen(
@@ -203,8 +271,19 @@ def _spawned(words: list[str], inherited: list[int], complaints: int) -> "subpro
 
 def _inner(control: int, limits: Limits, rehearse: bool) -> list[str]:
     """Arguments of the interpreter inside: isolated from its environment, without packages."""
-    filter_program = seccomp.program(platform.machine(), keeper=False).hex()
-    told = json.dumps({"control": control, "limits": asdict(limits), "program": filter_program, "rehearse": rehearse})
+    programs = {
+        kind: seccomp.program(platform.machine(), keeper=False, is_counted=kind == "counted").hex()
+        for kind in ("counted", "uncounted")
+    }
+    told = json.dumps(
+        {
+            "control": control,
+            "limits": asdict(limits),
+            "programs": programs,
+            "devices": DEVICES,
+            "rehearse": rehearse,
+        }
+    )
     return ["-I", "-S", "-B", "-X", "utf8", "-c", KEEPER.read_text(), told]
 
 

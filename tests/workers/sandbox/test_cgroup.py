@@ -1,6 +1,8 @@
 """Control groups, where this process may make them; and what stands in for them elsewhere."""
 
+import errno
 import os
+import socket
 import subprocess
 
 import pytest
@@ -8,22 +10,62 @@ import pytest
 from penstock.workers.sandbox import cgroup
 from penstock.workers.sandbox.cgroup import Cgroup
 from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.usage import descendants, memory_below, memory_of
+from penstock.workers.sandbox.usage import descendants, memory_below, memory_of, num_sockets, processor_time_of
 
 
-def test_without_a_hierarchy_there_is_no_group(monkeypatch):
+def test_without_a_hierarchy_there_is_no_group_and_it_says_why(monkeypatch):
     monkeypatch.setattr(cgroup, "_mounts", lambda: iter(()))
-    assert Cgroup.make(Limits()) is None
+    with pytest.raises(OSError, match="no hierarchy of control groups is mounted"):
+        Cgroup.make(os.getpid(), Limits())
+
+
+def version_1(tmp_path, monkeypatch, *controllers):
+    """A recorded tree, in which a new group has the files of its hierarchy."""
+    files = {"memory": {"memory.limit_in_bytes": "", "memory.oom_control": "oom_kill 3\n", "cgroup.procs": ""}}
+    files |= {"pids": {"pids.max": ""}, "cpuacct": {"cpuacct.usage": "2500000000\n"}}
+
+    def mkdir(directory):
+        directory.mkdir()
+        for name, content in files[directory.parent.name].items():
+            (directory / name).write_text(content)
+
+    for controller in controllers:
+        (tmp_path / controller).mkdir()
+    own = {controller: (tmp_path / controller, tmp_path) for controller in controllers}
+    monkeypatch.setattr(cgroup, "_own_group", own.get)
+    monkeypatch.setattr(cgroup, "_mkdir", mkdir)
+    monkeypatch.setattr(cgroup, "_removed", lambda directory: True)
+
+
+def test_version_1_holds_memory_and_counts_processor_time(tmp_path, monkeypatch):
+    version_1(tmp_path, monkeypatch, "memory", "pids", "cpuacct")
+    group = Cgroup.around(7, Limits())
+    assert [directory.parent.name for directory in group.directories] == ["memory", "pids", "cpuacct"]
+    assert (group.num_killed(), group.cpu_s()) == (3, 2.5)
+    assert not (group.directories[0] / "memory.memsw.limit_in_bytes").exists()
+    group.remove()
+
+
+def test_version_1_without_cpuacct_says_that_it_counts_no_time(tmp_path, monkeypatch):
+    version_1(tmp_path, monkeypatch, "memory")
+    group = Cgroup.around(7, Limits())
+    assert (group.num_killed(), group.cpu_s()) == (3, None)
+    group.remove()
 
 
 def test_a_group_that_cannot_be_made_leaves_nothing(monkeypatch, tmp_path):
-    """Version 2, whose files are not there: the controllers are not given to this group."""
-    parent = tmp_path / "own"
-    parent.mkdir()
-    monkeypatch.setattr(cgroup, "_own_group", lambda controller: parent if controller == "" else None)
-    monkeypatch.setattr(cgroup, "_hierarchies", lambda limits: iter([(parent, {}), (tmp_path / "missing", {})]))
-    assert Cgroup.make(Limits()) is None
-    assert list(parent.iterdir()) == []
+    """A hierarchy that may not be written to, as in a container."""
+
+    def refused(file, value):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(file))
+
+    monkeypatch.setattr(
+        cgroup, "_own_group", lambda controller: (tmp_path, tmp_path) if controller == "memory" else None
+    )
+    monkeypatch.setattr(cgroup, "_write", refused)
+    with pytest.raises(OSError, match=r"Read-only file system: .*limit_in_bytes"):
+        Cgroup.make(os.getpid(), Limits())
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_groups_of_processes_that_are_gone_are_swept(tmp_path):
@@ -61,3 +103,14 @@ def test_the_memory_of_descendants_is_seen():
         for pid in [*children, shell.pid]:
             os.kill(pid, 9)
     assert memory_of(shell.pid) == 0
+    assert processor_time_of(shell.pid) == 0
+
+
+def test_processor_time_and_sockets_of_a_process_are_seen():
+    assert processor_time_of(os.getpid()) > 0
+    before = num_sockets(os.getpid())
+    pairs = [socket.socketpair() for _ in range(200)]
+    assert num_sockets(os.getpid()) > before  # others of this network come and go
+    for pair in pairs:
+        for end in pair:
+            end.close()

@@ -8,15 +8,26 @@ from hypothesis import strategies as st
 
 from penstock.conf.errors import SandboxUnavailable
 from penstock.workers.sandbox.seccomp import ALLOW, AUDIT_ARCH, FAIL, KILL, NAMESPACES, program
-from penstock.workers.sandbox.syscalls import CLONE, CLONE3, MACHINES, OF_THE_KEEPER, ORDINARY, numbers
+from penstock.workers.sandbox.syscalls import (
+    BY_ARGUMENT,
+    CLONE,
+    CLONE3,
+    MACHINES,
+    MMAP,
+    OF_THE_KEEPER,
+    ORDINARY,
+    numbers,
+)
 
 EPERM, ENOSYS = FAIL | 1, FAIL | 38
 
 
-def verdict(filter_program: bytes, number: int, architecture: int, first: int = 0) -> int:
-    """What the kernel would do with a call."""
+def verdict(filter_program: bytes, number: int, architecture: int, *arguments: int) -> int:
+    """What the kernel would do with a call. No way through the program is longer than the program."""
     lines = list(struct.iter_unpack("<HBBI", filter_program))
-    words = {0: number, 4: architecture, 16: first}
+    words = {0: number, 4: architecture}
+    words |= {16 + 4 * index: 0 for index in range(12)}
+    words |= {16 + 8 * index: argument for index, argument in enumerate(arguments)}
     at = loaded = 0
     while True:
         code, if_true, if_false, operand = lines[at]
@@ -32,17 +43,42 @@ def verdict(filter_program: bytes, number: int, architecture: int, first: int = 
             return operand
 
 
+WORDS = st.integers(0, 2**32 - 1) | st.integers(0, 1100)
+
+
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("keeper", [True, False])
-@given(number=st.integers(0, 2**32 - 1) | st.integers(0, 600), first=st.integers(0, 2**32 - 1))
-def test_what_is_listed_is_allowed_and_nothing_else(machine, keeper, number, first):
-    allowed = numbers(ORDINARY + (OF_THE_KEEPER if keeper else ""), machine)
-    expected = ALLOW if number in allowed else EPERM
-    if [number] == numbers(CLONE3, machine):
-        expected = ENOSYS
+@pytest.mark.parametrize("is_counted", [True, False])
+@given(number=WORDS, arguments=st.lists(WORDS, min_size=4, max_size=4))
+def test_what_is_listed_is_allowed_and_nothing_else(machine, keeper, is_counted, number, arguments):
+    is_granted = number in numbers(ORDINARY + (OF_THE_KEEPER if keeper else ""), machine)
+    for call, (index, values) in BY_ARGUMENT.items():
+        is_granted |= [number] == numbers(call, machine) and arguments[index] in values
     if [number] == numbers(CLONE, machine):
-        expected = EPERM if first & NAMESPACES else ALLOW
-    assert verdict(program(machine, keeper=keeper), number, AUDIT_ARCH[machine], first) == expected
+        is_granted = not arguments[0] & NAMESPACES
+    if [number] == numbers(MMAP, machine):
+        is_granted = is_counted or not (arguments[3] & 0x01 and arguments[3] & 0x20)
+    expected = ENOSYS if [number] == numbers(CLONE3, machine) else ALLOW if is_granted else EPERM
+    found = verdict(program(machine, keeper=keeper, is_counted=is_counted), number, AUDIT_ARCH[machine], *arguments)
+    assert found == expected
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@given(data=st.data())
+def test_a_call_that_depends_on_an_argument_is_decided_by_that_alone(machine, data):
+    """The property above, drawn from the calls that it is about."""
+    call = data.draw(st.sampled_from([*BY_ARGUMENT, CLONE, MMAP]))
+    (number,) = numbers(call, machine)
+    every = [number for entry in [ORDINARY, CLONE, CLONE3, MMAP] for number in numbers(entry, machine)]
+    index, values = BY_ARGUMENT.get(call, (0, (0x01200011,)) if call == CLONE else (3, (0x22, 0x01)))
+    arguments = [data.draw(st.sampled_from(every)) for _ in range(4)]
+    filter_program = program(machine, keeper=False, is_counted=False)
+    for value in values:
+        given = [*arguments[:index], value, *arguments[index + 1 :]]
+        assert verdict(filter_program, number, AUDIT_ARCH[machine], *given) == ALLOW
+    bad = {CLONE: 0x10000011, MMAP: 0x21}.get(call, 0x7FFF)
+    given = [*arguments[:index], bad, *arguments[index + 1 :]]
+    assert verdict(filter_program, number, AUDIT_ARCH[machine], *given) == EPERM
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -61,8 +97,9 @@ def test_forks_and_threads_are_allowed_and_namespaces_are_not(machine):
 
 @pytest.mark.parametrize("machine", MACHINES)
 def test_no_call_is_listed_twice_and_programs_are_short_enough(machine):
-    listed = numbers(" ".join([ORDINARY, CLONE, CLONE3, OF_THE_KEEPER]), machine)
-    assert len(set(listed)) == len(listed)
+    for more in (" ".join(BY_ARGUMENT), OF_THE_KEEPER):  # the keeper may call prctl with every argument
+        listed = numbers(" ".join([ORDINARY, CLONE, CLONE3, MMAP, more]), machine)
+        assert len(set(listed)) == len(listed)
     assert len(program(machine, keeper=True)) // 8 <= 4096
 
 
