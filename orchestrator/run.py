@@ -74,8 +74,8 @@ def run(
     start = time.monotonic()
     flow = dataflow_of(config, flow)
     plan = plan_actors(flow, config)
-    check_run(config, flow, plan)
     tell = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    check_run(config, flow, plan, tell)
     cluster = Cluster(_with_warm_start(plan, config), config)
     try:
         directory, goes_on = open_run(config, partial(_left_behind, config, flow, cluster, tell))

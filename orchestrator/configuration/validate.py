@@ -48,6 +48,8 @@ class Check:
 
     name: str
     look: Callable[[], str]
+    is_told: bool = False
+    """A run says when it starts what was found; others are told by `penstock validate` alone."""
 
 
 def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator[Check]:
@@ -67,7 +69,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
         yield Check("reward", lambda: _reward(config))
     if _runs_code(config) and not is_elsewhere():
-        yield Check("sandbox", lambda: _sandbox(config))
+        yield Check("sandbox", lambda: _sandbox(config), is_told=True)
     states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}
     if states and config.checkpoint.every_steps:
         yield Check("states", lambda: _states(states))
@@ -86,10 +88,15 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
         yield Check(name, partial(_first_run, start))
 
 
-def check_run(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> None:
-    """Raise the first fault: `ConfigError`, `DataError`, `ModelError` or `ResourceError`."""
+def check_run(
+    config: RunConfig, flow: Dataflow, plan: list[ActorPlan], tell: Callable[[str], None] | None = None
+) -> None:
+    """Raise the first fault: `ConfigError`, `DataError`, `ModelError` or `ResourceError`. `tell`: takes what a run says
+    of what was found."""
     for check in checks(config, flow, plan):
-        check.look()
+        found = check.look()
+        if check.is_told and tell is not None:
+            tell(f"{check.name}: {found}")
 
 
 def validate_run(config: RunConfig, console: Console) -> int:
@@ -169,9 +176,10 @@ def _sandbox(config: RunConfig) -> str:
     fence = BlockingSandbox(Limits.of(config.environment.sandbox))
     try:
         fence.start()
+        held = fence.held
     finally:
         fence.close()
-    return "tried from inside, and no hole found"
+    return f"tried from inside, and no hole found; {held}"
 
 
 def _own_judge(config: RunConfig, options: Mapping[str, Any]) -> None:

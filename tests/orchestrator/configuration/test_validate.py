@@ -177,7 +177,13 @@ def test_a_url_for_runs_is_asked_whether_it_answers(model: Path, rows: Path, url
 
 def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["reward.function=python_tests", f"data.path={rows}"]
-    check(*words)
+    told: list[str] = []
+    config = load_config(words)
+    flow = build_dataflow(config.algorithm)
+    check_run(config, flow, plan_actors(flow, config), told.append)
+    (said,) = told
+    assert said.startswith("sandbox: tried from inside, and no hole found; ")
+    assert "control group" in said, "which limits hold here"
 
     def none() -> Path:
         raise SandboxUnavailable("there is no bwrap")
