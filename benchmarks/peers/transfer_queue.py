@@ -23,12 +23,13 @@ first three otherwise. Everything is generated and cut into TensorDicts before t
 
 In calls of TransferQueue 0.1.11: `async_put(partition_id=)` inserts rows, `async_get_meta(task_name=)` takes ready rows
 that the task has not consumed, `async_get_data` reads them, `async_put(metadata=)` adds columns to them,
-`async_clear_samples` removes them. A process awaits up to `in_flight` batches at a time in one event loop, so a latency
-holds what a call waits for the others: {"in_flight": 1} in a request gives that of a call alone.
+`async_clear_partition` removes them. A process awaits up to `in_flight` batches at a time in one event loop, so a
+latency holds what a call waits for the others: {"in_flight": 1} in a request gives that of a call alone.
 
-`resident` rows lie in the same partition, have prompt_ids only, and the task `rollout` has consumed them: rows that are
-being generated elsewhere. No task finds them ready. They stay between requests; a request with another number of them
-starts TransferQueue anew, because its tables never shrink. So give such a case a child of its own.
+Rows lie as verl lays them: each step of 64 has a partition of its own (`train_<step>`), which is cleared as a whole
+once it is trained. `resident` rows lie in other partitions, have prompt_ids only, and the task `rollout` has consumed
+them: rows that are being generated elsewhere. They stay between requests; a request with another number of them starts
+TransferQueue anew. So give such a case a child of its own.
 
 The controller runs in its polling mode, which it recommends for streaming: without, a request for rows that are not
 there yet puts its only thread to sleep for 5 s. Tried on two cores, a few runs each, and kept where faster:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
@@ -16,7 +17,8 @@ import ray
 import torch
 from tensordict import TensorDict
 
-PARTITION = "train"
+STEP_ROWS = 64
+"""Of a partition."""
 PROMPT_TOKENS = 32
 VOCABULARY = 32_000
 RESIDENT_CHUNK = 10_000
@@ -64,6 +66,12 @@ class Rows:
         return rows[0][None] if len(rows) == 1 else torch.nested.as_nested_tensor(rows, layout=torch.strided)
 
 
+def partitions(request: dict[str, Any]) -> list[str]:
+    """Of each batch: one a step, as verl has them; a new round has new ones."""
+    firsts = range(0, request["rows"], request["batch"])
+    return [f"train_{request['seed']}_{first // STEP_ROWS}" for first in firsts]
+
+
 def prompts(generator: np.random.Generator, num_rows: int) -> torch.Tensor:
     return torch.from_numpy(generator.integers(0, VOCABULARY, (num_rows, PROMPT_TOKENS), dtype=np.int32))
 
@@ -99,61 +107,68 @@ class Worker:
     async def prepare(self, request: dict[str, Any], columns: list[str]) -> None:
         rows = Rows(request)
         self._sizes = rows.sizes
+        self._partitions = partitions(request)
         self._batches = rows.batches(columns) if columns else []
         self._poll_s = request["poll_ms"] / 1e3
         self._turn = asyncio.Lock()
         self._latencies_ms: list[float] = []
-        self._metas: list[Any] = []
+        self._trained: Counter[str] = Counter()
         self._checksum: int | None = None
         self._num_empty_polls = 0
 
     async def put(self, in_flight: int) -> dict[str, Any]:
-        async def one(batch: TensorDict) -> None:
+        async def one(batch: TensorDict, partition: str) -> None:
             begun = time.monotonic()
-            self._metas.append(await self._client.async_put(batch, partition_id=PARTITION))
+            await self._client.async_put(batch, partition_id=partition)
             self._latencies_ms.append((time.monotonic() - begun) * 1e3)
 
-        return await self._timed(in_flight, (lambda batch=batch: one(batch) for batch in self._batches))
+        jobs = zip(self._batches, self._partitions, strict=True)
+        return await self._timed(in_flight, (lambda job=job: one(*job) for job in jobs))
 
     async def lease(self, in_flight: int) -> dict[str, Any]:
-        async def one(size: int) -> None:
+        async def one(size: int, partition: str) -> None:
             begun = time.monotonic()
-            meta = await self._take("lease", PUT_COLUMNS, size)
+            meta = await self._take("lease", PUT_COLUMNS, size, partition)
             self._read(await self._client.async_get_data(meta))
             self._latencies_ms.append((time.monotonic() - begun) * 1e3)
 
-        return await self._timed(in_flight, (lambda size=size: one(size) for size in self._sizes))
+        jobs = zip(self._sizes, self._partitions, strict=True)
+        return await self._timed(in_flight, (lambda job=job: one(*job) for job in jobs))
 
     async def stage(self, task: str, in_flight: int) -> dict[str, Any]:
         reads, writes = STAGES[task]
 
         async def one(number: int, size: int) -> None:
-            meta = await self._take(task, reads, size)
+            partition = self._partitions[number]
+            meta = await self._take(task, reads, size, partition)
             self._read(await self._client.async_get_data(meta))
             if writes:
                 await self._client.async_put(self._batches[number], metadata=meta)
-            else:
-                await self._client.async_clear_samples(meta)
+                return
+            self._trained[partition] += 1
+            if self._trained[partition] == self._partitions.count(partition):
+                await self._client.async_clear_partition(partition)
 
         return await self._timed(in_flight, (lambda job=job: one(*job) for job in enumerate(self._sizes)))
 
     async def clear(self) -> None:
         """Removes the rows that `put` put."""
-        await at_most(4, (lambda meta=meta: self._client.async_clear_samples(meta) for meta in self._metas))
-        self._metas = []
+        for partition in dict.fromkeys(self._partitions):
+            await self._client.async_clear_partition(partition)
 
     async def put_residents(self, num_rows: int) -> None:
         for first in range(0, num_rows, RESIDENT_CHUNK):
             size = min(RESIDENT_CHUNK, num_rows - first)
             data = TensorDict({"prompt_ids": prompts(np.random.default_rng(first), size)}, size)
-            await self._client.async_put(data, partition_id=PARTITION)
-            await self._client.async_get_meta(["prompt_ids"], size, PARTITION, task_name="rollout")
+            partition = f"resident_{first}"
+            await self._client.async_put(data, partition_id=partition)
+            await self._client.async_get_meta(["prompt_ids"], size, partition, task_name="rollout")
 
-    async def _take(self, task: str, columns: list[str], size: int) -> Any:
+    async def _take(self, task: str, columns: list[str], size: int, partition: str) -> Any:
         """Metadata of the next `size` ready rows. One caller of this process polls at a time."""
         async with self._turn:
             while True:
-                meta = await self._client.async_get_meta(columns, size, PARTITION, task_name=task)
+                meta = await self._client.async_get_meta(columns, size, partition, task_name=task)
                 if meta.size:
                     return meta
                 self._num_empty_polls += 1
