@@ -21,7 +21,8 @@ class StoreConfig:
     megabyte the copy is cheaper than the file."""
     shared_memory_mib: int = 1024
     """Shared memory for large writes, in MiB, on each node that writes some. What exceeds it is moved to that node's
-    disk and read from there."""
+    disk and read from there. Up to an eighth of it, and 128 MiB, is taken at the start, so that the first large batches
+    find pages that are there already."""
     spill_dir: str | None = None
     """A disk where it is moved to, into a directory of the run's own that goes with it. null: the system's temporary
     directory."""

@@ -6,8 +6,9 @@
     arena.recycled(names)             the store has done with these
 
 A page that is touched for the first time costs as much as copying it several times. So a file that the store has done
-with goes back to its writer, who writes through a mapping of it; a new file is written by the kernel, which touches
-pages cheaper than a mapping does. Used by `client/connected.py`, and by `segments.py` for what comes by value.
+with goes back to its writer, who writes through a mapping of it. Before any has come back, large batches take files
+whose pages were touched at the start of the store (`lay_by`): the writer who renames one has it. A new file is written
+by the kernel, which touches pages cheaper than a mapping does.
 """
 
 import itertools
@@ -17,6 +18,7 @@ from contextlib import suppress
 from typing import BinaryIO
 
 import numpy as np
+import psutil
 import pyarrow as pa
 
 from penstock.store.data.file_memory import map_file
@@ -26,6 +28,14 @@ STEP = 1 << 16
 """Bytes by which a file grows at least."""
 ROOM = 1 << 14
 """Bytes of a batch beside its large columns: offsets, scalars."""
+SPARE = "spare-"
+"""Names of the files that are laid by begin with it."""
+SPARE_BYTES = 1 << 23
+"""Bytes of such a file. A batch of less than an eighth of it has few pages to touch, and takes none."""
+SPARES = 16
+"""As many at most. They need to last until the first batches have come back."""
+SHARE = 8
+"""One part in so many of a store's budget, and of the memory that is free, is laid by at most."""
 
 
 class Slot:
@@ -81,6 +91,8 @@ class Arena:
     def __init__(self, places: Sequence[str], writer: str, node: str = "") -> None:
         """`node`: that the places are of, as segments say it."""
         self._places = places
+        self._spares: list[str] | None = None
+        """Names that nobody else may have taken yet; None: not looked for yet."""
         self._writer, self._node = writer, node
         self._numbers, self._serials = itertools.count(), itertools.count()
         self._free: list[Slot] = []
@@ -88,12 +100,12 @@ class Arena:
         """With the store."""
 
     def reserve(self, nbytes: int) -> Slot | None:
-        """A slot with room for so many bytes: the smallest that has it, or the largest, grown. None if there is none,
-        or no room to grow."""
-        if not self._free:
-            return None
+        """A slot with room for so many bytes: the smallest that has it, a spare one, or the largest, grown. None if
+        there is none, or no room to grow."""
         fitting = [slot for slot in self._free if slot.size >= nbytes]
-        slot = min(fitting, key=_size) if fitting else max(self._free, key=_size)
+        slot = min(fitting, key=_size) if fitting else self._spare(nbytes) or max(self._free, key=_size, default=None)
+        if slot is None:
+            return None
         try:
             slot.map(_rounded(nbytes))
         except OSError:
@@ -133,6 +145,22 @@ class Arena:
         for name in names:
             self._out.pop(name, None)
 
+    def _spare(self, nbytes: int) -> Slot | None:
+        """A file that was laid by for so large a batch; the first who renames it has it."""
+        if not SPARE_BYTES // 8 <= nbytes <= SPARE_BYTES:
+            return None
+        if self._spares is None:
+            self._spares = [name for name in os.listdir(self._places[0]) if name.startswith(SPARE)]
+        while self._spares:
+            name = f"{self._writer}-{next(self._numbers)}"
+            path = os.path.join(self._places[0], name)
+            with suppress(FileNotFoundError):
+                os.rename(os.path.join(self._places[0], self._spares.pop()), path)
+                slot = Slot(path, self._free.append)
+                self._free.append(slot)
+                return slot
+        return None
+
     def _new_file(self, arrays: Sequence[Sequence[pa.Buffer]]) -> tuple[Slot, list[ByteRange]]:
         """All buffers one after the other, in the first place that has room."""
         name = f"{self._writer}-{next(self._numbers)}"
@@ -144,6 +172,31 @@ class Arena:
                 if place == self._places[-1]:
                     raise
         raise OSError(f"no place to write {name} to")
+
+
+def lay_by(place: str, max_bytes: int) -> None:
+    """Make spare files for writers who share so many bytes, and touch their pages now. As many as there is memory for:
+    nobody needs them to go on."""
+    with suppress(OSError):  # a full directory, or the files of a store before this one, which serve as well
+        disk, memory = os.statvfs(place), psutil.virtual_memory()
+        for number in range(num_spares(max_bytes, min(disk.f_bavail * disk.f_frsize, memory.available))):
+            _touch_new(os.path.join(place, f"{SPARE}{number}"), SPARE_BYTES)
+
+
+def num_spares(max_bytes: int, free_bytes: int) -> int:
+    """Files to lay by where a store may use `max_bytes` of shared memory, and so many are free."""
+    return min(SPARES, min(max_bytes, free_bytes) // SHARE // SPARE_BYTES)
+
+
+def _touch_new(path: str, nbytes: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError:
+        os.unlink(path)
+        raise
+    finally:
+        os.close(descriptor)
 
 
 def _write_new(path: str, arrays: Sequence[Sequence[pa.Buffer]]) -> list[ByteRange]:

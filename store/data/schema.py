@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.ma  # what Arrow looks for in the first array that it is given, 14 ms too late
 import pyarrow as pa
 
 from penstock.algorithms.graph.columns import Column

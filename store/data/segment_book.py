@@ -13,7 +13,7 @@ from enum import Enum
 from typing import Any
 
 POOLED_SHARE = 8
-"""One part in so many of the budget may lie idle with the writers, beside what is in use."""
+"""One part in so many of the budget may lie idle with the writers, beside what is in use and what is laid by."""
 
 
 class State(Enum):

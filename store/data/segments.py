@@ -19,11 +19,11 @@ from pathlib import Path
 import pyarrow as pa
 from msgspec import Struct
 
-from penstock.store.data.arena import Arena
+from penstock.store.data.arena import Arena, lay_by
 from penstock.store.data.far.nodes import RowsNodes
 from penstock.store.data.far.orders import Orders
 from penstock.store.data.far.pulls import Pulls
-from penstock.store.data.far.server import Remove, RowsServer, Spill, Sweep
+from penstock.store.data.far.server import LayBy, Remove, RowsServer, Spill, Sweep
 from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings
 from penstock.store.data.moving import move
@@ -54,6 +54,9 @@ class Segments:
         Raises `StoreError`."""
         self.directory, self.spill = Path(directory), Path(spill)
         self._make_places()
+        lay_by(str(self.directory), max_bytes)
+        self._prepared: set[str] = set()
+        """Other nodes where spare files are laid by."""
         self.book = SegmentBook(max_bytes)
         self._notices: dict[str, Notice] = {}
         """Of clients that are connected."""
@@ -76,6 +79,9 @@ class Segments:
         """It may write and read from now on. `tell`: called when there is a notice for it. `node`: where it writes."""
         self.book.entered(client)
         self._node_of[client] = node
+        if node and node not in self._prepared:
+            self._prepared.add(node)
+            self._orders.give(node, LayBy(self.book.max_bytes))
         self._notices[client], self._tell[client] = Notice(), tell
 
     def node_of(self, client: str) -> str:

@@ -11,6 +11,7 @@ from penstock.network.listener import Listener
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket, OverTcp
 from penstock.store.client.links import InProcess, Lazy, Link
+from penstock.store.data.arena import SPARE
 from penstock.store.data.far.nodes import ROWS, RowsNode, RowsNodes
 from penstock.store.data.far.server import RowsServer
 from penstock.store.data.roots import OWNER_NAME
@@ -104,4 +105,6 @@ def unseen(endpoint: Endpoint) -> Endpoint:
 
 
 def files_in(place: Path) -> list[str]:
-    return sorted(file.name for file in place.iterdir() if file.name not in (OWNER_NAME, "socket"))
+    """Those of writers."""
+    names = (file.name for file in place.iterdir() if file.name not in (OWNER_NAME, "socket"))
+    return sorted(name for name in names if not name.startswith(SPARE))

@@ -2,7 +2,7 @@
 mapping of their file.
 
     reader ─ Pull(Wanted, …) ─▶ server ─ note, buffers ─▶ reader
-    store ─ Orders(Remove | Spill | Sweep, …) ─▶ server ─ done ─▶ store
+    store ─ Orders(Remove | Spill | Sweep | LayBy, …) ─▶ server ─ done ─▶ store
 
 A file that is asked for is in use: the store counts the reader from the moment that it was told of it until it has the
 values, so nothing here changes or goes while it is read. One server is the store's own (`service/server.py`), which
@@ -21,6 +21,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from penstock.network.connection import Connection, Frame
+from penstock.store.data.arena import lay_by
 from penstock.store.data.codec import NOTHING, Codec, Malformed, joined
 from penstock.store.data.far.wanted import Wanted
 from penstock.store.data.file_memory import map_file
@@ -51,7 +52,13 @@ class Sweep(Struct, frozen=True, array_like=True, tag="sweep"):
     kept: list[str]
 
 
-Order = Remove | Spill | Sweep
+class LayBy(Struct, frozen=True, array_like=True, tag="lay_by"):
+    """Writers of this node have joined: spare files are to lie ready for them. `max_bytes`: their budget."""
+
+    max_bytes: int
+
+
+Order = Remove | Spill | Sweep | LayBy
 
 
 class RowsServer:
@@ -146,6 +153,9 @@ class RowsServer:
     def _carry_out(self, order: Order) -> None:
         if isinstance(order, Spill):
             self._spill(_checked(order.name))
+            return
+        if isinstance(order, LayBy):
+            lay_by(str(self._memory), order.max_bytes)
             return
         if isinstance(order, Remove):
             gone = [_checked(order.name)]

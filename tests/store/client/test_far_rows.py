@@ -13,6 +13,7 @@ import pytest
 from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket
 from penstock.store.client.lease import Lease
+from penstock.store.data.arena import SHARE, SPARE_BYTES
 from penstock.store.data.rows import Rows
 from penstock.store.errors import RowsUnreachable, StoreError
 from penstock.store.service.calls import LeaseRequest
@@ -97,6 +98,16 @@ def test_readers_elsewhere_pull_what_they_read_and_near_ones_map_it(tmp_path: Pa
         assert (store.segments.rows.sent_bytes, store.segments.kept) == (0, 0)
 
     on_nodes(tmp_path, body)
+
+
+def test_files_are_laid_by_on_a_node_once_a_client_of_it_has_joined(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint, far: dict[str, FarNode]) -> None:
+        await linked(StoreClient(endpoint, node="b"))
+        await until(lambda: (far["b"].shm / "spare-1").exists())
+        assert not list(far["c"].shm.iterdir())
+        assert (tmp_path / "shm" / "spare-1").exists()
+
+    on_nodes(tmp_path, body, shared_bytes=2 * SHARE * SPARE_BYTES)
 
 
 def test_batches_of_several_nodes_are_one_lease(tmp_path: Path) -> None:

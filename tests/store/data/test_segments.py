@@ -11,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from penstock.store.data.arena import Arena
+from penstock.store.data.arena import SHARE, SPARE_BYTES, SPARES, Arena, lay_by, num_spares
 from penstock.store.data.file_memory import map_file
 from penstock.store.data.intake import Intake
 from penstock.store.data.mappings import Mappings
@@ -57,6 +59,45 @@ def test_a_file_that_exists_is_not_written_over_nor_removed(tmp_path: Path) -> N
     with pytest.raises(FileExistsError):
         Arena([str(tmp_path)], "writer").place(batch(5 * KB))
     assert (tmp_path / "writer-0").read_bytes() == b"theirs"
+
+
+def test_writers_share_the_files_that_are_laid_by(tmp_path: Path) -> None:
+    """None is taken twice, and small batches take none."""
+    lay_by(str(tmp_path), 2 * SHARE * SPARE_BYTES)
+    assert [(tmp_path / f"spare-{number}").stat().st_size for number in range(2)] == 2 * [SPARE_BYTES]
+    one, two, third = (Arena([str(tmp_path)], name) for name in ("one", "two", "third"))
+    assert one.reserve(SPARE_BYTES // 8 - 1) is None
+    slots = [arena.reserve(SPARE_BYTES // 2) for arena in (one, two, third)]
+    assert [slot and slot.name for slot in slots] == ["one-0", "two-0", None]
+    assert one.reserve(SPARE_BYTES // 2) is None
+    assert files_in(tmp_path) == ["one-0", "two-0"]
+
+
+def test_a_batch_in_a_file_that_was_laid_by_is_read_as_any(tmp_path: Path) -> None:
+    lay_by(str(tmp_path), SHARE * SPARE_BYTES)
+    arena = Arena([str(tmp_path)], "writer")
+    sent = pa.record_batch({"x": pa.array(np.arange(SPARE_BYTES // 8, dtype=np.int32))})
+    placed = arena.place(sent, arena.reserve(SPARE_BYTES // 2 + KB))
+    assert Mappings([str(tmp_path)], lambda: None).read(placed).equals(sent)
+    arena.recycled([placed.segment])
+    again = arena.reserve(SPARE_BYTES // 2)
+    assert again is not None
+    assert again.name == placed.segment
+
+
+def test_files_are_laid_by_as_far_as_there_is_room(tmp_path: Path) -> None:
+    lay_by(str(tmp_path / "missing"), 2**30)
+    lay_by(str(tmp_path), SHARE * SPARE_BYTES)
+    lay_by(str(tmp_path), SHARE * SPARE_BYTES)  # of another store, in the directory of an agent
+    assert [file.name for file in tmp_path.iterdir()] == ["spare-0"]
+
+
+@given(max_bytes=st.integers(0, 2**40), free=st.integers(0, 2**40))
+def test_what_is_laid_by_is_a_share_of_the_budget_and_of_what_is_free(max_bytes: int, free: int) -> None:
+    count = num_spares(max_bytes, free)
+    assert 0 <= count <= SPARES
+    assert SHARE * count * SPARE_BYTES <= min(max_bytes, free)
+    assert count == SPARES or SHARE * (count + 1) * SPARE_BYTES > min(max_bytes, free)
 
 
 def test_what_is_moved_to_disk_does_not_overwrite_what_lies_there(tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from penstock.store.client.client import StoreClient
 from penstock.store.client.connected import OverSocket
 from penstock.store.data.codec import Codec
 from penstock.store.data.layout import Inline
-from penstock.store.data.roots import OWNER_NAME
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownStage
 from penstock.store.service.calls import LeaseRequest
@@ -28,7 +27,7 @@ from penstock.store.service.wire import MOST_BYTES, SCRATCH
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read
 from tests.store.players import group, values_of
-from tests.store.visitors import serve, visit
+from tests.store.visitors import files_in, serve, visit
 
 
 def batch_of(num_rows: int, num_columns: int = 1) -> pa.RecordBatch:
@@ -394,4 +393,4 @@ def test_a_segment_is_written_anew_only_after_its_last_reader(tmp_path: Path) ->
 
 
 def files(tmp_path: Path) -> list[str]:
-    return [file.name for file in (tmp_path / "shm").iterdir() if file.name not in ("socket", OWNER_NAME)]
+    return files_in(tmp_path / "shm")
