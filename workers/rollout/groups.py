@@ -10,6 +10,7 @@ with one response each, and by `attempts/worker.py` for tasks.
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+from penstock.conf.errors import WorkerFailed
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
@@ -31,6 +32,7 @@ class GroupLoop:
         self._stage, self._name, self._roll = stage, name, roll
         self._max_groups, self._num_workers, self._hears = max_groups, num_workers, hears_answers
         self._clock = BusyClock()
+        self._aborted: set[asyncio.Task[None]] = set()
         self.num_aborted = 0
         """Groups that another worker had as well, and was first."""
 
@@ -53,9 +55,7 @@ class GroupLoop:
                 waits = {*groups, *(task for task in (asking, hearing) if task is not None)}
                 done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                 for task in [task for task in groups if task in done]:
-                    del groups[task]
-                    if not task.cancelled():
-                        task.result()
+                    self._settle(task, groups.pop(task))
                 if hearing is not None and hearing in done:
                     self._abort(groups, hearing.result() or ())
                     hearing = await self._hearing(store) if hearing.result() is not None else None
@@ -81,11 +81,21 @@ class GroupLoop:
             return None
         return asyncio.create_task(store.answered())
 
+    def _settle(self, task: "asyncio.Task[None]", place: Place) -> None:
+        """Raises what a group failed with. A cancellation that is not ours would lose the group without a word."""
+        is_ours = task in self._aborted
+        self._aborted.discard(task)
+        if not task.cancelled():
+            task.result()
+        elif not is_ours:
+            raise WorkerFailed(f"{self._name}: the task of group {place[1]} was cancelled by what it called.")
+
     def _abort(self, groups: "dict[asyncio.Task[None], Place]", answered: Sequence[Place]) -> None:
         """Another worker was first."""
         for task, place in groups.items():
             if place in answered and task.cancel():
                 self.num_aborted += 1
+                self._aborted.add(task)
 
     def _started(self, store: StoreClient, lease: Lease) -> "dict[asyncio.Task[None], Place]":
         """A task for each group of the lease."""

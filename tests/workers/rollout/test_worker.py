@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied
+from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied, WorkerFailed
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
@@ -102,6 +102,21 @@ def test_the_greedy_stage_gets_one_text_for_all_samples_of_a_group() -> None:
             prompt = rows.arrays("prompt_ids")[positions[0]].tolist()
             (expected,) = await ScriptedEngine().generate(prompt, 1, Sampling(max_tokens=5).greedy())
             assert {rows.strings("greedy_text")[position] for position in positions} == {expected.text}
+
+    asyncio.run(scenario())
+
+
+def test_a_group_whose_task_is_cancelled_by_what_it_calls_is_not_lost_without_a_word() -> None:
+    class Leaking(ScriptedEngine):
+        async def generate(self, *_: Any) -> list[Completion]:
+            raise asyncio.CancelledError
+
+    async def scenario() -> None:
+        client = StoreClient(make_store())
+        running = asyncio.create_task(make_worker(Leaking()).run(client))
+        await client.put_groups(prompts(1))
+        with pytest.raises(WorkerFailed, match=r"Rollout-0: the task of group \d+ was cancelled"):
+            await asyncio.wait_for(running, 30)
 
     asyncio.run(scenario())
 
