@@ -7,7 +7,6 @@ tasks from a store until it closes; `play` serves evaluation.
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +15,7 @@ from penstock.conf.rollout import RolloutConfig
 from penstock.metering.ray_export import Origin, exported
 from penstock.workers.attempts.runner import Played, Runner
 from penstock.workers.attempts.worker import EnvironmentWorker
+from penstock.workers.contained import containing
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
 from penstock.workers.error_share import ErrorShare
@@ -70,7 +70,6 @@ class Environments:
         self._pool = EnginePool(ask, spec.rollout.generate_timeout_s)
         self._door = Door()
         self._server = HttpServer(self._door)
-        self._threads = ThreadPoolExecutor(spec.config.tool_threads, thread_name_prefix="tool")
         self._runner: Runner | None = None
         self._worker: EnvironmentWorker | None = None
         self._serving = Serving(self._serve)
@@ -81,6 +80,7 @@ class Environments:
     async def start(self) -> None:
         """Raises `ConfigError` for an environment that cannot be made, `ModelError` for a model that cannot chat."""
         spec, config = self._spec, self._spec.config
+        asyncio.get_running_loop().set_task_factory(containing)
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.model_path)
         form = make_format(tokenizer, config.gateway)
         limits = TurnLimits(config.max_turns, config.max_tokens, spec.rollout.max_model_len)
@@ -95,8 +95,7 @@ class Environments:
         port = config.gateway.port + spec.index if config.gateway.port else 0
         self._door.base_url = await self._server.start(config.gateway.host, port)
         self._runner = Runner(
-            environment, config, make_session, self._door, threads=self._threads, counts=self._counts,
-            meters=exported(spec.origin),
+            environment, config, make_session, self._door, counts=self._counts, meters=exported(spec.origin)
         )  # fmt: skip
         sampling = spec.rollout.sampling
         self._worker = EnvironmentWorker(
@@ -150,7 +149,6 @@ class Environments:
         await self._server.stop()
         if self._runner is not None:
             await self._runner.close()
-        self._threads.shutdown(wait=False, cancel_futures=True)
         end_children()
 
     async def _serve(self, store: Any) -> None:

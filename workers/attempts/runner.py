@@ -14,7 +14,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +21,11 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import DataError, PenstockError
 from penstock.metering import table
 from penstock.metering.meters import Meters
+from penstock.workers.contained import CodeEnded, contained, heard, result_of, started
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.tools.calling import Toolbox
+from penstock.workers.environments.tools.threads import ToolThreads
 from penstock.workers.gateway.door import Door
 from penstock.workers.gateway.errors import AttemptOver, LimitReached, Rejected
 from penstock.workers.gateway.session import Session
@@ -63,26 +64,30 @@ class Runner:
         make_session: MakeSession,
         door: Door,
         *,
-        threads: Executor | None = None,
         counts: Counter[str] | None = None,
         meters: Meters | None = None,
     ) -> None:
-        """`door`: by which agents come in over HTTP. `threads`: for tools that block. `counts`, `meters`: for
-        metrics."""
+        """`door`: by which agents come in over HTTP. `counts`, `meters`: for metrics."""
         self._meters = meters or Meters()
         self._meters.add(table.ENVIRONMENT_TURNS, 0)
         for kind in table.OUTCOMES:
             self._meters.add(table.ENVIRONMENT_ATTEMPTS, 0, outcome=kind)
         self.environment = environment
         self._config, self._make_session, self._door = config, make_session, door
-        self._threads = threads
+        self._threads = ToolThreads(config.tool_threads)
+        self._places = asyncio.Semaphore(config.max_attempts)
         self._counts = counts if counts is not None else Counter()
         self._sandboxes: dict[Limits, Sandbox] = {}
         self.num_in_flight = self.num_done = 0
         """Attempts."""
 
     async def attempt(self, task: Task, sampling: Sampling) -> Trajectory:
-        """`sampling`: with the attempt's seed. Raises what ends a run: engines that are gone for good."""
+        """`sampling`: with the attempt's seed. It waits while as many are under way as there may be. Raises what ends a
+        run: engines that are gone for good."""
+        async with self._places:
+            return await self._attempt(task, sampling)
+
+    async def _attempt(self, task: Task, sampling: Sampling) -> Trajectory:
         session = self._make_session(sampling)
         base_url, key = self._door.admit(session)
         ctx = Context(session, base_url, key, self._toolbox, self._sandbox, self._counts)
@@ -121,8 +126,7 @@ class Runner:
         if score is None or not kept:
             return found
         try:
-            async with asyncio.timeout(self._config.timeout_s):
-                rewards = await score(task, [found[index] for index in kept])
+            rewards = await contained(score(task, [found[index] for index in kept]), self._config.timeout_s)
             for index, reward in zip(kept, rewards, strict=True):
                 found[index] = found[index].with_reward(float(reward))
         except Exception as error:  # noqa: BLE001 - it is the environment's, whatever it raises
@@ -131,7 +135,7 @@ class Runner:
         return found
 
     async def _played(self, task: Task, ctx: Context, session: Session) -> Outcome:
-        playing = asyncio.ensure_future(self.environment.run(task, ctx))
+        playing = started(self.environment.run(task, ctx))
         try:
             done, _ = await asyncio.wait([playing], timeout=self._config.timeout_s)
         except asyncio.CancelledError:
@@ -142,7 +146,7 @@ class Runner:
             session.end(LimitReached("time", text))
             await self._ended(playing)
             return Outcome(TRUNCATED, "time", text) if session.turns else Outcome(FAILED, "timeout", text)
-        error = playing.exception()
+        error = _raised(playing)
         if isinstance(error, LimitReached) or (error is None and session.limit):
             return Outcome(TRUNCATED, error.limit if isinstance(error, LimitReached) else session.limit, str(error))
         if error is None:
@@ -152,8 +156,6 @@ class Runner:
         if session.limit:  # it did not let the end of its turns pass as it was
             return Outcome(TRUNCATED, session.limit, str(error))
         if isinstance(error, PenstockError) and not isinstance(error, AttemptOver | DataError):
-            raise error
-        if not isinstance(error, Exception):
             raise error
         return _failure(error)
 
@@ -169,21 +171,20 @@ class Runner:
             TRUNCATED, "length", "its last turn was cut by rollout.sampling.max_tokens or the model's context"
         )
 
-    async def _ended(self, playing: "asyncio.Future[None]") -> None:
+    async def _ended(self, playing: "asyncio.Task[None]") -> None:
         """It is asked to end. One that does not hear it is left to itself, and gets nothing sampled any more."""
         playing.cancel()
         await asyncio.wait([playing], timeout=GRACE_S)
         if not playing.done():
             self._counts["attempts_stuck"] += 1
-        elif not playing.cancelled():
-            playing.exception()  # heard
+        heard(playing)
 
     async def close(self) -> None:
         """Of the environment, and of the sandboxes that it has used."""
         for sandbox in self._sandboxes.values():
             sandbox.close()
         if hasattr(self.environment, "aclose"):
-            await self.environment.aclose()
+            await contained(self.environment.aclose())
 
     def _sandbox(self, limits: Limits | None) -> Sandbox:
         limits = limits or Limits.of(self._config.sandbox)
@@ -195,7 +196,18 @@ class Runner:
         return Toolbox(tools, self._config, self._threads, self._counts)
 
 
-def _failure(error: BaseException) -> Outcome:
+def _raised(playing: "asyncio.Task[None]") -> Exception | None:
+    """What an attempt ended with."""
+    try:
+        result_of(playing)
+    except Exception as error:  # noqa: BLE001 - it is the environment's, whatever it raises
+        return error
+    return None
+
+
+def _failure(error: Exception) -> Outcome:
+    if isinstance(error, CodeEnded):
+        return Outcome(FAILED, "environment_error", str(error))
     return Outcome(FAILED, "environment_error", f"{type(error).__name__}: {error}")
 
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -63,8 +62,7 @@ def make_runner(
     def make_session(sampling: Sampling) -> Session:
         return Session(engines, form, sampling, limits, counts=counts)
 
-    threads = ThreadPoolExecutor(2)
-    return Runner(environment, config, make_session, Door(), threads=threads, counts=counts, meters=meters)
+    return Runner(environment, config, make_session, Door(), counts=counts, meters=meters)
 
 
 def play(

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.conf.errors import DeadlineExceeded
 from penstock.metering.meters import Meters
+from penstock.workers.contained import containing
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.errors import LimitReached
 from penstock.workers.protocols import Sampling
@@ -276,3 +277,80 @@ def test_attempts_are_measured_by_their_outcome() -> None:
         "environment_attempts_total truncated": 0, "environment_attempts_total rejected": 0,
     }  # fmt: skip
     assert len(found.observed["environment_attempt_seconds"]) == 2
+
+
+class Leaks:
+    """Raises what ends a task or a whole loop. `where`: in which part of an attempt."""
+
+    def __init__(self, what: type[BaseException], where: str) -> None:
+        self._what, self._where = what, where
+
+    async def run(self, task: Task, ctx: Any) -> None:
+        await ctx.sample(asked("hello"))
+        ctx.reward(1.0)
+        if self._where == "run":
+            raise self._what("of its own")
+        if self._where == "task":
+            await asyncio.gather(self._raise(), asyncio.sleep(0))
+
+    async def score_group(self, task: Task, attempts: Any) -> list[float]:
+        if self._where == "score_group":
+            raise self._what("of its own")
+        return [attempt.reward for attempt in attempts]
+
+    async def _raise(self) -> None:
+        raise self._what("of its own")
+
+
+class Stop(BaseException):
+    """Such as test frameworks raise."""
+
+
+@pytest.mark.parametrize("what", [asyncio.CancelledError, SystemExit, KeyboardInterrupt, Stop, GeneratorExit])
+@pytest.mark.parametrize("where", ["run", "task", "score_group"])
+def test_an_environment_that_would_end_more_than_itself_fails_its_attempt(
+    what: type[BaseException], where: str
+) -> None:
+    runner = make_runner(Leaks(what, where), ScriptedEngines(say("yes")))
+
+    async def scenario() -> Any:
+        asyncio.get_running_loop().set_task_factory(containing)
+        return await runner.group(TASK, [Sampling(max_tokens=8)] * 2)
+
+    for attempt in asyncio.run(scenario()):
+        assert (attempt.outcome.kind, attempt.outcome.reason) == (FAILED, "environment_error")
+        assert what.__name__ in attempt.outcome.detail
+
+
+def test_an_attempt_that_is_cancelled_from_outside_is_cancelled() -> None:
+    async def scenario() -> None:
+        begun = asyncio.Event()
+
+        async def run(ctx: Any) -> None:
+            begun.set()
+            await asyncio.sleep(3600)
+
+        playing = asyncio.ensure_future(make_runner(Played(run), ScriptedEngines(say("y"))).group(TASK, [Sampling()]))
+        await begun.wait()
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+
+    asyncio.run(scenario())
+
+
+def test_no_more_attempts_are_under_way_than_there_may_be() -> None:
+    async def scenario() -> None:
+        most = 0
+
+        async def run(ctx: Any) -> None:
+            nonlocal most
+            most = max(most, runner.num_in_flight)
+            await talk(ctx)
+
+        runner = make_runner(Played(run), ScriptedEngines(say("yes")), max_attempts=3)
+        found = await asyncio.gather(*(runner.attempt(TASK, Sampling(max_tokens=8)) for _ in range(10)))
+        assert [attempt.outcome.kind for attempt in found] == [COMPLETED] * 10
+        assert (most, runner.num_in_flight, runner.num_done) == (3, 0, 10)
+
+    asyncio.run(scenario())

@@ -3,8 +3,12 @@
 import asyncio
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
+import pytest
+
+from penstock.conf.errors import ResourceError
 from penstock.workers.protocols import Sampling
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 
@@ -30,7 +34,9 @@ def called(text: str, tools: list[Any], **settings: Any) -> tuple[str, Any]:
         await ctx.sample([*messages, turn.message, *found], tools)
 
     answers = iter([text, "done"])
-    _, counts = play(Played(run), lambda prompt, sampling: next(answers), max_tokens=400, **settings)
+    sampling = Sampling(max_tokens=100, seed=5)
+    limits = {"max_tokens": 400, "max_model_len": 4000}
+    _, counts = play(Played(run), lambda prompt, _: next(answers), sampling=sampling, **limits, **settings)
     return "\n".join(message["content"] for message in found), counts
 
 
@@ -83,6 +89,83 @@ def test_a_tool_that_hangs_is_given_up_and_blocks_nobody() -> None:
     assert told == "Error: hangs did not return within 0.3 s.\n2"
     assert counts["tools_timeout"] == 1
     assert time.monotonic() - began < 15
+
+
+def test_tools_that_hang_for_good_take_no_thread_from_others() -> None:
+    over = threading.Event()
+
+    def hangs() -> str:
+        over.wait(60)
+        return "late"
+
+    calls = ",".join(["hangs()"] * 5 + ["add(1,1)"])
+    told, counts = called(f"[{calls}]", [hangs, add], tool_timeout_s=0.2, tool_threads=2)
+    over.set()
+    assert told.splitlines() == ["Error: hangs did not return within 0.2 s."] * 5 + ["2"]
+    assert counts["tools_timeout"] == 5
+
+
+def test_a_tools_time_begins_when_it_runs() -> None:
+    """Three in one thread take three times as long as each."""
+    begun = []
+
+    def slow(a: int) -> int:
+        begun.append(a)
+        time.sleep(0.4)
+        return a
+
+    told, counts = called("[slow(1),slow(2),slow(3)]", [slow], tool_timeout_s=1.0, tool_threads=1)
+    assert (told, begun, counts["tools_timeout"]) == ("1\n2\n3", [1, 2, 3], 0)
+
+
+def test_a_tool_that_computes_for_ever_is_ended() -> None:
+    ended = threading.Event()
+
+    def spins() -> None:
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    assert called("[spins()]", [spins], tool_timeout_s=0.2)[0] == "Error: spins did not return within 0.2 s."
+    assert ended.wait(60)
+
+
+def test_too_many_that_hang_end_the_run_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.workers.environments.tools.threads.MAX_LEFT", 2)
+    over = threading.Event()
+
+    def hangs() -> str:
+        over.wait(60)
+        return "late"
+
+    with pytest.raises(ResourceError, match=r"calls of tools hang .* ctx\.sandbox"):
+        called("[hangs(),hangs(),hangs()]", [hangs], tool_timeout_s=0.1, tool_threads=1)
+    over.set()
+
+
+@pytest.mark.parametrize("what", [SystemExit, KeyboardInterrupt, asyncio.CancelledError, GeneratorExit, StopIteration])
+def test_a_tool_that_would_end_more_than_itself_is_told(what: type[BaseException]) -> None:
+    def leaves(a: int) -> int:
+        raise what("enough")
+
+    async def leaves_soon(a: int) -> int:
+        await asyncio.sleep(0)
+        raise what("enough")
+
+    told, counts = called("[leaves(1),leaves_soon(2)]", [leaves, leaves_soon])
+    assert [what.__name__ in line for line in told.splitlines()] == [True, True]
+    assert counts["tools_raised"] == 2
+
+
+def test_an_async_tool_that_does_not_hear_that_its_time_is_over_is_left_to_itself() -> None:
+    async def deaf() -> None:
+        for _ in range(2):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(3600)
+
+    assert called("[deaf()]", [deaf], tool_timeout_s=0.1)[0] == "Error: deaf did not return within 0.1 s."
 
 
 def test_a_megabyte_is_cut_and_bytes_become_text() -> None:

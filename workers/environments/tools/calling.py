@@ -8,11 +8,14 @@ import asyncio
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
+from penstock.conf.errors import ResourceError
+from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tools.description import Described
+from penstock.workers.environments.tools.threads import ToolThreads
 from penstock.workers.gateway.formats.format import Message, Tools
 from penstock.workers.trajectory.turn import ToolCall, Turn
 
@@ -24,6 +27,10 @@ class ToolLimits(Protocol):
     max_tool_characters: int
 
 
+Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
+"""Makes a call with the model's arguments."""
+
+
 class Toolbox:
     """Tools that a model is told of. Descriptions alone are for tools that somebody else calls."""
 
@@ -31,20 +38,20 @@ class Toolbox:
         self,
         tools: Sequence[Any],
         limits: ToolLimits,
-        threads: Executor | None = None,
+        threads: ToolThreads,
         counts: Counter[str] | None = None,
     ) -> None:
         """`tools`: functions (async or not), objects with `schema` and an async `call(arguments)`, or descriptions."""
         self._limits, self._threads = limits, threads
         self._counts = counts if counts is not None else Counter()
-        self._calls: dict[str, Callable[[Mapping[str, Any]], Any]] = {}
+        self._calls: dict[str, Call] = {}
         found: list[Mapping[str, Any]] = []
         for tool in tools:
             if isinstance(tool, Mapping):
                 found.append(tool)
             elif hasattr(tool, "schema") and hasattr(tool, "call"):
                 found.append(tool.schema)
-                self._calls[str(tool.schema["function"]["name"])] = tool.call
+                self._calls[str(tool.schema["function"]["name"])] = self._in_time(tool.call)
             else:
                 described = Described(tool)
                 found.append(described.schema)
@@ -63,31 +70,40 @@ class Toolbox:
         ]
 
     async def call(self, call: ToolCall) -> str:
-        """What a tool returns, as text; or what was wrong, in a sentence that begins with Error."""
+        """What a tool returns, as text; or what was wrong, in a sentence that begins with Error. Raises `ResourceError`
+        where too many tools hang for good."""
         make = self._calls.get(call.name)
         if make is None:
             self._counts["tools_unknown"] += 1
             return f"Error: there is no tool {call.name!r:.60}. There are: {', '.join(self._calls) or 'none'}."
         self._counts["tools"] += 1
         try:
-            value = await asyncio.wait_for(make(call.arguments), self._limits.tool_timeout_s)
-        except TimeoutError:
+            value = await make(call.arguments)
+        except ResourceError:
+            raise
+        except TookTooLong:
             self._counts["tools_timeout"] += 1
             return f"Error: {call.name} did not return within {self._limits.tool_timeout_s:g} s."
         except Exception as error:  # noqa: BLE001 - whatever a tool raises is told to the model
             self._counts["tools_raised"] += 1
-            return self._cut(f"Error: {type(error).__name__}: {error}")
+            said = str(error) if isinstance(error, CodeEnded) else f"{type(error).__name__}: {error}"
+            return self._cut(f"Error: {said}")
         return self._cut(as_text(value))
 
-    def _caller(self, described: Described) -> Callable[[Mapping[str, Any]], Any]:
+    def _caller(self, described: Described) -> Call:
         function = described.function
-        is_async = inspect.iscoroutinefunction(function)
+        if inspect.iscoroutinefunction(function):
+            return self._in_time(lambda arguments: function(**described.arguments(arguments)))
 
         async def call(arguments: Mapping[str, Any]) -> Any:
-            keywords = described.arguments(arguments)
-            if is_async:
-                return await function(**keywords)
-            return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(**keywords))
+            make = partial(function, **described.arguments(arguments))
+            return await self._threads.call(make, self._limits.tool_timeout_s)
+
+        return call
+
+    def _in_time(self, make: Call) -> Call:
+        async def call(arguments: Mapping[str, Any]) -> Any:
+            return await contained(make(arguments), self._limits.tool_timeout_s)
 
         return call
 
