@@ -57,7 +57,7 @@ def heard(task: "asyncio.Future[Any]") -> None:
         task.exception()
 
 
-def containing(loop: asyncio.AbstractEventLoop, call: Coroutine[Any, Any, T], **keywords: Any) -> asyncio.Task[T]:
+def containing(loop: asyncio.AbstractEventLoop, call: Any, **keywords: Any) -> asyncio.Task[Any]:
     """A task factory: `loop.set_task_factory(containing)`."""
     context = keywords.get("context")
     is_users = _IS_USERS.get() if context is None else context.get(_IS_USERS, False)

@@ -63,7 +63,8 @@ class ToolThreads:
 
 
 def _run(function: Callable[[], Any], loop: asyncio.AbstractEventLoop, done: "asyncio.Future[Any]") -> None:
-    value, failure = None, None
+    value: Any = None
+    failure: Exception | None = None
     try:
         value = function()
     except StopIteration as error:  # no future takes it
