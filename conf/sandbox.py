@@ -29,7 +29,7 @@ class SandboxConfig:
     honest answer to a test is so long."""
     require_cgroup: bool = False
     """Refuse to run code where no control group holds its memory and processor time. false: there they are looked at 20
-    times a second, which a few hundred MiB may slip past; the run says so when it starts."""
+    times a second, and more may be used between two looks; the run says so when it starts."""
     num_workers: int = 1
     """Executions at once. Each worker keeps an interpreter ready inside its fence (about 15 MiB)."""
 

@@ -236,6 +236,7 @@ CALLS = {
     "landlock_create_ruleset": ((444, 444), 0, 0, 1),
     "seccomp": ((317, 277), 2, 0, 0),
     "seccomp by prctl": ((157, 167), 22, 2, 0),
+    "huge pages": ((9, 222), 0, 1 << 21, 3, 0x40022, -1, 0),
     "dumpable": ((157, 167), 4, 0, 0, 0, 0),
     "core scheduling": ((157, 167), 62, 1, 0, 0, 0),
     "one that does not exist yet": ((600, 600), 0),

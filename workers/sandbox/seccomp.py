@@ -29,7 +29,7 @@ NAMESPACES = 0x7E020000
 """`CLONE_NEWNS`, `NEWCGROUP`, `NEWUTS`, `NEWIPC`, `NEWUSER`, `NEWPID` and `NEWNET` together."""
 
 
-MAP_SHARED, MAP_ANONYMOUS = 0x01, 0x20
+MAP_SHARED, MAP_ANONYMOUS, MAP_HUGETLB = 0x01, 0x20, 0x40000
 LINE_BYTES = 8
 
 
@@ -50,8 +50,7 @@ def program(machine: str, *, keeper: bool, is_counted: bool = True) -> bytes:
         _line(RETURN, operand=KILL),
         _line(LOAD_WORD, operand=NUMBER),
     ]
-    free = [ORDINARY, OF_THE_KEEPER if keeper else "", MMAP if is_counted else ""]
-    for number in numbers(" ".join(free), machine):
+    for number in numbers(ORDINARY + (OF_THE_KEEPER if keeper else ""), machine):
         lines += [_line(JUMP_IF_EQUAL, 0, 1, number), _line(RETURN, operand=ALLOW)]
     for call, (index, values) in BY_ARGUMENT.items():
         allowed = [_line(JUMP_IF_EQUAL, 0, 1, value) + _line(RETURN, operand=ALLOW) for value in values]
@@ -62,7 +61,8 @@ def program(machine: str, *, keeper: bool, is_counted: bool = True) -> bytes:
             MMAP,
             machine,
             3,
-            _line(JUMP_IF_ANY_BIT, 0, 1, MAP_SHARED),
+            _line(JUMP_IF_ANY_BIT, 3, 0, MAP_HUGETLB),
+            _line(JUMP_IF_ANY_BIT, 0, 1, 0 if is_counted else MAP_SHARED),
             _line(JUMP_IF_ANY_BIT, 1, 0, MAP_ANONYMOUS),
             _line(RETURN, operand=ALLOW),
         ),

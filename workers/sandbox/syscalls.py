@@ -69,8 +69,9 @@ CLONE = "clone=56/220"
 CLONE3 = "clone3=435/435"
 """Its flags are behind a pointer, where no filter sees them. It is said to be missing: then libc takes `clone`."""
 MMAP = "mmap=9/222"
-"""Shared memory without a file (`MAP_SHARED | MAP_ANONYMOUS`) is refused where no cgroup counts it: a process that has
-written to it can leave it, and then nobody else sees how much there is."""
+"""Huge pages are refused: they are a pool of the machine's that neither cgroups nor the watch count. Shared memory
+without a file (`MAP_SHARED | MAP_ANONYMOUS`) is refused where no cgroup counts it: a process that has written to it can
+leave it, and then nobody else sees how much there is."""
 OF_THE_KEEPER = "mount=165/40 umount2=166/39 unshare=272/97 setns=308/268 capset=126/91 prctl=157/167 recvmsg=47/212"
 """What only the program that keeps the fence needs, between executions."""
 

@@ -57,7 +57,8 @@ def test_what_is_listed_is_allowed_and_nothing_else(machine, keeper, is_counted,
     if [number] == numbers(CLONE, machine):
         is_granted = not arguments[0] & NAMESPACES
     if [number] == numbers(MMAP, machine):
-        is_granted = is_counted or not (arguments[3] & 0x01 and arguments[3] & 0x20)
+        is_shared = arguments[3] & 0x01 and arguments[3] & 0x20
+        is_granted = not arguments[3] & 0x40000 and (is_counted or not is_shared)
     expected = ENOSYS if [number] == numbers(CLONE3, machine) else ALLOW if is_granted else EPERM
     found = verdict(program(machine, keeper=keeper, is_counted=is_counted), number, AUDIT_ARCH[machine], *arguments)
     assert found == expected
@@ -79,6 +80,10 @@ def test_a_call_that_depends_on_an_argument_is_decided_by_that_alone(machine, da
     bad = {CLONE: 0x10000011, MMAP: 0x21}.get(call, 0x7FFF)
     given = [*arguments[:index], bad, *arguments[index + 1 :]]
     assert verdict(filter_program, number, AUDIT_ARCH[machine], *given) == EPERM
+    if call == MMAP:
+        counted = program(machine, keeper=False)
+        assert verdict(counted, number, AUDIT_ARCH[machine], *given) == ALLOW
+        assert verdict(counted, number, AUDIT_ARCH[machine], *given[:3], 0x40022) == EPERM
 
 
 @pytest.mark.parametrize("machine", MACHINES)
