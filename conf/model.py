@@ -1,9 +1,12 @@
 """Which model is trained, and what a model that is made from nothing looks like."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from penstock.conf.checks import at_least, one_of
-from penstock.conf.errors import ModelError
+from penstock.conf.errors import ConfigError, ModelError
+
+TEMPLATE_ARGUMENTS = ("messages", "conversation", "tools", "tokenize", "add_generation_prompt", "chat_template")
 
 
 @dataclass
@@ -39,11 +42,20 @@ class ModelConfig:
     """Model of the `reference` stage. `null`: the policy as it was at the start of the run."""
     paths: dict[str, str] = field(default_factory=dict)
     """Further models that the dataflow names, by name: {teacher: DIRECTORY}."""
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """What the policy's chat template is told besides messages and tools, for prompts and in environments:
+    {enable_thinking: false} has Qwen3 answer at once, {date_string: 26 Jul 2024} has Llama 3 write the same prompt
+    every day. Empty: the template's own defaults."""
     attention: str = "sdpa"
     """Attention implementation of the trainer (transformers' name): sdpa, eager, flash_attention_2."""
 
     def __post_init__(self) -> None:
         one_of("model.attention", self.attention, ("sdpa", "eager", "flash_attention_2"))
+        for name in self.chat_template_kwargs:
+            if name in TEMPLATE_ARGUMENTS:
+                raise ConfigError(
+                    f"model.chat_template_kwargs.{name}: the template is told this of each conversation. Leave it out."
+                )
 
     def path_of(self, model: str, policy_path: str) -> str:
         """Where a model that is not trained comes from; the reference is the policy's start unless it is set apart.

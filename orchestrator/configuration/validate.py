@@ -208,7 +208,7 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
 
 def _environment(config: RunConfig) -> str:
     make_environment(config.environment, config.imports)
-    make_format(tokenizer_of(config), config.environment.gateway)
+    make_format(tokenizer_of(config), config.environment.gateway, config.model.chat_template_kwargs)
     limits = config.environment
     return f"{limits.name}: up to {limits.max_turns} turns and {limits.timeout_s:g} s an attempt"
 

@@ -155,7 +155,7 @@ class ActorMaker:
             actor.name, actor.rank, environment, config.rollout, self.local(actor.name, self._model_path), config.seed,
             self._flow.samples_per_prompt, writes, given(self._flow)[0], imports,
             sum(other.role == "environment" for other in self._plan),
-            self._origin_of(actor),
+            self._config.model.chat_template_kwargs, self._origin_of(actor),
         )  # fmt: skip
 
     def _reward_plan(self, actor: ActorPlan) -> RewardPlan:

@@ -24,7 +24,7 @@ class Guess:
         messages: list[Message] = [{"role": "user", "content": f"1-{HIGHEST}?"}]
         for _ in range(self.guesses):
             turn = await ctx.sample(messages)
-            guess = int(turn.text) if turn.text.isdecimal() else 0
+            guess = int(turn.answer) if turn.answer.isdecimal() else 0
             if guess == number:
                 ctx.reward(1.0)
                 return

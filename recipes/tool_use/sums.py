@@ -32,4 +32,4 @@ class Sums:
         while turn.calls or turn.problem:
             messages += [turn.message, *await ctx.use_tools(turn, [add])]
             turn = await ctx.sample(messages, [add])
-        ctx.reward(float(turn.text == str(a + b)))
+        ctx.reward(float(turn.answer == str(a + b)))

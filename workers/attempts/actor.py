@@ -6,8 +6,8 @@ tasks from a store until it closes; `play` serves evaluation.
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.conf.environment import EnvironmentConfig
@@ -56,6 +56,8 @@ class EnvironmentSpec:
     imports: tuple[str, ...] = ()
     num_peers: int = 1
     """Environment actors, itself included."""
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """`model.chat_template_kwargs`."""
     origin: Origin | None = None
     """Of what it measures; None: that goes nowhere."""
 
@@ -82,7 +84,7 @@ class Environments:
         spec, config = self._spec, self._spec.config
         asyncio.get_running_loop().set_task_factory(containing)
         tokenizer = await asyncio.to_thread(load_tokenizer, spec.model_path)
-        form = make_format(tokenizer, config.gateway)
+        form = make_format(tokenizer, config.gateway, spec.chat_template_kwargs)
         limits = TurnLimits(config.max_turns, config.max_tokens, spec.rollout.max_model_len)
 
         def make_session(sampling: Sampling) -> Session:

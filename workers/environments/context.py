@@ -17,7 +17,7 @@ class Context:
     """Of one attempt.
 
     turn = await ctx.sample([{"role": "user", "content": "2 + 2?"}])
-    ctx.reward(float(turn.text.strip() == "4"))
+    ctx.reward(float(turn.answer.strip() == "4"))
     """
 
     def __init__(

@@ -191,7 +191,7 @@ class Session:
         options: Any,
     ) -> Turn:
         completion = await self._engines.sample(prompt_ids, sampling, self)
-        read = self._form.read(completion.token_ids, tools, prompt_ids)
+        read = self._form.read(completion.token_ids, tools, prompt_ids, number)
         self._counts["turns"] += 1
         self._counts["calls"] += len(read.calls)
         self._counts["calls_unreadable"] += bool(read.problem)

@@ -44,7 +44,7 @@ def check_prompts(
     Raises `DataError` (a missing column, a line that is no JSON, a prompt too long) or `ModelError`.
     """
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
-    encoder = PromptEncoder(tokenizer, config.data, limits)
+    encoder = PromptEncoder(tokenizer, config.data, limits, config.model.chat_template_kwargs)
     num_read = min(len(dataset), sample if config.data.source == "reasoning_gym" else MAX_READ_ROWS)
 
     def num_characters(row: tuple[int, Task]) -> int:

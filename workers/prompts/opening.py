@@ -31,7 +31,7 @@ def open_source(
     if dataset is None:
         raise DataError("evaluation.path=null: there are no held-out problems to evaluate on.")
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
-    encoder = PromptEncoder(load_tokenizer(model_path), config.data, limits)
+    encoder = PromptEncoder(load_tokenizer(model_path), config.data, limits, config.model.chat_template_kwargs)
     start = start or PromptStart()
     return PromptSource(
         dataset,

@@ -5,6 +5,7 @@ starts.
 """
 
 import importlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,8 +57,16 @@ class TokenLimits:
 class PromptEncoder:
     """Token ids of prompts and demonstrations under one tokenizer of transformers, or anything called like it."""
 
-    def __init__(self, tokenizer: Any, data: DataConfig, limits: TokenLimits) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        data: DataConfig,
+        limits: TokenLimits,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`template_kwargs`: `model.chat_template_kwargs`."""
         self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
         self.data = data
         self.limits = limits
         self.uses_chat_template = bool(data.chat_template and getattr(tokenizer, "chat_template", None))
@@ -72,7 +81,11 @@ class PromptEncoder:
             )
         if not self.uses_chat_template:
             return f"{self.data.system_prompt}\n{task.prompt}" if self.data.system_prompt else task.prompt
-        return str(self.tokenizer.apply_chat_template(self.messages(task), tokenize=False, add_generation_prompt=True))
+        return str(
+            self.tokenizer.apply_chat_template(
+                self.messages(task), tokenize=False, add_generation_prompt=True, **self.template_kwargs
+            )
+        )
 
     def messages(self, task: Task) -> list[dict[str, str]]:
         """The prompt as a conversation, with `data.system_prompt` before one that has no system message."""

@@ -37,7 +37,7 @@ class Turn:
     finish: str
     """stop; or length: no more tokens were allowed."""
     text: str = ""
-    """What was sampled, decoded, without special tokens."""
+    """What was sampled, decoded, without special tokens: thinking and calls included. See `answer`."""
     problem: str = ""
     """Why calls in the text could not be read; empty if they could, or there were none."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -46,6 +46,11 @@ class Turn:
     """At which `logprobs` are those of the policy: what it was sampled at; 1 where that was 0."""
     stopped_by: str = ""
     """The stop string that ended it, which its message is without; empty if none did."""
+
+    @property
+    def answer(self) -> str:
+        """What was said, without thinking, calls and a stop string: what rewards look at."""
+        return str(self.message.get("content") or "")
 
     @property
     def is_cut(self) -> bool:

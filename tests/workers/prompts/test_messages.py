@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from penstock.conf.data import ColumnsConfig, DataConfig, EvaluationConfig
-from penstock.conf.errors import DataError
+from penstock.conf.errors import ConfigError, DataError
+from penstock.conf.model import ModelConfig
 from penstock.workers.environments import task as environments
 from penstock.workers.environments.adapters.agent import row_of
 from penstock.workers.prompts.dataset import open_dataset
@@ -117,6 +118,18 @@ def played(tmp_path: Path, row: dict[str, Any], **settings: Any) -> environments
     encoder = PromptEncoder(Tokenizer(), data, TokenLimits(10, 10, "room"))
     (group,) = PromptSource(dataset, encoder, data, rows_are="tasks").next_groups(1)
     return environments.Task.from_json(group["task"])
+
+
+def test_the_template_is_told_what_the_configuration_says(tmp_path: Path) -> None:
+    class Told(Tokenizer):
+        def apply_chat_template(self, messages: list[dict[str, str]], **told: Any) -> str:
+            return f"{told['enable_thinking']}"
+
+    task = opened(tmp_path, {"prompt": ASKED}, prompt="prompt", answer=None)
+    encoder = PromptEncoder(Told(), DataConfig(), TokenLimits(10, 10, "room"), {"enable_thinking": False})
+    assert encoder.text(task) == "False"
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs\.tools: the template is told this of each"):
+        ModelConfig(chat_template_kwargs={"tools": []})
 
 
 def test_a_conversation_needs_a_chat_template(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ class Gymnasium:
             is_over = False
             while not is_over:
                 turn = await ctx.sample(messages)
-                action = self._act(turn.message["content"])
+                action = self._act(turn.answer)
                 if action is None or not made.action_space.contains(action):
                     ctx.count("no_action")
                     ctx.reward(-self._penalty, turn=turn)

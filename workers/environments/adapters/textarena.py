@@ -78,7 +78,7 @@ class TextArena:
                 talks[player].append({"role": "user", "content": read})
                 turn = await ctx.sample(talks[player], train=player == seat)
                 talks[player].append(turn.message)
-                move = turn.message["content"]
+                move = turn.answer
             elif opponent == "random":
                 move = draws.choice(game.legal_moves(read) or [""])
             else:

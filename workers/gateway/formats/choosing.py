@@ -1,5 +1,6 @@
 """The format that `environment.gateway` names."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.conf.environment import GatewayConfig
@@ -10,8 +11,9 @@ from penstock.workers.gateway.formats.template import TemplateFormat
 TEMPLATE = "template"
 
 
-def make_format(tokenizer: Any, config: GatewayConfig) -> Format:
-    """Raises `ConfigError` for a family that is not known, `ModelError` for a model that cannot chat."""
+def make_format(tokenizer: Any, config: GatewayConfig, template_kwargs: Mapping[str, Any] | None = None) -> Format:
+    """`template_kwargs`: `model.chat_template_kwargs`. Raises `ConfigError` for a family that is not known,
+    `ModelError` for a model that cannot chat."""
     if config.format == TEMPLATE:
-        return TemplateFormat(tokenizer, config.tools)
-    return RenderedFormat(tokenizer, config.format)
+        return TemplateFormat(tokenizer, config.tools, template_kwargs)
+    return RenderedFormat(tokenizer, config.format, template_kwargs)

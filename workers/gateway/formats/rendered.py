@@ -5,17 +5,16 @@ conversations go on with the tokens that were sampled (its "bridges"). Made by `
 `environment.gateway.format=FAMILY`.
 """
 
-import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError, suggest
 from penstock.workers.gateway.formats.format import Message, Read, Tools
 from penstock.workers.gateway.formats.template import as_message
 from penstock.workers.gateway.formats.thinking import split_thinking
-from penstock.workers.gateway.formats.tool_calls import Unreadable, found, strict_json
-from penstock.workers.trajectory.turn import ToolCall, Turn
+from penstock.workers.gateway.formats.tool_calls import Unreadable, found, made, strict_json
+from penstock.workers.trajectory.turn import Turn
 
 NO_FAMILIES = ("auto", "custom", "default")
 """Ways of `renderers` to choose a family, and the one that never goes on with sampled tokens."""
@@ -24,11 +23,11 @@ NO_FAMILIES = ("auto", "custom", "default")
 class RenderedFormat:
     """Of one tokenizer and a family."""
 
-    def __init__(self, tokenizer: Any, family: str) -> None:
-        """Raises `ConfigError` for a family that is not known or is not the tokenizer's."""
+    def __init__(self, tokenizer: Any, family: str, template_kwargs: Mapping[str, Any] | None = None) -> None:
+        """`template_kwargs`: of the family, such as enable_thinking. Raises `ConfigError` for a family that is not
+        known or is not the tokenizer's, or takes no such arguments."""
         self._tokenizer = tokenizer
-        self._renderer = _renderer(tokenizer, family)
-        self._numbers = itertools.count()
+        self._renderer = _renderer(tokenizer, family, template_kwargs or {})
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         return list(self._written(self._renderer.render_ids, list(messages), tools, add_generation_prompt=True))
@@ -44,7 +43,7 @@ class RenderedFormat:
         ids = list(rendered.token_ids)
         return ids if ids[: len(so_far)] == so_far else None  # it cuts what was sampled after the end of an answer
 
-    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = ()) -> Read:
+    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0) -> Read:
         try:
             parsed = self._renderer.parse_response(list(token_ids), tools=_or_none(tools), prompt_ids=list(prompt_ids))
         except RecursionError:
@@ -56,7 +55,7 @@ class RenderedFormat:
         if not (tools and parsed.tool_calls):
             return Read(message | {"content": said})
         content, values, problem = found(parsed.content, [_call(call) for call in parsed.tool_calls], tools, said)
-        calls = [ToolCall(f"call_{next(self._numbers)}", name, arguments) for name, arguments in values]
+        calls = made(values, turn)
         message["content"] = content
         if calls:
             message["tool_calls"] = [as_message(call) for call in calls]
@@ -75,7 +74,7 @@ class RenderedFormat:
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 
 
-def _renderer(tokenizer: Any, family: str) -> Any:
+def _renderer(tokenizer: Any, family: str, template_kwargs: Mapping[str, Any]) -> Any:
     try:
         from renderers import base, configs
     except ImportError as error:
@@ -90,8 +89,19 @@ def _renderer(tokenizer: Any, family: str) -> Any:
             f"environment.gateway.format={family}: the package renderers knows no family of this name"
             f"{suggest(family, known)} The families are: {', '.join(sorted(known))}; or say template."
         )
+    config = configs.config_from_name(family)
+    for name in template_kwargs:
+        if name not in (taken := config.template_field_names()):
+            raise ConfigError(
+                f"model.chat_template_kwargs.{name}: {family} of the package renderers takes no such argument"
+                f"{suggest(name, taken)}"
+            )
     try:
-        return base.create_renderer(tokenizer, configs.config_from_name(family))
+        config = type(config)(**template_kwargs)
+    except ValueError as error:
+        raise ConfigError(f"model.chat_template_kwargs={dict(template_kwargs)}: {error}") from error
+    try:
+        return base.create_renderer(tokenizer, config)
     except (AssertionError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
             f"environment.gateway.format={family}: the model's tokenizer is none of this family: {error}. Say "

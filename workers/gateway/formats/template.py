@@ -7,10 +7,11 @@ them and the next answer is the difference of two of its texts:
     template(before, answer, new, to speak)  = A + more
 
 A template that does not begin the second text with the first one has rewritten its history (some strip the thinking of
-earlier answers); then there is nothing that the sampled tokens could go on with.
+earlier answers); then there is nothing that the sampled tokens could go on with. Thinking that is empty does not count:
+Qwen3 writes it into the last answer alone, and without it nothing that was said is another.
 """
 
-import itertools
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -18,30 +19,36 @@ from typing import Any
 from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
-from penstock.workers.gateway.formats.format import Message, Read, Tools
-from penstock.workers.gateway.formats.thinking import BEGIN, split_thinking
-from penstock.workers.gateway.formats.tool_calls import READERS
+from penstock.workers.gateway.formats.format import SHORT_ID, Message, Read, Tools
+from penstock.workers.gateway.formats.thinking import EMPTY, begins_thinking, split_thinking
+from penstock.workers.gateway.formats.tool_calls import READERS, Call, made
 from penstock.workers.trajectory.turn import ToolCall, Turn
 
 NUM_BEFORE = 16
 """Tokens of a prompt's end that show whether it has begun the thinking, however they are cut."""
 MARK = "\u2042"
 """Stands for an answer in a text of the template."""
+OTHER_ENDINGS = ("<|eom_id|>",)
+"""Tokens that end an answer, too: of Llama 3, where it calls a tool."""
+MISTRAL = "mistral"
 
 
 class TemplateFormat:
     """Of one tokenizer of transformers, or anything called like it."""
 
-    def __init__(self, tokenizer: Any, tool_format: str = "hermes") -> None:
-        """Raises `ModelError` for a tokenizer without a chat template."""
+    def __init__(
+        self, tokenizer: Any, tool_format: str = "hermes", template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """`template_kwargs`: what the template is told besides messages and tools, such as enable_thinking. Raises
+        `ModelError` for a tokenizer without a chat template."""
         if not getattr(tokenizer, "chat_template", None):
             raise ModelError(
                 "an environment needs a chat template, and the model's tokenizer has none: put chat_template.jinja "
                 "into its directory, or take a model that was trained to chat."
             )
         self._tokenizer = tokenizer
-        self._read_calls = READERS[tool_format]
-        self._numbers = itertools.count()
+        self._tool_format, self._read_calls = tool_format, READERS[tool_format]
+        self._template_kwargs = dict(template_kwargs or {})
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
         return self._encode(self._text(messages, tools, to_speak=True))
@@ -51,24 +58,29 @@ class TemplateFormat:
     ) -> list[int] | None:
         so_far = [*before, turn.message]
         closed, going_on = self._text(so_far, tools), self._text([*so_far, *new], tools, to_speak=True)
+        if not going_on.startswith(closed) and not turn.message.get("reasoning_content"):
+            closed = _without_last(EMPTY, closed)
         if not going_on.startswith(closed):
             return None
         more = self._encode(self._ending + going_on[len(closed) :])
-        if more and turn.output_ids and turn.output_ids[-1] == more[0]:  # it has ended its answer itself
+        has_ended = turn.output_ids and turn.output_ids[-1] in (*more[:1], *self._other_ending_ids)
+        if more and has_ended:
             more = more[1:]
         return [*turn.prompt_ids, *turn.output_ids, *more]
 
-    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = ()) -> Read:
+    def read(self, token_ids: Sequence[int], tools: Tools, prompt_ids: Sequence[int] = (), turn: int = 0) -> Read:
         text = str(self._tokenizer.decode(self._without_ending(token_ids), skip_special_tokens=False))
         before = str(self._tokenizer.decode(prompt_ids[-NUM_BEFORE:], skip_special_tokens=False))
-        thinking, said = split_thinking(text, begun=before.rstrip().endswith(BEGIN))
+        thinking, said = split_thinking(text, begun=begins_thinking(before))
         message: dict[str, Any] = {"role": "assistant"}
         if thinking is not None:
             message["reasoning_content"] = thinking
         if not tools:
             return Read(message | {"content": said})
         content, found, problem = self._read_calls(said, tools)
-        calls = [ToolCall(f"call_{next(self._numbers)}", name, arguments) for name, arguments in found]
+        if len(found) > 1 and not self._takes_several:
+            return Read(message | {"content": said}, (), "Make one call at a time.")
+        calls = made(found, turn)
         message["content"] = content
         if calls:
             message["tool_calls"] = [as_message(call) for call in calls]
@@ -88,16 +100,44 @@ class TemplateFormat:
         ids = self._encode(self._ending)
         return ids[0] if ids else None
 
+    @cached_property
+    def _other_ending_ids(self) -> list[int]:
+        ids = [self._encode(ending) for ending in OTHER_ENDINGS]
+        return [one[0] for one in ids if len(one) == 1]
+
+    @cached_property
+    def _takes_several(self) -> bool:
+        """Calls in one answer: some templates raise for more than one."""
+        calls = made([Call("f", {}), Call("f", {})], 0)
+        said = {"role": "assistant", "content": "", "tool_calls": [as_message(call) for call in calls]}
+        results = [{"role": "tool", "content": "1", "tool_call_id": call.id, "name": "f"} for call in calls]
+        try:
+            self._text([{"role": "user", "content": "."}, said, *results], ())
+        except DataError:
+            return False
+        return True
+
     def _without_ending(self, token_ids: Sequence[int]) -> Sequence[int]:
-        if token_ids and token_ids[-1] in (self._ending_id, self._tokenizer.eos_token_id):
-            return token_ids[:-1]
-        return token_ids
+        ends = (self._ending_id, self._tokenizer.eos_token_id, *self._other_ending_ids)
+        return token_ids[:-1] if token_ids and token_ids[-1] in ends else token_ids
 
     def _text(self, messages: Sequence[Message], tools: Tools, *, to_speak: bool = False) -> str:
+        written = [dict(message) for message in messages]
+        if self._tool_format == MISTRAL:
+            written = _with_short_ids(written)
+        try:
+            return self._applied(written, tools, to_speak)
+        except DataError:
+            bare = _without_words_beside_calls(written)
+            if bare == written:
+                raise
+            return self._applied(bare, tools, to_speak)
+
+    def _applied(self, messages: list[dict[str, Any]], tools: Tools, to_speak: bool) -> str:
         described = [dict(tool) for tool in tools] or None
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tools=described, tokenize=False, add_generation_prompt=to_speak
+                messages, tools=described, tokenize=False, add_generation_prompt=to_speak, **self._template_kwargs
             )
         except (TemplateError, TypeError) as error:
             raise DataError(f"the model's chat template does not take this conversation: {error}.") from error
@@ -111,3 +151,31 @@ class TemplateFormat:
 def as_message(call: ToolCall) -> Mapping[str, Any]:
     """As templates take it: arguments are an object, where OpenAI's protocol has text."""
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": dict(call.arguments)}}
+
+
+def _without_last(pattern: re.Pattern[str], text: str) -> str:
+    found = list(pattern.finditer(text))
+    return text[: found[-1].start()] + text[found[-1].end() :] if found else text
+
+
+def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Ids of calls that a client has made, as Mistral's templates take them: by their order in the conversation."""
+    short: dict[Any, str] = {}
+
+    def shortened(id: Any) -> str:
+        return id if SHORT_ID.fullmatch(str(id)) else short.setdefault(id, f"x{len(short):08d}")
+
+    written = []
+    for message in messages:
+        one = dict(message)
+        if one.get("tool_calls"):
+            one["tool_calls"] = [{**call, "id": shortened(call.get("id"))} for call in one["tool_calls"]]
+        if one.get("role") == "tool":
+            one["tool_call_id"] = shortened(one.get("tool_call_id"))
+        written.append(one)
+    return written
+
+
+def _without_words_beside_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Some templates take one of both in an answer. What was sampled has both, as long as a conversation goes on."""
+    return [dict(one) | ({"content": ""} if one.get("tool_calls") and one.get("content") else {}) for one in messages]

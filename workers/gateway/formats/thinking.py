@@ -1,6 +1,11 @@
 """What a model thinks before it speaks."""
 
-BEGIN, END = "<think>", "</think>"
+import re
+
+MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""Of most models, and of Mistral's."""
+EMPTY = re.compile(r"<think>\s*</think>\n*")
+"""What templates write where nothing was thought."""
 
 
 def split_thinking(text: str, *, begun: bool = False) -> tuple[str | None, str]:
@@ -12,9 +17,16 @@ def split_thinking(text: str, *, begun: bool = False) -> tuple[str | None, str]:
     >>> split_thinking("4")
     (None, '4')
     """
-    thinking, end, said = text.partition(END)
-    if not end:
-        if text.lstrip().startswith(BEGIN):  # cut off while it thought
-            return text.partition(BEGIN)[2].strip("\n"), ""
-        return (text.strip("\n"), "") if begun else (None, text)
-    return thinking.partition(BEGIN)[2].strip("\n") if BEGIN in thinking else thinking.strip("\n"), said.lstrip("\n")
+    for begin, end in MARKS:
+        thinking, mark, said = text.partition(end)
+        if mark:
+            thinking = thinking.partition(begin)[2] if begin in thinking else thinking
+            return thinking.strip("\n"), said.lstrip("\n")
+        if text.lstrip().startswith(begin):  # cut off while it thought
+            return text.partition(begin)[2].strip("\n"), ""
+    return (text.strip("\n"), "") if begun else (None, text)
+
+
+def begins_thinking(prompt: str) -> bool:
+    """It ends where the model is to think."""
+    return prompt.rstrip().endswith(tuple(begin for begin, _ in MARKS))

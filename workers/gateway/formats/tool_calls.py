@@ -2,7 +2,8 @@
 
     hermes        <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>     Hermes, Qwen
     llama3_json   {"name": "add", "parameters": {"a": 1}}                           Llama 3, the whole answer
-    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]
+    mistral       [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}, "id": "sV1hLtRz8"}]
+                  [TOOL_CALLS]add[CALL_ID]sV1hLtRz8[ARGS]{"a": 1}                    newer ones; the id may be left out
     pythonic      [add(a=1), add(2)]                                                Llama 3.2 and 4, the whole answer
 
 A call that cannot be read, or of a tool that is not there, is a problem in a sentence that the model can be told.
@@ -13,17 +14,27 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.workers.gateway.formats.format import Tools
+from penstock.workers.gateway.formats.format import SHORT_ID, Tools, call_id
+from penstock.workers.trajectory.turn import ToolCall
 
-Calls = list[tuple[str, dict[str, Any]]]
+
+class Call(NamedTuple):
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+    """That the model has given it; empty if it gave none that templates would take."""
+
+
+Calls = list[Call]
 Found = tuple[str, Calls, str]
 """The text without its calls, the calls, and why others could not be read."""
 Reader = Callable[[str, Tools], Found]
 
 _HERMES = re.compile(r"<tool_call>\s*(.*?)\s*(?:</tool_call>|\Z)", re.DOTALL)
 MISTRAL = "[TOOL_CALLS]"
+_NAMED = re.compile(r"\s*([^\[\]{}\s]+)\s*(?:\[CALL_ID\]\s*([a-zA-Z0-9]*)\s*)?\[ARGS\](.*)\Z", re.DOTALL)
 MAX_NESTING = 64
 """Of arguments. What holds more than Python's stack does would fail whoever writes them down again."""
 
@@ -47,11 +58,22 @@ def mistral(text: str, tools: Tools) -> Found:
     said, mark, body = text.partition(MISTRAL)
     if not mark:
         return text, [], ""
-    try:
-        values = strict_json(body)
-    except ValueError as error:
-        return text, [], _not_json(error)
-    return found(said.strip(), values if isinstance(values, list) else [values], tools, text)
+    is_list = body.lstrip().startswith(("[", "{")) or "[ARGS]" not in body
+    values = _list(body) if is_list else [_named(one) for one in body.split(MISTRAL)]
+    return found(said.strip(), values, tools, text)
+
+
+def _named(body: str) -> Any:
+    match = _NAMED.match(body)
+    if match is None:
+        return Unreadable("A call is the tool's name, [ARGS], and an object with its arguments.")
+    name, id, arguments = match.groups()
+    return {"name": name, "id": id, "arguments": _loaded(arguments)}
+
+
+def _list(body: str) -> list[Any]:
+    values = _loaded(body)
+    return values if isinstance(values, list) else [values]
 
 
 def pythonic(text: str, tools: Tools) -> Found:
@@ -84,7 +106,16 @@ def found(said: str, values: Sequence[Any], tools: Tools, text: str = "") -> Fou
         return text or said, [], str(problem)
 
 
-def _call(value: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
+def made(calls: Calls, turn: int) -> list[ToolCall]:
+    """With an id each: the model's own, since results refer to it, or one of the turn's."""
+    ids = [call.id for call in calls]
+    return [
+        ToolCall(call.id if ids.count(call.id) == 1 and call.id else call_id(turn, index), call.name, call.arguments)
+        for index, call in enumerate(calls)
+    ]
+
+
+def _call(value: Any, tools: Tools) -> Call:
     if isinstance(value, Unreadable):
         raise value
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
@@ -98,7 +129,8 @@ def _call(value: Any, tools: Tools) -> tuple[str, dict[str, Any]]:
         raise Unreadable(f"The arguments of {value['name']} are no object.")
     if value["name"] not in (names := _names(tools)):
         raise Unreadable(f"There is no tool {value['name']!r:.60}. There are: {', '.join(names)}.")
-    return value["name"], dict(arguments)
+    id = str(value.get("id") or "")
+    return Call(value["name"], dict(arguments), id if SHORT_ID.fullmatch(id) else "")
 
 
 def _loaded(text: str) -> Any:

@@ -72,8 +72,9 @@ def _refuse(body: Fields) -> None:
     body.refuse("modalities", "the policy answers in text alone.", ["text"])
     body.refuse("functions", "is not supported: describe them as `tools`.")
     body.refuse("top_logprobs", "only the log-probabilities of sampled tokens are known (logprobs).", 0)
-    for name in ("audio", "prediction", "web_search_options", "chat_template_kwargs"):
+    for name in ("audio", "prediction", "web_search_options"):
         body.refuse(name, "is not supported.")
+    body.refuse("chat_template_kwargs", "is the run's to choose: set model.chat_template_kwargs.")
 
 
 def _message(message: Fields) -> dict[str, Any]:

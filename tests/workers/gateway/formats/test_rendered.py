@@ -89,3 +89,14 @@ def test_the_configuration_names_a_family_or_the_template() -> None:
         make_format(tokenizer(), GatewayConfig(format="auto"))
     with pytest.raises(ConfigError, match="the model's tokenizer is none of this family"):
         make_format(character_tokenizer(FreshModelConfig()), GatewayConfig(format="qwen3"))
+
+
+def test_a_family_takes_its_templates_arguments_and_names_others() -> None:
+    off = make_format(tokenizer(), GatewayConfig(format="qwen3"), {"enable_thinking": False})
+    assert text_of(off.prompt_ids([USER], ())).endswith("assistant\n<think>\n\n</think>\n\n")
+    with pytest.raises(
+        ConfigError, match=r"model\.chat_template_kwargs\.enable_thinkin: .*did you mean 'enable_thinking'"
+    ):
+        make_format(tokenizer(), GatewayConfig(format="qwen3"), {"enable_thinkin": False})
+    with pytest.raises(ConfigError, match=r"model\.chat_template_kwargs=\{'enable_thinking': 'sometimes'\}"):
+        make_format(tokenizer(), GatewayConfig(format="qwen3"), {"enable_thinking": "sometimes"})

@@ -72,11 +72,12 @@ def test_without_tools_nothing_is_a_call() -> None:
     assert (read.calls, read.message["content"]) == ((), call_text("add", "{}"))
 
 
-def test_ids_of_calls_are_unique() -> None:
+def test_ids_of_calls_are_a_pure_function_of_the_attempt() -> None:
     form = chat_format()
     ids = ids_of(call_text("add", "{}") * 2)
-    calls = [*form.read(ids, [ADD]).calls, *form.read(ids, [ADD]).calls]
-    assert len({call.id for call in calls}) == 4
+    calls = [call.id for turn in (0, 1, -1) for call in form.read(ids, [ADD], turn=turn).calls]
+    assert calls == ["c00000000", "c00000001", "c00001000", "c00001001", "a00001000", "a00001001"]
+    assert [call.id for call in chat_format().read(ids, [ADD], turn=1).calls] == calls[2:4]
 
 
 def test_a_conversation_that_the_template_does_not_take_is_the_askers_error() -> None:

@@ -7,11 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.workers.gateway.formats.tool_calls import MAX_NESTING, READERS, hermes, llama3_json, mistral, pythonic
+from penstock.workers.gateway.formats.tool_calls import (
+    MAX_NESTING,
+    READERS,
+    Call,
+    hermes,
+    llama3_json,
+    made,
+    mistral,
+    pythonic,
+)
 from tests.workers.gateway.chat_models import ADD
 
 TOOLS = [ADD]
-CALL = [("add", {"a": 1, "b": 2})]
+CALL = [Call("add", {"a": 1, "b": 2})]
 
 
 def test_each_way_of_writing_a_call_is_read() -> None:
@@ -22,8 +31,22 @@ def test_each_way_of_writing_a_call_is_read() -> None:
     assert llama3_json(f"<|python_tag|>{body};\n{body}", TOOLS) == ("", CALL * 2, "")
     assert mistral(f"So. [TOOL_CALLS][{body}]", TOOLS) == ("So.", CALL, "")
     assert mistral(f"[TOOL_CALLS]{body}", TOOLS) == ("", CALL, "")
+    new = 'add[ARGS]{"a": 1, "b": 2}'
+    assert mistral(f"So.[TOOL_CALLS]{new}[TOOL_CALLS]{new}", TOOLS) == ("So.", CALL * 2, "")
     assert pythonic("[add(a=1, b=2), add(1, b=2)]", TOOLS) == ("", CALL * 2, "")
     assert READERS["none"](body, TOOLS) == (body, [], "")
+
+
+def test_a_call_keeps_the_id_that_the_model_gave_it() -> None:
+    """What a tool returns is told by it."""
+    old = '[TOOL_CALLS] [{"name": "add", "arguments": {}, "id": "sV1hLtRz8"}, {"name": "add", "id": "call_1"}]'
+    new = "[TOOL_CALLS]add[CALL_ID]sV1hLtRz8[ARGS]{}[TOOL_CALLS]add[CALL_ID]1[ARGS]{}"
+    for text in (old, new):
+        calls = mistral(text, TOOLS)[1]
+        assert [call.id for call in calls] == ["sV1hLtRz8", ""]
+        assert [call.id for call in made(calls, 3)] == ["sV1hLtRz8", "c00003001"]
+    twice = [Call("add", {}, "sV1hLtRz8")] * 2
+    assert [call.id for call in made(twice, 0)] == ["c00000000", "c00000001"]
 
 
 def test_arguments_may_be_json_text() -> None:
@@ -52,6 +75,9 @@ def test_words_are_no_calls(reader: str, text: str) -> None:
         ("llama3_json", '{"name": "add", "parameters": 1}', "The arguments of add are no object."),
         ("mistral", "[TOOL_CALLS][{", "The call is no JSON"),
         ("mistral", "[TOOL_CALLS]" + "[" * 100_000, "nested too deeply"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{", "The call is no JSON"),
+        ("mistral", "[TOOL_CALLS]add{}[ARGS]", "A call is the tool's name, [ARGS], and an object"),
+        ("mistral", "[TOOL_CALLS]sub[ARGS]{}", "There is no tool 'sub'"),
         ("pythonic", "[add(1, 2, 3)]", "add takes 2 argument(s), and got 3"),
         ("pythonic", "[add(a=b)]", "The call is no Python"),
         ("pythonic", "[add(a={[]})]", "The call is no Python"),
@@ -85,8 +111,10 @@ VALUES = st.recursive(
 @given(st.dictionaries(st.text(max_size=4), VALUES, max_size=3))
 def test_arguments_come_back_as_they_were_written(arguments: dict[str, Any]) -> None:
     body = json.dumps({"name": "add", "arguments": arguments}, ensure_ascii=True)
-    assert hermes(f"<tool_call>\n{body}\n</tool_call>", TOOLS)[1] == [("add", arguments)] or "tool_call>" in body
-    assert mistral(f"[TOOL_CALLS][{body}]", TOOLS)[1] == [("add", arguments)]
+    assert hermes(f"<tool_call>\n{body}\n</tool_call>", TOOLS)[1] == [Call("add", arguments)] or "tool_call>" in body
+    assert mistral(f"[TOOL_CALLS][{body}]", TOOLS)[1] == [Call("add", arguments)]
+    values = json.dumps(arguments)
+    assert mistral(f"[TOOL_CALLS]add[ARGS]{values}", TOOLS)[1] == [Call("add", arguments)] or "[TOOL_CALLS]" in values
 
 
 @given(st.text(alphabet='<>{}[]()",:=ad1 \n/tool_call', max_size=60))
