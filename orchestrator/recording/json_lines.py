@@ -5,34 +5,44 @@ and the next writer removes it.
 """
 
 import json
-import math
 import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 _TAIL = 1 << 16
 """Bytes read at a time when looking for the end of the last whole line."""
+MOST_LEVELS = 100
+"""Lists and mappings in each other: Python's own limit is at a thousand calls, some of which are taken."""
 
 
 def line_of(values: Mapping[str, Any]) -> str:
+    return json_of(values) + "\n"
+
+
+def json_of(value: Any) -> str:
+    """JSON, whatever the value has in it."""
     try:  # what has neither NaN nor infinity needs no copy: nearly all, and thousands of values each step
-        return json.dumps(values, ensure_ascii=False, allow_nan=False, default=plain) + "\n"
-    except (TypeError, ValueError):
-        return json.dumps(plain(values), ensure_ascii=False) + "\n"
+        return json.dumps(value, ensure_ascii=False, allow_nan=False, default=plain)
+    except (TypeError, ValueError, RecursionError):
+        return json.dumps(plain(value), ensure_ascii=False)
 
 
-def plain(value: Any) -> Any:
-    """As JSON has it: NaN and infinity, which it lacks, become null; numpy's numbers become Python's."""
+def plain(value: Any, levels: int = MOST_LEVELS) -> Any:
+    """As JSON has it: NaN, infinity and integers beyond any float, which it lacks, become null; numpy's numbers become
+    Python's. `levels`: of lists and mappings; a deeper one becomes "…"."""
     if hasattr(value, "item") and getattr(value, "ndim", 0) == 0:
         value = value.item()
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value if value is None or isinstance(value, str | int | bool) else str(value)
+    if isinstance(value, int | float):
+        return value if abs(value) <= sys.float_info.max else None
+    if isinstance(value, Mapping | list | tuple):
+        if not levels:
+            return "…"
+        if isinstance(value, Mapping):
+            return {str(key): plain(item, levels - 1) for key, item in value.items()}
+        return [plain(item, levels - 1) for item in value]
+    return value if value is None or isinstance(value, str) else str(value)
 
 
 def open_for_lines(file: Path) -> int:
@@ -56,7 +66,7 @@ def cut_lines(file: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> list[
         return lines
     with file.open("r+b") as opened:
         for line in opened:
-            value = _object_of(line.decode(errors="replace"))
+            value = object_of(line.decode(errors="replace"))
             if value is not None and not is_kept(value):
                 break
             kept += [value] if value is not None else []
@@ -76,34 +86,13 @@ def each_line(file: Path) -> Iterator[dict[str, Any]]:
         return
     with file.open("rb") as opened:
         for line in opened:
-            value = _object_of(line.decode(errors="replace")) if line.endswith(b"\n") else None
+            value = object_of(line.decode(errors="replace")) if line.endswith(b"\n") else None
             if value is not None:
                 yield value
 
 
-def last_lines(file: Path, most: int) -> list[dict[str, Any]]:
-    """The objects of the last whole lines, from so many bytes of the file's end. Raises `OSError`."""
-    try:
-        with file.open("rb") as opened:
-            size = opened.seek(0, os.SEEK_END)
-            opened.seek(max(0, size - most))
-            text = opened.read()
-    except FileNotFoundError:
-        return []
-    found = map(_object_of, text.split(b"\n")[(1 if size > most else 0) : -1])
-    return [value for value in found if value is not None]
-
-
-def first_line(file: Path, most: int) -> dict[str, Any] | None:
-    """The object of the first line, of at most so many bytes. Raises `OSError`."""
-    try:
-        with file.open("rb") as opened:
-            return _object_of(opened.readline(most))
-    except FileNotFoundError:
-        return None
-
-
-def _object_of(line: str | bytes) -> dict[str, Any] | None:
+def object_of(line: str | bytes) -> dict[str, Any] | None:
+    """None: it is no JSON object."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):  # of bytes that are no UTF-8, too

@@ -6,7 +6,6 @@ file that is shorter than before was cut back by a resumed run, and is read anew
 
 import io
 import json
-import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 from pyarrow import json as arrow_json
+
+from penstock.orchestrator.ui.runs.own_files import is_number, open_own
 
 Values = NDArray[np.float64]
 MAX_LINE = 2**24
@@ -54,7 +55,7 @@ class Columns:
     def update(self) -> bool:
         """Read what was added; whether there was anything."""
         try:
-            with self._file.open("rb") as opened:
+            with open_own(self._file.parent, self._file.name) as opened:
                 status = os.fstat(opened.fileno())
                 identity = (status.st_dev, status.st_ino)
                 if identity != self._identity or status.st_size < self._offset:
@@ -86,7 +87,7 @@ class Columns:
             table = arrow_json.read_json(io.BytesIO(lines), read_options=options)
             if "step" in table.column_names:
                 columns = {name: _floats(table[name]) for name in table.column_names}
-                if not np.isnan(columns["step"]).any():
+                if np.isfinite(columns["step"]).all():
                     return columns.pop("step"), columns
         except pa.ArrowException:
             pass
@@ -99,14 +100,14 @@ class Columns:
                 value = json.loads(line)
             except (ValueError, RecursionError):
                 value = None
-            if isinstance(value, dict) and _is_number(value.get("step")):
+            if isinstance(value, dict) and is_number(value.get("step")):
                 found.append(value)
             else:
                 self.num_unreadable += 1
         columns = {key: np.full(len(found), np.nan) for value in found for key in value}
         for index, value in enumerate(found):
             for key, number in value.items():
-                if _is_number(number):
+                if is_number(number):
                     columns[key][index] = number
         return columns.pop("step", np.empty(0)), columns
 
@@ -126,12 +127,15 @@ class Columns:
 
 
 def whole_lines(opened: BinaryIO) -> Iterator[bytes]:
-    """All that are left of a file, some MiB of them at a time."""
+    """All that are left of a file, some MiB of them at a time. A line that is too long comes in pieces."""
     rest = b""
     while piece := opened.read(PIECE_BYTES):
         whole, newline, rest = (rest + piece).rpartition(b"\n")
         if newline:
             yield whole + newline
+        elif len(rest) > MAX_LINE:
+            yield rest
+            rest = b""
 
 
 def _floats(column: pa.ChunkedArray) -> Values:
@@ -139,7 +143,3 @@ def _floats(column: pa.ChunkedArray) -> Values:
     if not (pa.types.is_integer(column.type) or pa.types.is_floating(column.type)):
         return np.full(len(column), np.nan)
     return np.asarray(column.cast(pa.float64()).to_numpy(), dtype=np.float64)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -3,31 +3,40 @@
 Nothing is read twice that has not changed, so a look at hundreds of runs costs a look at their files' times.
 """
 
-import json
+import logging
 import os
 import socket
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from penstock.orchestrator.recording.json_lines import first_line, last_lines
+from penstock.orchestrator.recording.json_lines import json_of
 from penstock.orchestrator.recording.run_lock import FILE as LOCK
 from penstock.orchestrator.recording.turns import last_turn
 from penstock.orchestrator.ui.runs.cost import cost_of
+from penstock.orchestrator.ui.runs.own_files import (
+    TAIL_BYTES,
+    first_line,
+    is_number,
+    is_own,
+    last_lines,
+    read_config,
+    read_events,
+    read_json,
+    section,
+)
 
-TAIL_BYTES = 1 << 18
-"""Of a file's end, in which the newest values are looked for."""
+_LOG = logging.getLogger("penstock")
 DEPTH = 3
 """Directories below a place in which runs are looked for."""
 MAX_RUNS = 2000
 """Of one place; of more, those that were made or changed last."""
 MAX_CHARACTERS = 2000
 """Of a text of a run's files, in its line."""
+LOCK_BYTES = 1 << 12
+MOST_PID = 1 << 31
 FINISHED, RUNNING, FAILED, INTERRUPTED, LOST = "finished", "running", "failed", "interrupted", "lost"
 UNFINISHED, UNREADABLE = "unfinished", "unreadable"
 ENDED = {"end": FINISHED, "failed": FAILED, "interrupted": INTERRUPTED}
@@ -79,11 +88,11 @@ class Runs:
                 seen = tuple(_seen(path / name) for name in ("config.yaml", "events.jsonl", "metrics.jsonl", LOCK))
                 # A process may die without a word, so a run that goes on is looked at each time.
                 if known is None or known[0] != seen or known[1].state in (RUNNING, UNREADABLE):
-                    known = (seen, line_of(path, self.id_of(path)))
+                    known = (seen, any_line_of(path, self.id_of(path)))
             except FileNotFoundError:  # it is being removed
                 continue
             except OSError as error:
-                known = ((), RunLine(self.id_of(path), path.name, UNREADABLE, error=_text(error)))
+                known = ((), _unreadable(path, self.id_of(path), error))
             found[path] = known
         self._known = found
         return sorted((line for _, line in found.values()), key=lambda line: line.started or "", reverse=True)
@@ -96,8 +105,8 @@ class Runs:
         try:
             path = (self.place / run).resolve()
             is_below = path == self.place or self.place in path.parents
-            return path if is_below and (path / "config.yaml").is_file() else None
-        except (OSError, ValueError):  # no path at all
+            return path if is_below and is_own(path, "config.yaml") else None
+        except (OSError, ValueError, RuntimeError):  # no path at all; RuntimeError: a link to itself
             return None
 
 
@@ -121,7 +130,7 @@ def runs_below(place: Path, depth: int = DEPTH) -> Iterator[Path]:
 def has_config(path: Path) -> bool:
     """Whether the directory is a run's; one that may not be read is none."""
     try:
-        return (path / "config.yaml").is_file()
+        return is_own(path, "config.yaml")
     except OSError:
         return False
 
@@ -132,11 +141,30 @@ def newest_of(paths: Iterable[Path], most: int) -> list[Path]:
     return found if len(found) <= most else sorted(found, key=_changed_at)[-most:]
 
 
+def any_line_of(path: Path, run: str) -> RunLine:
+    """One that says so of a run that cannot be read: no run keeps the others from being seen. Raises
+    `FileNotFoundError`."""
+    try:
+        return line_of(path, run)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        return _unreadable(path, run, error)
+    except Exception as error:  # noqa: BLE001 - whatever other code makes of files that others wrote
+        _LOG.warning("%s: its files are no run's: %s: %s", path, type(error).__name__, error)
+        return _unreadable(path, run, error)
+
+
+def _unreadable(path: Path, run: str, error: Exception) -> RunLine:
+    text = str(error) if isinstance(error, OSError) else f"Its files are no run's: {type(error).__name__}: {error}"
+    return RunLine(run, path.name, UNREADABLE, error=_text(text))
+
+
 def line_of(path: Path, run: str = ".") -> RunLine:
     """Raises `OSError`."""
     config = read_config(path)
-    events, metrics = (last_lines(path / name, TAIL_BYTES) for name in ("events.jsonl", "metrics.jsonl"))
-    first = first_line(path / "events.jsonl", TAIL_BYTES) or {}
+    events, metrics = read_events(path), last_lines(path, "metrics.jsonl", TAIL_BYTES)
+    first = first_line(path, "events.jsonl", TAIL_BYTES) or {}
     state, error = state_of(path, events)
     step, max_steps = newest(metrics[-1:], "step"), newest([section(config, "trainer")], "max_steps")
     seconds = _seconds(first.get("time"), events[-1].get("time") if events else None)
@@ -166,37 +194,21 @@ def state_of(path: Path, events: list[dict[str, Any]]) -> tuple[str, str | None]
     last = last_turn(events)
     if state := ENDED.get(str(last.get("kind"))):
         return state, _text(last.get("message")) if state == FAILED else None
-    if not (path / LOCK).exists():
+    if not is_own(path, LOCK):
         return UNFINISHED, None
-    return (RUNNING if is_held(path / LOCK) else LOST), None
+    return (RUNNING if is_held(path) else LOST), None
 
 
-def is_held(lock: Path) -> bool:
+def is_held(path: Path) -> bool:
     """Whether somebody works in the directory, as far as the lock's file tells. It is not locked to see: that could
     keep out a run that is just starting. Of a process on another machine, what its file says is believed."""
     try:
-        holder = json.loads(lock.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        holder = read_json(path, LOCK, LOCK_BYTES)
+    except OSError:
         return False
-    if not isinstance(holder, dict) or "pid" not in holder:
+    if not isinstance(holder, dict) or not isinstance(pid := holder.get("pid"), int):
         return False
-    return holder.get("host") != socket.gethostname() or Path(f"/proc/{holder['pid']}").exists()
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    """Empty where it cannot be read: of another version, or half of one. Raises `OSError`."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        found = yaml.load((path / "config.yaml").read_text(encoding="utf-8", errors="replace"), loader)
-    except (yaml.YAMLError, ValueError, RecursionError):  # ValueError: a date that is none
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Of a configuration; empty where it is none, as in one of another version."""
-    found = config.get(name)
-    return found if isinstance(found, Mapping) else {}
+    return holder.get("host") != socket.gethostname() or (0 < pid < MOST_PID and Path(f"/proc/{pid:d}").exists())
 
 
 def newest(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -204,13 +216,9 @@ def newest(lines: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return next((float(line[key]) for line in reversed(lines) if is_number(line.get(key))), None)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-
-
 def _seen(file: Path) -> tuple[int, int] | None:
     try:
-        status = file.stat()
+        status = file.lstat()
     except FileNotFoundError:
         return None
     return status.st_mtime_ns, status.st_size
@@ -241,9 +249,7 @@ def differing(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     flat = {run: dict(_flat(config)) for run, config in configs.items()}
     keys = dict.fromkeys(key for values in flat.values() for key in values if key not in ("name", "output_dir"))
     rows = {key: {run: values.get(key) for run, values in flat.items()} for key in keys}
-    return {
-        key: row for key, row in rows.items() if len({json.dumps(value, default=str) for value in row.values()}) > 1
-    }
+    return {key: row for key, row in rows.items() if len({json_of(value) for value in row.values()}) > 1}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

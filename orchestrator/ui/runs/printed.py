@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from penstock.orchestrator.ui.runs.own_files import open_own
+
 TAIL_BYTES = 1 << 18
 """Of a file, from its end."""
 MOST_LINES = 1000
@@ -45,11 +47,10 @@ def _time(line: dict[str, Any]) -> str:
 
 
 def _lines(folder: Path, name: str) -> Iterator[dict[str, Any]]:
-    file = folder / f"{name}.log"
-    with file.open("rb") as opened:
+    with open_own(folder.parent, f"{folder.name}/{name}.log") as opened:
         size = opened.seek(0, 2)
         opened.seek(max(0, size - TAIL_BYTES))
-        whole = opened.read().decode(errors="replace").split("\n")
+        whole = opened.read(TAIL_BYTES).decode(errors="replace").split("\n")
     for line in whole[1 if size > TAIL_BYTES else 0 :]:
         if found := LINE.fullmatch(line):
             text = COLOURS.sub("", found[3][:MOST_CHARACTERS])

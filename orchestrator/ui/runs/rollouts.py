@@ -4,9 +4,10 @@ An index of a few numbers a sample is kept in memory and grows with the files; t
 shown. A file that cannot be read (cut off, or of another version) is left out and counted.
 """
 
+import contextlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,17 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 from pyarrow import parquet
 
+from penstock.orchestrator.ui.runs.own_files import open_own
 from penstock.orchestrator.ui.runs.sample_index import SampleIndex
 
 EXCERPT = 240
 """Characters of a text in a list."""
 MANY = 200
 """Most rows of one answer."""
+MOST_REASONS = 100
+"""Ways in which responses end, of a run."""
+ODD = (pa.ArrowException, OSError, ValueError, TypeError, OverflowError)
+"""What files raise that are no samples, or not of this version."""
 _STEP = re.compile(r"step_(\d{1,9})\.parquet")
 
 
@@ -45,6 +51,11 @@ class Wanted:
     down: bool = True
     offset: int = 0
     limit: int = 50
+
+    def __post_init__(self) -> None:
+        for name, value in (("offset", self.offset), ("limit", self.limit)):
+            if value < 0:
+                raise ValueError(f"{name}={value}: a number of rows, from 0 on.")
 
 
 SORTS = ("step", "group", "reward", "advantage", "tokens")
@@ -76,7 +87,7 @@ class Rollouts:
             self._read.add(step)
             try:
                 self._take_up(step)
-            except (pa.ArrowException, OSError):
+            except ODD:
                 self.num_unreadable += 1
             if time.monotonic() > deadline:
                 break
@@ -99,22 +110,27 @@ class Rollouts:
     def sample(self, step: int, place: int) -> dict[str, Any]:
         """All columns of one row. Raises `LookupError`."""
         try:
-            table = parquet.read_table(self._file(step))
-        except (pa.ArrowException, OSError) as error:
+            with self._opened(step) as file:
+                table = file.read()
+            if not 0 <= place < table.num_rows:
+                raise LookupError(f"step {step} has {table.num_rows} samples.")
+            (row,) = table.slice(place, 1).to_pylist()
+        except ODD as error:
             raise LookupError(f"samples of step {step}: {error}") from None
-        if not 0 <= place < table.num_rows:
-            raise LookupError(f"step {step} has {table.num_rows} samples.")
-        (row,) = table.slice(place, 1).to_pylist()
         return dict(row)
 
-    def _file(self, step: int) -> Path:
-        return self._directory / f"step_{step}.parquet"
+    @contextlib.contextmanager
+    def _opened(self, step: int) -> Iterator[parquet.ParquetFile]:
+        """Raises one of `ODD`."""
+        name = f"{self._directory.name}/step_{step}.parquet"
+        with open_own(self._directory.parent, name) as opened, parquet.ParquetFile(opened) as file:
+            yield file
 
     def _take_up(self, step: int) -> None:
-        file = parquet.ParquetFile(self._file(step))
-        names = [name for name in ("row_id", "group_id", "reward", "advantage", "finish_reason", "response_ids")
-                 if name in file.schema_arrow.names]  # fmt: skip
-        table = file.read(names)
+        with self._opened(step) as file:
+            names = [name for name in ("row_id", "group_id", "reward", "advantage", "finish_reason", "response_ids")
+                     if name in file.schema_arrow.names]  # fmt: skip
+            table = file.read(names)
         self._index.add(table.num_rows, {
             "step": step, "place": np.arange(table.num_rows),
             "row": _integers(table, "row_id"), "group": _integers(table, "group_id"),
@@ -126,10 +142,11 @@ class Rollouts:
         """Indices of reasons, those that are new among them."""
         if "finish_reason" not in table.column_names:
             return np.full(table.num_rows, -1, np.int64)
-        said = [None if one is None else str(one) for one in table["finish_reason"].to_pylist()]
-        for reason in dict.fromkeys(filter(None, said)):
-            if reason not in self.reasons:
-                self.reasons.append(reason)
+        said = [None if one is None else str(one)[:EXCERPT] for one in table["finish_reason"].to_pylist()]
+        new = [reason for reason in dict.fromkeys(filter(None, said)) if reason not in self.reasons]
+        if len(self.reasons) + len(new) > MOST_REASONS:
+            raise ValueError(f"more than {MOST_REASONS} ways in which responses end.")
+        self.reasons += new
         return np.array([self.reasons.index(one) if one else -1 for one in said], np.int64)
 
     def _with_text(
@@ -149,8 +166,9 @@ class Rollouts:
 
     def _contains(self, step: int, text: str) -> NDArray[np.bool_]:
         try:
-            table = _texts(parquet.ParquetFile(self._file(step)))
-        except (pa.ArrowException, OSError):
+            with self._opened(step) as file:
+                table = _texts(file)
+        except ODD:
             return np.zeros(0, np.bool_)
         found = np.zeros(table.num_rows, np.bool_)
         for name in table.column_names:
@@ -165,8 +183,9 @@ class Rollouts:
             step, place = int(index["step"][at]), int(index["place"][at])
             if step not in tables:
                 try:
-                    tables[step] = _texts(parquet.ParquetFile(self._file(step)))
-                except (pa.ArrowException, OSError):
+                    with self._opened(step) as file:
+                        tables[step] = _texts(file)
+                except ODD:
                     tables[step] = None
             lines.append({
                 "step": step, "place": place, "row": int(index["row"][at]), "group": int(index["group"][at]),
@@ -182,7 +201,15 @@ TEXTS = ("task", "response_text", "transcript")
 
 
 def _texts(file: parquet.ParquetFile) -> pa.Table:
-    return file.read([name for name in TEXTS if name in file.schema_arrow.names])
+    """Those of `TEXTS` that are text. Raises `ValueError` for text that is no UTF-8."""
+    texts = [
+        field.name
+        for field in file.schema_arrow
+        if field.name in TEXTS and field.type in (pa.string(), pa.large_string())
+    ]
+    table = file.read(texts)
+    table.validate(full=True)
+    return table
 
 
 def _excerpts(table: pa.Table | None, place: int) -> dict[str, str]:

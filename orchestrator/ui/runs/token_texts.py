@@ -1,10 +1,11 @@
 """The text of single tokens, by the tokenizer that a run left: read by `tokenizers`, without transformers."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.orchestrator.ui.runs.found import section
+from penstock.orchestrator.ui.runs.own_files import MOST_TOKENIZER_BYTES, read_own, section
 
 PLACES = ("model", "initial_model")
 """In a run's directory."""
@@ -15,22 +16,42 @@ class TokenTexts:
     """Of one run."""
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        own = section(config, "model").get("path")
-        places = [path / name for name in PLACES] + ([Path(str(own)).expanduser()] if own else [])
-        self._file = next((place / FILE for place in places if (place / FILE).is_file()), None)
+        self._path, self._config = path, config
         self._tokenizer: Any = None
+        self._is_sought = False
 
     def of(self, ids: Sequence[int]) -> list[str]:
-        """One text a token; its number where there is no tokenizer to read. What is no whole character by itself is
-        shown as the sign for that."""
-        if self._tokenizer is None and self._file is not None:
-            from tokenizers import Tokenizer
-
-            try:
-                self._tokenizer = Tokenizer.from_file(str(self._file))
-            except Exception:  # noqa: BLE001 - whatever the package makes of a file of another version
-                self._file = None
+        """One text a token; its number where there is no tokenizer to read, or the token is none. What is no whole
+        character by itself is shown as the sign for that."""
+        if not self._is_sought:
+            self._is_sought, self._tokenizer = True, self._found()
         if self._tokenizer is None:
             return [f"[{token}]" for token in ids]
-        texts: list[str] = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
+        try:
+            texts: list[str] = self._tokenizer.decode_batch([[token] for token in ids], skip_special_tokens=False)
+        except (TypeError, OverflowError):  # a token that is no number, or one below 0
+            return [f"[{token}]" for token in ids]
         return texts
+
+    def _found(self) -> Any:
+        text = self._text()
+        if text is None:
+            return None
+        from tokenizers import Tokenizer
+
+        try:
+            return Tokenizer.from_str(text)
+        except Exception:  # noqa: BLE001 - whatever the package makes of a file of another version
+            return None
+
+    def _text(self) -> str | None:
+        """The first file that can be read. The run's own model is where its configuration says, and may be a link: a
+        hub's cache is made of them."""
+        for name in PLACES:
+            with contextlib.suppress(OSError, ValueError):
+                return read_own(self._path, f"{name}/{FILE}", MOST_TOKENIZER_BYTES).decode()
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # RuntimeError: ~ of nobody
+            if own := section(self._config, "model").get("path"):
+                file = (Path(str(own)).expanduser() / FILE).resolve()
+                return read_own(file.parent, file.name, MOST_TOKENIZER_BYTES).decode()
+        return None

@@ -8,7 +8,11 @@ import re
 from pathlib import Path
 from typing import Any
 
-HEAD = re.compile(rb'\{"step": ?(\d+),')
+from penstock.orchestrator.ui.runs.own_files import open_own
+
+HEAD = re.compile(rb'\{"step": ?(\d{1,18}),')
+MAX_LINE = 2**24
+"""Bytes; what is longer is no line of ours."""
 MOST_STEPS = 40
 """Of one answer."""
 
@@ -30,16 +34,16 @@ class Traced:
 
     def update(self) -> None:
         try:
-            with self._file.open("rb") as opened:
+            with open_own(self._file.parent, self._file.name) as opened:
                 status = os.fstat(opened.fileno())
                 identity = (status.st_dev, status.st_ino)
                 if identity != self._identity or status.st_size < self._end:  # cut by a run that goes on from before
                     self._identity, self._end, self._places = identity, 0, {}
                 opened.seek(self._end)
-                for line in opened:
-                    if not line.endswith(b"\n"):
+                while line := opened.readline(MAX_LINE):
+                    if not line.endswith(b"\n") and len(line) < MAX_LINE:
                         break
-                    if found := HEAD.match(line):
+                    if (found := HEAD.match(line)) and line.endswith(b"\n"):
                         self._places[int(found[1])] = (self._end, len(line))
                     self._end += len(line)
         except FileNotFoundError:
@@ -49,12 +53,12 @@ class Traced:
         """Of those steps, the last `MOST_STEPS` of them. One that is no JSON is left out."""
         steps = [step for step in sorted(self._places) if first <= step <= last][-MOST_STEPS:]
         found = []
-        with self._file.open("rb") as opened:
+        with open_own(self._file.parent, self._file.name) as opened:
             for step in steps:
                 offset, length = self._places[step]
                 opened.seek(offset)
                 try:
                     found.append(json.loads(opened.read(length)))
-                except ValueError:
+                except (ValueError, RecursionError):
                     continue
         return found

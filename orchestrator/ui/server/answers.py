@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from penstock.orchestrator.ui.charts.themes import charts_of
-from penstock.orchestrator.ui.runs.found import Runs, differing, line_of, read_config
+from penstock.orchestrator.ui.runs.found import Runs, any_line_of, differing
+from penstock.orchestrator.ui.runs.own_files import read_config
 from penstock.orchestrator.ui.runs.rollouts import Wanted
 from penstock.orchestrator.ui.server.open_run import OpenRun
 
@@ -46,7 +47,7 @@ class Answers:
         bounds = [config.get("max_staleness") for config in configs.values()]
         shared = {"max_staleness": bounds[0]} if bounds and all(bound == bounds[0] for bound in bounds) else {}
         return {
-            "runs": {run: asdict(line_of(path, run)) for run, path in paths.items()},
+            "runs": {run: asdict(any_line_of(path, run)) for run, path in paths.items()},
             "differing": differing(configs),
             "charts": [chart.plain() for chart in charts_of(list(keys), shared)],
         }

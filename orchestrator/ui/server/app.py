@@ -8,7 +8,6 @@ Files are read in threads. Who may see it: `door.py`.
 
 import asyncio
 import contextlib
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from penstock.orchestrator.recording.json_lines import plain
+from penstock.orchestrator.recording.json_lines import json_of
 from penstock.orchestrator.ui.server.answers import Answers, NoSuchRun
 from penstock.orchestrator.ui.server.door import Door
 from penstock.orchestrator.ui.server.live import Live
@@ -56,6 +55,7 @@ def make_app(place: Path, key: str | None = None, *, look_s: float = LOOK_S) -> 
         middleware=[Middleware(Door, key=key), Middleware(GZipMiddleware, minimum_size=2000, compresslevel=1)],
         exception_handlers={
             NoSuchRun: _refused(404), LookupError: _refused(404), ValueError: _refused(400), OSError: _refused(503),
+            Exception: _refused(500),
         },
         lifespan=lambda app: _looking(live, answers),
     )  # fmt: skip
@@ -80,11 +80,7 @@ def streaming(live: Live) -> Handler:
 
 def as_json(value: Any, status: int = 200) -> Response:
     """Of what others wrote: what YAML and Python have and JSON lacks becomes text or null; no character stops it."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError):
-        text = json.dumps(plain(value), ensure_ascii=False)
-    return Response(text.encode(errors="replace"), status, media_type="application/json")
+    return Response(json_of(value).encode(errors="replace"), status, media_type="application/json")
 
 
 @contextlib.asynccontextmanager

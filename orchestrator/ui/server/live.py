@@ -1,13 +1,14 @@
 """Tells every page that is open what has changed, from one look a second for all of them."""
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import anyio
+
+from penstock.orchestrator.recording.json_lines import json_of
 
 _LOG = logging.getLogger("penstock")
 SHARE = 4
@@ -74,4 +75,4 @@ class Live:
 
 
 def _event(value: dict[str, Any]) -> dict[str, str]:
-    return {"data": json.dumps(value)}
+    return {"data": json_of(value).encode(errors="replace").decode()}

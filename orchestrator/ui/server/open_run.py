@@ -4,7 +4,6 @@ Its metrics and its samples have a lock each. So a look for a text in a million 
 the same run nor anything of another.
 """
 
-import json
 import threading
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -14,13 +13,13 @@ from typing import Any
 import pyarrow as pa
 
 from penstock.orchestrator.configuration.differences import differences_of
-from penstock.orchestrator.recording.json_lines import last_lines
 from penstock.orchestrator.summary.cards import cards
 from penstock.orchestrator.summary.marks import marks_of
 from penstock.orchestrator.ui.charts.drawn import plain
 from penstock.orchestrator.ui.charts.themes import charts_of
 from penstock.orchestrator.ui.runs.columns import Columns
-from penstock.orchestrator.ui.runs.found import MAX_CHARACTERS, TAIL_BYTES, line_of, read_config
+from penstock.orchestrator.ui.runs.found import MAX_CHARACTERS, line_of
+from penstock.orchestrator.ui.runs.own_files import MOST_STATE_BYTES, read_config, read_events, read_json
 from penstock.orchestrator.ui.runs.printed import printed
 from penstock.orchestrator.ui.runs.rollouts import Rollouts, Wanted
 from penstock.orchestrator.ui.runs.thinning import thinned
@@ -58,7 +57,7 @@ class OpenRun:
         """Its line and cards, what it was told, what happened, which charts it has."""
         config = read_config(self._path)
         keys, num_steps, num_unreadable = self._read()
-        line, events = line_of(self._path, self._run), last_lines(self._path / "events.jsonl", TAIL_BYTES)
+        line, events = line_of(self._path, self._run), read_events(self._path)
         with self._reading_metrics:
             shown = cards(self._columns, config, events, line.seconds or 0.0)
         return {
@@ -82,9 +81,13 @@ class OpenRun:
         """By metric: steps and values, and where there are more than `points`, the range around each."""
         with self._reading_metrics:
             self._columns.update()
-            steps, columns = self._columns.steps, {key: self._columns[key] for key in keys}
+            steps, known = self._columns.steps, set(self._columns.keys)
+            columns = {key: self._columns[key] if key in known else None for key in keys}
         found = {}
         for key, values in columns.items():
+            if values is None:
+                found[key] = {"steps": [], "mean": []}
+                continue
             few = thinned(steps, values, max(1, min(points, MAX_POINTS)), first, last)
             found[key] = {"steps": plain(few.steps), "mean": plain(few.mean)}
             if few.low is not None and few.high is not None:
@@ -113,7 +116,8 @@ class OpenRun:
             row = self._rollouts.sample(step, place)
             if self._texts is None:
                 self._texts = TokenTexts(self._path, read_config(self._path))
-            return {**row, "token_texts": self._texts.of(row.get("response_ids") or [])}
+            ids = row.get("response_ids")
+            return {**row, "token_texts": self._texts.of(ids if isinstance(ids, list) else [])}
 
     def timeline(self, first: int | None, last: int | None) -> dict[str, Any]:
         """Who was busy when in these steps; None: the last few. Members that were lost meanwhile."""
@@ -130,11 +134,7 @@ class OpenRun:
     def state(self) -> dict[str, Any]:
         """Who is there and who waits for whom, as the run has told last."""
         line = asdict(line_of(self._path, self._run))
-        try:
-            state = json.loads((self._path / "state.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
-            state = None
-        return {"line": line, "state": state}
+        return {"line": line, "state": read_json(self._path, "state.json", MOST_STATE_BYTES)}
 
     def logs(self, member: str, text: str, only_trouble: bool) -> dict[str, Any]:
         """What actors printed, and what the run failed with. Raises `LookupError`."""
@@ -142,7 +142,7 @@ class OpenRun:
         return {**printed(self._path / "logs", member, text, only_trouble), "failures": failed[-MOST_FAILURES:]}
 
     def _events(self) -> list[dict[str, Any]]:
-        return last_lines(self._path / "events.jsonl", TAIL_BYTES)[-MAX_EVENTS:]
+        return read_events(self._path)[-MAX_EVENTS:]
 
     def _read(self) -> tuple[list[str], int, int]:
         """Metrics, steps, and lines that are none."""

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from penstock.orchestrator.recording.json_lines import last_lines
 from penstock.orchestrator.ui.runs.found import RunLine, Runs, differing, newest
+from penstock.orchestrator.ui.runs.own_files import last_lines
 from tests.orchestrator.ui.made_runs import HERE, make_run, steps
 
 
@@ -102,7 +102,7 @@ def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
             json.dumps({"step": step, "rare": step} if step % 9 == 0 else {"step": step}) + "\n" for step in range(5000)
         )
     )
-    lines = last_lines(file, 1000)
+    lines = last_lines(tmp_path, file.name, 1000)
     assert lines[-1] == {"step": 4999}
     assert newest(lines, "rare") == 4995
     assert newest(lines, "nothing") is None

@@ -174,7 +174,7 @@ def test_files_that_cannot_be_read_are_an_answer_and_no_failure(page: TestClient
     (run / "metrics.jsonl").mkdir()
     assert lines(page)["odd"]["state"] == "unreadable"
     answer = page.get("/api/run", params={"run": "odd"})
-    assert (answer.status_code, "Is a directory" in answer.json()["error"]) == (503, True)
+    assert (answer.status_code, "no plain file" in answer.json()["error"]) == (503, True)
 
 
 def test_names_and_texts_without_an_end_are_cut(page: TestClient, tmp_path: Path) -> None:

@@ -1,0 +1,163 @@
+"""Files of a run's directory, opened and read on the terms that somebody else may have written them.
+
+What is opened is a plain file that lies in the directory itself: no link is followed, also none on the way, and nothing
+waits for a pipe. What is read has a most of bytes, of depth and of kinds, so that no file is more than an odd run.
+"""
+
+import errno
+import json
+import os
+import stat
+import sys
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+import yaml
+
+from penstock.orchestrator.recording.json_lines import object_of
+
+TAIL_BYTES = 1 << 18
+"""Of a file's end, in which the newest values are looked for."""
+NUMBERS = (
+    "step", "from_step", "cpus", "gpus", "silent_s", "seconds", "tokens_again", "steps_again", "accuracy", "goal",
+)  # fmt: skip
+"""Of events."""
+MOST_CONFIG_BYTES = 1 << 20
+"""A configuration has some KiB."""
+MOST_STATE_BYTES = 1 << 25
+"""`state.json` of a thousand engines has some MiB."""
+MOST_TOKENIZER_BYTES = 1 << 27
+MOST_LEVELS = 64
+"""Lists and mappings in each other, in YAML. PyYAML's parser in C calls itself for each, and some ten thousand end the
+process."""
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+def open_own(run: Path, name: str) -> BinaryIO:
+    """`name`: below the run's directory. Raises `FileNotFoundError`, or another `OSError` for what is no plain file of
+    this directory."""
+    *folders, last = PurePosixPath(name).parts
+    place = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for folder in folders:
+            inner = os.open(folder, _DIRECTORY, dir_fd=place)
+            os.close(place)
+            place = inner
+        descriptor = os.open(last, _FILE, dir_fd=place)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENOTDIR):
+            raise
+        raise _refusal(run, name) from None
+    finally:
+        os.close(place)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise _refusal(run, name)
+    return os.fdopen(descriptor, "rb")
+
+
+def _refusal(run: Path, name: str) -> OSError:
+    text = "is no plain file of the run's own directory, and the page follows no link: put the file there"
+    return OSError(errno.ELOOP, text, str(run / name))
+
+
+def is_own(run: Path, name: str) -> bool:
+    """Whether there is such a plain file. Raises `OSError` where that may not be known."""
+    try:
+        return stat.S_ISREG((run / name).lstat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def read_own(run: Path, name: str, most: int) -> bytes:
+    """A whole file. Raises `OSError`, for one that is larger, too."""
+    with open_own(run, name) as opened:
+        found = opened.read(most + 1)
+    if len(found) > most:
+        raise OSError(errno.EFBIG, f"has more than {most:,} bytes, the most that the page reads of it", str(run / name))
+    return found
+
+
+def read_json(run: Path, name: str, most: int) -> Any:
+    """None if it is not there, or no JSON. Raises `OSError`."""
+    try:
+        return json.loads(read_own(run, name, most))
+    except (FileNotFoundError, ValueError, RecursionError):
+        return None
+
+
+def last_lines(run: Path, name: str, most: int) -> list[dict[str, Any]]:
+    """The objects of the last whole lines, from so many bytes of the file's end. Raises `OSError`."""
+    try:
+        with open_own(run, name) as opened:
+            size = opened.seek(0, os.SEEK_END)
+            opened.seek(max(0, size - most))
+            text = opened.read(most)
+    except FileNotFoundError:
+        return []
+    found = map(object_of, text.split(b"\n")[(1 if size > most else 0) : -1])
+    return [value for value in found if value is not None]
+
+
+def read_events(run: Path) -> list[dict[str, Any]]:
+    """The newest of `events.jsonl`. What is said to be a number and is none is left out of its event, so that whoever
+    reckons with events can. Raises `OSError`."""
+    return [
+        {key: value for key, value in event.items() if key not in NUMBERS or is_number(value)}
+        for event in last_lines(run, "events.jsonl", TAIL_BYTES)
+    ]
+
+
+def is_number(value: Any) -> bool:
+    """Finite, also as a float."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def first_line(run: Path, name: str, most: int) -> dict[str, Any] | None:
+    """The object of the first line, of at most so many bytes. Raises `OSError`."""
+    try:
+        with open_own(run, name) as opened:
+            return object_of(opened.readline(most))
+    except FileNotFoundError:
+        return None
+
+
+def read_config(run: Path) -> dict[str, Any]:
+    """`config.yaml`. Empty where it is none: of another version, or half of one. Raises `OSError`."""
+    try:
+        text = read_own(run, "config.yaml", MOST_CONFIG_BYTES).decode(errors="replace")
+    except OSError as error:
+        if error.errno != errno.EFBIG:
+            raise
+        return {}
+    try:
+        _check(text)
+        found = yaml.load(text, LOADER)
+    except (yaml.YAMLError, ValueError):  # ValueError: a date or a number that is none
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
+def _check(text: str) -> None:
+    """Raise `ValueError` for YAML of which a small file can make a large value or an end of the process: aliases, many
+    levels; and for types by name, for which the loader raises whatever Python does. No run writes any of these."""
+    level = 0
+    for event in yaml.parse(text, LOADER):
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"*{event.anchor}: an alias.")
+        if isinstance(event, yaml.NodeEvent) and getattr(event, "tag", None) not in (None, "!"):
+            raise ValueError(f"{event.tag}: a type by name.")
+        level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if level > MOST_LEVELS:
+            raise ValueError(f"more than {MOST_LEVELS} levels.")
+
+
+def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Of a configuration; empty where it is none, as in one of another version."""
+    found = config.get(name)
+    return found if isinstance(found, Mapping) else {}
