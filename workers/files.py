@@ -17,6 +17,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from penstock.conf.errors import CheckpointError
+from penstock.network.names import OutsideName, below
 from penstock.workers.direct_io import DirectReader
 from penstock.workers.whole_files import replacing
 
@@ -136,8 +137,8 @@ def find(url: str) -> list[str]:
 
 
 def seen_below(url: str) -> dict[str, tuple[int, str]]:
-    """All files below by name: size, and what the file system says of the version or the time. A file for which both
-    are as before has not changed. Raises `CheckpointError`."""
+    """All files below by name, but for links: size, and what the file system says of the version or the time. A file
+    for which both are as before has not changed. Raises `CheckpointError`."""
     system, root = _open(url)
     with _told(url, "read"):
         return {
@@ -146,17 +147,21 @@ def seen_below(url: str) -> dict[str, tuple[int, str]]:
                 next((str(info[key]) for key in ("ETag", "LastModified", "mtime", "created") if info.get(key)), ""),
             )
             for name, info in system.find(root, detail=True).items()
+            if not info.get("islink")
         }
 
 
 def download(url: str, directory: Path, names: Iterable[str] | None = None) -> None:
-    """All files below `url`, or these, in this order. Raises `CheckpointError` if there is nothing, or it cannot be
-    read."""
+    """All files below `url`, or these, in this order. Raises `CheckpointError` if there is nothing, if it cannot be
+    read, or if a name leads out of the directory: then nothing is written."""
     names = find(url) if names is None else list(names)
+    try:
+        targets = [(name, below(directory, name)) for name in names]
+    except OutsideName as error:
+        raise CheckpointError(f"{url}: {error} Nothing is brought from there: see who writes to it.") from None
     system, root = _open(url)
     with _told(url, "read"):
-        for name in names:
-            target = directory / name
+        for name, target in targets:
             target.parent.mkdir(parents=True, exist_ok=True)
             system.get_file(f"{root}/{name}", str(target))
     if not names:
@@ -191,6 +196,10 @@ def fault_of(directory: str, file: SavedFile, check_wanted: Callable[[], None] =
     nothing. `check_wanted`: called now and then; what it raises ends the reading. Raises `CheckpointError` if that
     cannot be told."""
     place = f"{directory}/{file.name}"
+    try:
+        below(Path(), file.name)
+    except OutsideName:
+        return "is no name of a file of its directory"
     if fault := fault_of_size(place, file.num_bytes):
         return fault
     try:

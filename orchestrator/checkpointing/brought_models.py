@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from penstock.conf.errors import CheckpointError
+from penstock.network.names import OutsideName, below
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.recording.mirror_record import MirrorRecord, url_of
 from penstock.orchestrator.recording.run_directory import RunDirectory
@@ -23,13 +25,16 @@ def as_told(path: str, directory: RunDirectory) -> str:
 
 
 def as_here(model: str, directory: RunDirectory) -> str:
-    """The other way round: where this run has it, or is to have it."""
+    """The other way round: where this run has it, or is to have it. Raises `CheckpointError`."""
     if not is_url(model):
         return model
     copy = MirrorRecord.above(directory.path)
     root, url = (directory.path, directory.url) if copy is None else (copy[0], copy[1].url)
     if url is not None and model.startswith(f"{url}/"):
-        return str(root / model.removeprefix(f"{url}/"))
+        try:
+            return str(below(root, model.removeprefix(f"{url}/")))
+        except OutsideName as error:
+            raise CheckpointError(f"{url}: a checkpoint says that its model is at {model}. {error}") from None
     return str(directory.path / "resumed_models" / hashlib.sha256(model.encode()).hexdigest()[:8])
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pyarrow as pa
 from msgspec import Struct
 
+from penstock.network.names import OutsideName, checked
 from penstock.store.data.arena import Arena, lay_by
 from penstock.store.data.far.nodes import RowsNodes
 from penstock.store.data.far.orders import Orders
@@ -103,6 +104,10 @@ class Segments:
         """A file that a producer has written is the store's from now on. Raises `StoreError` if it is none, or if it
         must be moved to disk and cannot be: then it goes back to its writer, or away."""
         name = placed.segment
+        try:
+            checked(name)  # a client chooses it, and the store removes it
+        except OutsideName as error:
+            raise StoreError(str(error)) from None
         if placed.node:
             self._adopt_far(placed)
             return

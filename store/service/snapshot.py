@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 import xxhash
 
+from penstock.network.names import OutsideName, checked
 from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.group_table import groups_table
 from penstock.store.data.payload import Payload, assemble, gather
@@ -260,7 +261,10 @@ def _manifest(path: Path) -> dict[str, Any]:
 
 
 def _check(path: Path, name: str, facts: dict[str, Any]) -> None:
-    file = path / name
+    try:
+        file = path / checked(name)
+    except OutsideName as error:
+        raise _corrupt(path, MANIFEST, f"names a file that is none of it: {error}") from None
     if not file.is_file():
         raise _corrupt(path, name, "is missing")
     if file.stat().st_size != facts["bytes"]:

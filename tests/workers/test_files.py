@@ -6,9 +6,22 @@ from typing import Any
 
 import pytest
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFile
 
 from penstock.conf.errors import CheckpointError
-from penstock.workers.files import download, exists, find, list_names, read_if_there, remove, upload, write_bytes
+from penstock.workers.files import (
+    SavedFile,
+    download,
+    exists,
+    fault_of,
+    find,
+    list_names,
+    read_if_there,
+    remove,
+    seen_below,
+    upload,
+    write_bytes,
+)
 from tests.far_places import Flaky, flaky
 
 FAR = "flaky://bucket/run"
@@ -70,3 +83,28 @@ def test_what_a_file_systems_library_raises_has_a_name(monkeypatch: pytest.Monke
     for call in (exists, list_names, read_if_there, find, remove, lambda place: write_bytes(place, b"")):
         with pytest.raises(CheckpointError, match=rf"{FAR}: cannot be .*: RuntimeError: EndpointConnectionError"):
             call(FAR)
+
+
+@pytest.mark.parametrize("name", ["../escaped", "a/../../escaped"])
+def test_a_key_that_leads_out_of_its_target_is_refused_and_nothing_is_written(
+    tmp_path: Path, far: type[Flaky], name: str
+) -> None:
+    for key in ("good", name):
+        far.store[f"/bucket/run/{key}"] = MemoryFile(path=f"/bucket/run/{key}", data=b"x")
+    with pytest.raises(CheckpointError, match=r"flaky://bucket/run: '.*escaped' is no name of a file below"):
+        download(FAR, tmp_path / "target")
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_a_link_behind_a_file_url_is_not_seen(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "file").write_text("y")
+    (tmp_path / "run" / "state.json").symlink_to(tmp_path / "secret")
+    assert set(seen_below(f"file://{tmp_path}/run")) == {"file"}
+
+
+def test_a_file_of_a_manifest_that_lies_elsewhere_is_none_of_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("x")
+    file = SavedFile.of_bytes("../secret", b"x")
+    assert fault_of(str(tmp_path / "checkpoint"), file) == "is no name of a file of its directory"

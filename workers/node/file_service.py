@@ -21,6 +21,7 @@ import xxhash
 
 from penstock.conf.errors import ResourceError
 from penstock.network.connection import Address, Connection, connect
+from penstock.network.names import OutsideName, below
 from penstock.store.data.roots import claim_root, guard_root, remove_root, sweep_stale
 from penstock.workers.files import SavedFile
 from penstock.workers.node.file_set import FileSet
@@ -61,16 +62,17 @@ class FileService:
         """Bring files that another node has written to a directory of this one, each in one step. Raises
         `ResourceError`."""
         try:
+            targets = [below(directory, file.name) for file in files.files]
             directory.mkdir(parents=True, exist_ok=True)
             free = shutil.disk_usage(directory).free
             if free < files.num_bytes:
                 raise OSError(f"no room: {free:,} bytes are free")
             with connect(source, FILES, self._token, CONNECT_S) as connection:
-                for number, file in enumerate(files.files):
-                    (directory / file.name).parent.mkdir(parents=True, exist_ok=True)
-                    with replacing(directory / file.name) as part:
+                for number, (file, target) in enumerate(zip(files.files, targets, strict=True)):
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with replacing(target) as part:
                         _receive(connection, files.address, number, file, part)
-        except OSError as error:
+        except (OSError, OutsideName) as error:
             raise ResourceError(
                 f"{platform.node()}: {len(files.files)} files ({files.num_bytes:,} bytes) could not be fetched from "
                 f"{source} into {directory}: {error}. The machines must reach each other on the ports of "

@@ -21,6 +21,7 @@ import xxhash
 
 from penstock.conf.errors import KeptStateError
 from penstock.network.connection import Address, Connection, connect
+from penstock.network.names import OutsideName, checked
 from penstock.workers.node.services import STATES
 from penstock.workers.trainer.kept.header import Header, from_json, to_json
 from penstock.workers.trainer.kept.room import reserve_slots
@@ -124,6 +125,7 @@ class StateService:
         slots.seal(slot, header)
 
     def _folder(self, trainer: str) -> Path:
-        if trainer in ("", ".", "..") or trainer != Path(trainer).name:
-            raise KeptStateError(f"{trainer!r} is no name of a trainer.")
-        return self._root / trainer
+        try:
+            return self._root / checked(trainer)
+        except OutsideName as error:
+            raise KeptStateError(f"{error} A trainer's is its role.") from None

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from penstock.conf.errors import CheckpointError
+from penstock.network.names import OutsideName, below
 from penstock.workers.files import download, seen_below
 
 _LOG = logging.getLogger("penstock")
@@ -33,11 +34,12 @@ class Copy:
         self.url, self.directory = url.rstrip("/"), directory
         self._has: dict[str, object] = {}
         """By name, what was seen of the file that is here."""
+        self._num_outside = 0
         self._stops = threading.Event()
 
     def look(self) -> bool:
         """Bring what is new, and say whether there is more. Raises `CheckpointError`."""
-        there = seen_below(self.url)
+        there = self._inside(seen_below(self.url))
         new = [name for name, seen in there.items() if self._has.get(name) != seen]
         records = sorted(filter(RECORD.fullmatch, new))
         samples = sorted(filter(SAMPLES.fullmatch, new), key=_step, reverse=True)
@@ -48,6 +50,20 @@ class Copy:
             (self.directory / name).unlink(missing_ok=True)
             del self._has[name]
         return len(samples) > SAMPLES_AT_ONCE
+
+    def _inside(self, there: dict[str, tuple[int, str]]) -> dict[str, tuple[int, str]]:
+        """Without names that lead out of the copy: whoever may write there may choose them."""
+        outside = {name for name in there if not _is_inside(name)}
+        if len(outside) > self._num_outside:
+            first = min(outside)
+            _LOG.warning(
+                "%s: %d files are left out, whose names lead out of it: %.200r is the first.",
+                self.url,
+                len(outside),
+                first,
+            )
+        self._num_outside = len(outside)
+        return {name: seen for name, seen in there.items() if name not in outside}
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
@@ -77,6 +93,14 @@ class Copy:
         with tempfile.TemporaryDirectory(dir=self.directory, prefix=".") as folder:
             download(self.url, Path(folder), [name])
             os.replace(Path(folder, name), target)
+
+
+def _is_inside(name: str) -> bool:
+    try:
+        below(Path(), name)
+    except OutsideName:
+        return False
+    return True
 
 
 def _step(name: str) -> int:

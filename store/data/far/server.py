@@ -9,7 +9,6 @@ values, so nothing here changes or goes while it is read. One server is the stor
 needs no orders; the others are the agents' (`workers/node/agent.py`).
 """
 
-import os
 import socket
 import threading
 from collections.abc import Iterable, Sequence
@@ -21,6 +20,7 @@ import pyarrow as pa
 from msgspec import Struct
 
 from penstock.network.connection import Connection, Frame
+from penstock.network.names import OutsideName, checked
 from penstock.store.data.arena import lay_by
 from penstock.store.data.codec import NOTHING, Codec, Malformed, joined
 from penstock.store.data.far.wanted import Wanted
@@ -180,6 +180,7 @@ class RowsServer:
 
 
 def _checked(name: str) -> str:
-    if name != os.path.basename(name) or name in ("", ".", ".."):
-        raise Malformed(f"{name!r} is no name of a segment.")
-    return name
+    try:
+        return checked(name)
+    except OutsideName as error:
+        raise Malformed(str(error)) from None

@@ -63,3 +63,12 @@ def test_one_that_is_gone_from_its_url_is_told_by_its_name(tmp_path: Path, url: 
     made = Checkpoint("there", 1, PromptStart(PromptCursor(0, 0), 0), f"{url}/initial_model", {}, config=about)
     with pytest.raises(CheckpointError, match=r"trained from file://.*/initial_model, which is gone"):
         check_fits(made, config)
+
+
+def test_a_checkpoint_that_names_a_model_elsewhere_is_refused_and_nothing_is_written(tmp_path: Path, url: str) -> None:
+    """The manifest lies at a URL, where others may write."""
+    model = f"{url}/../../../loose/resumed_models/x"
+    made = Checkpoint("", 1, PromptStart(PromptCursor(0, 0), 0), model, {})
+    with pytest.raises(CheckpointError, match=r"is no name of a file below"):
+        with_local_models(made, working_copy(tmp_path / "one" / "run", url))
+    assert not list(tmp_path.rglob("resumed_models"))

@@ -54,6 +54,16 @@ def test_a_directory_that_exists_is_another_stores_and_refused(tmp_path: Path, t
     assert [path.name for path in tmp_path.iterdir()] == [taken]
 
 
+def test_a_name_that_leads_out_of_the_directory_is_no_segment(tmp_path: Path) -> None:
+    """What the store has adopted, it removes."""
+    segments = segments_in(tmp_path)
+    placed = arena_of(segments).place(batch(5 * KB))
+    (tmp_path / "writer-9").write_bytes(bytes(10 * KB))
+    with pytest.raises(StoreError, match="is no name of a file"):
+        segments.adopt(replace(placed, segment="../writer-9"))
+    assert (tmp_path / "writer-9").exists()
+
+
 def test_a_file_that_exists_is_not_written_over_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "writer-0").write_bytes(b"theirs")
     with pytest.raises(FileExistsError):

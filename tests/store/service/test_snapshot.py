@@ -197,6 +197,21 @@ def test_a_damaged_snapshot_is_refused_by_its_files_name_and_the_one_before_offe
     run(body)
 
 
+def test_a_manifest_names_no_files_of_others(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        await client.snapshot(str(tmp_path), 1)
+        manifest = tmp_path / "snapshot-00000001" / "manifest.json"
+        found = json.loads(manifest.read_text())
+        (tmp_path / "loose").write_bytes((manifest.parent / "groups.arrow").read_bytes())
+        found["files"]["../loose"] = found["files"]["groups.arrow"]
+        manifest.write_text(json.dumps(found))
+        with pytest.raises(CorruptSnapshot, match=r"manifest\.json names a file that is none of it: '\.\./loose'"):
+            Store(SPEC, restore=tmp_path)
+
+    run(body)
+
+
 def test_a_manifest_that_is_none_is_named(tmp_path: Path) -> None:
     (tmp_path / "snapshot-00000001").mkdir()
     manifest = tmp_path / "snapshot-00000001" / "manifest.json"

@@ -7,6 +7,7 @@ import pytest
 
 from penstock.conf.errors import ResourceError
 from penstock.network.handshake import new_token
+from penstock.workers.files import SavedFile
 from penstock.workers.node.agent import NodeAgent
 from penstock.workers.node.file_set import FileSet
 
@@ -117,6 +118,18 @@ def test_what_another_node_has_written_is_collected_and_goes_there(
     wrote.files.discard(scratch)
     assert contents(target) == expected | {"of another node": b"stays"}
     assert not scratch.exists()
+
+
+def test_a_name_that_leads_out_of_its_directory_is_refused(agents: tuple[NodeAgent, NodeAgent], tmp_path: Path) -> None:
+    has, lacks = agents
+    place = tmp_path / "out" / "deep"
+    place.mkdir(parents=True)
+    (place.parent / "loose").write_bytes(b"x")
+    files = FileSet((SavedFile.of_bytes("../loose", b"x"),))
+    has.files.offer(files, place)
+    with pytest.raises(ResourceError, match=r"'../loose' is no name of a file below"):
+        lacks.files.collect(files, tmp_path / "target" / "deep", has.facts.address)
+    assert not (tmp_path / "target" / "loose").exists()
 
 
 def test_code_is_a_file_with_its_neighbours_and_packages(tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_after_a_loss_copies_of_other_ranks_and_of_lost_steps_go(agents: Agents)
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../weights", "a/b"])
 def test_a_trainers_name_is_no_path(agents: Agents, name: str) -> None:
-    with pytest.raises(KeptStateError, match="is no name of a trainer"):
+    with pytest.raises(KeptStateError, match="is no name of a file"):
         agents[0].states.there(name)
     with pytest.raises(KeptStateError):
         agents[0].states.fetch(name, {0: 1}, agents[1].facts.address)

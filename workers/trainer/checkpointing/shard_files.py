@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from penstock.conf.errors import CheckpointError
+from penstock.network.names import checked
 from penstock.workers.direct_io import DirectReader, DirectWriter
 from penstock.workers.files import FarFile, SavedFile, is_url, open_file, read_text
 from penstock.workers.trainer.checkpointing.plain_data import TENSORS
@@ -187,8 +188,7 @@ def _places(name: str, size: int, ranges: list[dict[str, Any]]) -> Iterator[Plac
             raise ValueError(f"{name!r} has a range at {numbers}")
         if place.first != end:
             raise ValueError(f"{name!r} has a range from element {place.first} on after one that ends at {end}")
-        if place.file in ("", ".", "..") or place.file != Path(place.file).name:
-            raise ValueError(f"{name!r} lies in {place.file!r}, which is no file of the checkpoint")
+        checked(place.file)
         end = place.first + place.length
         yield place
     if end != size:

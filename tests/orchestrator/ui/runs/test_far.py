@@ -5,6 +5,7 @@ from pathlib import Path
 
 import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFile
 
 from penstock.conf.errors import CheckpointError
 from penstock.orchestrator.ui.runs import far
@@ -89,3 +90,25 @@ def test_many_samples_come_a_few_at_a_time_the_newest_first(there: Path, tmp_pat
 def test_a_url_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nosuch"), Copy("nosuch://bucket/runs", tmp_path).follow():
         pass
+
+
+def test_a_key_that_leads_elsewhere_is_left_out_and_told_once(
+    there: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(there / "sums", "start")
+    put(there)
+    here = tmp_path / "a" / "here"
+    here.mkdir(parents=True)
+    store = fsspec.filesystem("memory").store
+    for name in ("../x/state.json", "sums/../../../y/config.yaml", "../samples/step_1.parquet"):
+        store[f"/bucket/runs/{name}"] = MemoryFile(path=f"/bucket/runs/{name}", data=b"x")
+    copy = Copy(URL, here)
+    copy.look()
+    copy.look()
+    assert [line.id for line in Runs(here).lines()] == ["sums"]
+    assert [path for path in tmp_path.rglob("*") if path.is_file() and here not in path.parents] == [
+        path for path in there.rglob("*") if path.is_file()
+    ]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{URL}: 3 files are left out, whose names lead out of it: '../samples/step_1.parquet' is the first."
+    ]

@@ -177,7 +177,7 @@ def test_nothing_in_a_checkpoint_is_run_when_it_is_read(
 
 
 INDEX_FAULTS = {
-    "a file elsewhere": (lambda entry: entry["ranges"][0].update(file="../other"), "no file of the checkpoint"),
+    "a file elsewhere": (lambda entry: entry["ranges"][0].update(file="../other"), "no name of a file"),
     "a gap": (lambda entry: entry["ranges"][0].update(first=1), "from element 1 on after one that ends at 0"),
     "an end too early": (lambda entry: entry["ranges"][0].update(length=1), "1 of them in files"),
     "a negative place": (lambda entry: entry["ranges"][0].update(offset=-8), "has a range at"),
