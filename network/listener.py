@@ -1,14 +1,17 @@
 """A port of this machine that the run's processes on other machines connect to.
 
 One thread accepts; each connection gets a thread, which has it prove that it is of this run (`handshake.py`) and then
-calls the handler of the service that it asked for. Whoever proves nothing hears nothing, and is counted.
+calls the handler of the service that it asked for. Whoever proves nothing hears nothing, and is counted. Strangers that
+say nothing keep no member out: where there are too many, one of them leaves for the next.
 """
 
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Mapping
 from contextlib import suppress
+from typing import Generic, TypeVar
 
 from penstock.network.connection import SILENCE_S, Address, hang_up, prepare, read_exactly
 from penstock.network.handshake import FINISH_BYTES, HELLO, ServerHandshake, Stranger
@@ -16,7 +19,7 @@ from penstock.network.handshake import FINISH_BYTES, HELLO, ServerHandshake, Str
 MANY = 1024
 """Connections that wait to be accepted: all machines of a run come at once."""
 MOST_STRANGERS = 128
-"""Connections that may be within the handshake at a time; more are hung up on."""
+"""Connections that may be within the handshake at a time: a thread each."""
 HANDSHAKE_S = 10.0
 """After so long a connection that has not proved anything is hung up on."""
 JOIN_S = 5.0
@@ -26,6 +29,36 @@ PAUSE_S = 0.02
 Handler = Callable[[socket.socket], None]
 """Serves an authenticated connection in its own thread, and may hand it over and return. The socket is the handler's,
 who closes it."""
+
+
+Who = TypeVar("Who", bound=Hashable)
+
+
+class Strangers(Generic[Who]):
+    """Connections that have not proved anything yet. Where there are too many, the oldest of the address that has most
+    of them leaves: an address that has fewer loses none to it. Pure."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._hosts: dict[Who, str] = {}
+        """The oldest first."""
+
+    def come(self, who: Who, host: str) -> Who | None:
+        """The one that is to leave for it."""
+        left = self._who_leaves() if len(self._hosts) >= self._most else None
+        if left is not None:
+            del self._hosts[left]
+        self._hosts[who] = host
+        return left
+
+    def gone(self, who: Who) -> None:
+        """It is a stranger no more, or has ended. Harmless for one that has left."""
+        self._hosts.pop(who, None)
+
+    def _who_leaves(self) -> Who:
+        counts = Counter(self._hosts.values())
+        largest = max(counts.values())
+        return next(who for who, host in self._hosts.items() if counts[host] == largest)
 
 
 class Listener:
@@ -57,7 +90,7 @@ class Listener:
         """Connections of strangers."""
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
-        self._greeting = threading.BoundedSemaphore(MOST_STRANGERS)
+        self._strangers = Strangers[socket.socket](MOST_STRANGERS)
         self._closed = False
         self._thread = threading.Thread(target=self._accept, name="listener", daemon=True)
         self._thread.start()
@@ -84,14 +117,11 @@ class Listener:
     def _accept(self) -> None:
         while True:
             try:
-                connected, _ = self._socket.accept()
+                connected, (host, *_) = self._socket.accept()
             except OSError:
                 if self._closed:
                     return
                 time.sleep(PAUSE_S)  # the visitor was gone before it was let in, or there are too many open files
-                continue
-            if not self._greeting.acquire(blocking=False):
-                self._refuse(connected)
                 continue
             thread = threading.Thread(target=self._serve, args=(connected,), name="connection", daemon=True)
             with self._lock:
@@ -99,6 +129,8 @@ class Listener:
                     connected.close()
                     return
                 self._open[connected] = thread
+                if (left := self._strangers.come(connected, host)) is not None:
+                    hang_up(left)  # its own thread hears of that, counts it and closes it
             thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
@@ -106,7 +138,8 @@ class Listener:
             try:
                 service = self._welcome(connected)
             finally:
-                self._greeting.release()
+                with self._lock:
+                    self._strangers.gone(connected)
             if service in self._takers:
                 self._forget(connected)  # before another thread has it
             if service is not None:

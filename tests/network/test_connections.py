@@ -5,14 +5,17 @@ import os
 import queue
 import socket
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from penstock.network.connection import Address, Connection, connect
 from penstock.network.handshake import HELLO, Stranger, new_token
-from penstock.network.listener import Listener
+from penstock.network.listener import MOST_STRANGERS, Listener, Strangers
 
 TOKEN = new_token()
 ECHO, HAND_OVER = 1, 2
@@ -83,6 +86,50 @@ def test_a_stranger_gets_no_byte(listener: Listener) -> None:
 def test_one_that_says_nothing_is_hung_up_on(listener: Listener) -> None:
     with socket.create_connection((HOST, listener.address.port), 30.0) as visitor:
         assert visitor.recv(1) == b""  # after handshake_s, not after the 30 s that the visitor would wait
+
+
+@pytest.mark.parametrize("addresses", [1, 3])
+def test_silent_connections_keep_no_member_out(addresses: int) -> None:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(Listener(HOST, TOKEN, {ECHO: echo}, handshake_s=60.0))
+        to = HOST, listener.address.port
+        for number in range(MOST_STRANGERS + 20):
+            own = f"127.0.0.{2 + number % addresses}", 0
+            stack.enter_context(socket.create_connection(to, 30.0, source_address=own))
+        for _ in range(3):
+            with connect(listener.address, ECHO, TOKEN, 30.0) as connection:
+                connection.send(1, b"there")
+                assert connection.receive().body == b"there"
+        assert listener.refused >= 20
+
+
+def test_the_oldest_stranger_of_the_address_with_most_leaves() -> None:
+    strangers = Strangers[str](3)
+    assert [strangers.come(who, who[0]) for who in ("a1", "b1", "b2")] == [None, None, None]
+    assert strangers.come("c1", "c") == "b1"
+    assert strangers.come("c2", "c") == "a1"  # one each: the oldest of all
+    strangers.gone("b2")
+    strangers.gone("b1")  # has left before
+    assert strangers.come("a2", "a") is None
+    assert strangers.come("a3", "a") == "c1"
+
+
+@given(st.integers(1, 6), st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=40))
+def test_who_leaves_is_the_oldest_of_those_that_take_most(most: int, moves: list[tuple[int, bool]]) -> None:
+    strangers, there = Strangers[int](most), list[tuple[int, int]]()
+    for number, (host, goes) in enumerate(moves):
+        if goes and there:
+            gone = there.pop(host % len(there))
+            strangers.gone(gone[0])
+            continue
+        left = strangers.come(number, str(host))
+        assert (left is None) == (len(there) < most)
+        if left is not None:
+            count = Counter(one for _, one in there)
+            largest = max(count.values())
+            assert left == next(who for who, one in there if count[one] == largest)
+            there = [entry for entry in there if entry[0] != left]
+        there.append((number, host))
 
 
 def test_a_server_of_another_run_is_found_out() -> None:
