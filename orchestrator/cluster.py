@@ -1,12 +1,16 @@
 """The Ray cluster of a run: the one that RAY_ADDRESS names, or a local one that ends with the run."""
 
+import contextlib
 import logging
 import math
 import os
+import secrets
 import shlex
 import socket
+import stat
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,6 +26,9 @@ from penstock.orchestrator.placement.nodes import cluster_nodes
 MIB = 2**20
 KNOCK_S = 10.0
 """For the cluster's port to answer."""
+PRIVATE, OTHERS = 0o600, 0o077
+TOKEN_BYTES = 32
+"""As Ray makes them."""
 _started: set[str] = set()
 """Clusters that this process has started, and that end with it."""
 
@@ -136,6 +143,31 @@ def metadata_of(config: RunConfig, place: str) -> dict[str, str]:
     return {name: value for name, value in known.items() if value} | config.tracking.tags
 
 
+def keep_token_private(*, is_joining: bool = False) -> None:
+    """Have Ray's token, by which whoever reads it may run code, readable by its user alone. Ray writes it with whatever
+    the umask allows, so it is made here where there is none: Ray takes the one that it finds. `is_joining`: another's
+    cluster, whose token is not made here; and where there is none, Ray asks for none."""
+    file = Path.home() / ".ray" / "auth_token"
+    is_given = os.environ.get("RAY_AUTH_TOKEN") or os.environ.get("RAY_AUTH_TOKEN_PATH")
+    is_wanted = os.environ.get("RAY_AUTH_MODE", "token").lower() == "token" and not (is_given or is_joining)
+    with contextlib.suppress(OSError):  # Ray says itself that it can write none
+        if is_wanted and not file.exists():
+            _make_token(file)
+        if stat.S_IMODE(file.stat().st_mode) & OTHERS:
+            file.chmod(PRIVATE)
+
+
+def _make_token(file: Path) -> None:
+    """Whole, and once: another run may start at the same time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, PRIVATE), "w") as opened:
+        opened.write(secrets.token_hex(TOKEN_BYTES))
+    with contextlib.suppress(FileExistsError):
+        os.link(part, file)
+    part.unlink()
+
+
 def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata: dict[str, str]) -> None:
     common: dict[str, Any] = {
         "namespace": namespace,
@@ -143,6 +175,7 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata:
         "log_to_driver": config.cluster.worker_logs,
         "logging_level": logging.ERROR,
     }
+    keep_token_private(is_joining=bool(os.environ.get("RAY_ADDRESS")))
     if address := os.environ.get("RAY_ADDRESS"):
         join(address, **common)
         return
