@@ -83,7 +83,7 @@ class OpenRun:
             self._columns.update()
             steps, known = self._columns.steps, set(self._columns.keys)
             columns = {key: self._columns[key] if key in known else None for key in keys}
-        found = {}
+        found: dict[str, Any] = {}
         for key, values in columns.items():
             if values is None:
                 found[key] = {"steps": [], "mean": []}
