@@ -87,7 +87,8 @@ ORDINARY_USER = """
 import os, sys
 sys.path.insert(0, {root!r})
 from penstock.workers.sandbox.blocking import BlockingSandbox
-sandbox = BlockingSandbox()
+from penstock.workers.sandbox.limits import Limits
+sandbox = BlockingSandbox(Limits(wall_s=120))
 sandbox.start()
 print(os.getuid(), sandbox.run_python("import os; print(os.getuid())").stdout)
 print(sandbox.run_python({hungry!r}).reason, sandbox.run_python("print(7)").stdout)
@@ -160,7 +161,8 @@ async def test_where_a_cgroup_is_required_and_there_is_none_nothing_runs(marker,
 async def test_a_watch_that_sees_nothing_is_found_out_before_anything_runs(marker, monkeypatch):
     monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
     monkeypatch.setattr(check, "descendants", lambda pid: [])  # a kernel without CONFIG_PROC_CHILDREN
-    said = await refused(marker, limits=Limits(wall_s=1.0))
+    monkeypatch.setattr(check, "SEEN_S", 0.2)
+    said = await refused(marker)
     assert "the memory of a process inside is not seen in /proc" in said
 
 

@@ -168,10 +168,12 @@ async def passes(worker: Worker, machine: Machine) -> None:
 
 @in_a_loop
 async def test_what_runs_out_of_memory_behind_a_new_fence_is_not_run_again(monkeypatch):
+    """And those of its processes that the kernel has left are not waited for."""
     monkeypatch.setattr("penstock.workers.sandbox.sandbox.check", passes)
     async with Sandbox(LIMITS) as sandbox:
         (first,) = sandbox._all
-        assert (await sandbox.run_python(HUNGRY)).reason == "memory"
+        outcome = await sandbox.run_python(HUNGRY)
+        assert (outcome.reason, outcome.exit_code) == ("memory", -9), "it would have gone on for half a minute"
         assert not sandbox._all, "its fence is not used again"
         assert first.num_executions == 1
 

@@ -183,7 +183,7 @@ class Worker:
         self.control.send(b"counted" if self.cgroup is not None else b"uncounted")
 
     async def _ended(self, deadline_s: float, meter: "Meter") -> tuple[dict[str, Any], bool]:
-        """What the keeper says, and whether too much memory was seen. Raises `TimeoutError` or `ConnectionError`."""
+        """What the keeper says, and whether memory ran out meanwhile. Raises `TimeoutError` or `ConnectionError`."""
         deadline = time.monotonic() + deadline_s
         most_s = -int(-self.limits.cpu_s // 1) + CPU_SLACK_S
         while time.monotonic() < deadline:
@@ -191,7 +191,9 @@ class Worker:
                 async with asyncio.timeout(WATCH_S):
                     await self._readable()
                 return self._heard(), False
-            if meter.memory_bytes() > self.limits.memory_bytes:
+            if (
+                meter.was_killed() or meter.memory_bytes() > self.limits.memory_bytes
+            ):  # those left need not be waited for
                 return LOST | {"in_time": True}, True
             if meter.cpu_s() > most_s:  # of several processes; one alone is ended by the kernel, and its fence stays
                 return LOST | {"in_time": True}, False
