@@ -1,6 +1,7 @@
-"""A process that an environment starts and talks to over its stdin and stdout: one line is one message.
+"""A process that an environment starts and talks to over its stdin and stdout: one line is one message, or all that it
+says is its answer.
 
-What it has started ends with it. Used by `tools/mcp_process.py` and `adapters/verifiers.py`.
+What it has started ends with it.
 """
 
 import asyncio
@@ -39,6 +40,11 @@ class Child:
         )  # fmt: skip
 
     @property
+    def exit_code(self) -> int | None:
+        """None while it runs."""
+        return self._process.returncode
+
+    @property
     def has_ended(self) -> bool:
         return self._process.returncode is not None
 
@@ -56,6 +62,22 @@ class Child:
         assert self._process.stdin is not None
         self._process.stdin.write(line + b"\n")
         await self._process.stdin.drain()
+
+    async def answer(self, said: bytes, most: int) -> bytes:
+        """What it says to this until it has ended, up to so many bytes; the rest is read and let go. Whatever else holds
+        its stdout by then is not waited for."""
+        assert self._process.stdout is not None
+        heard = bytearray()
+        telling = asyncio.create_task(self._tell(said))
+        hearing = asyncio.create_task(_read(self._process.stdout, heard, most))
+        try:
+            await self.ended()
+            self._kill()  # the rest of its group: then stdout ends, unless somebody has left the group
+            await asyncio.wait([hearing], timeout=LEAVE_S)
+        finally:
+            telling.cancel()
+            hearing.cancel()
+        return bytes(heard)
 
     async def end(self) -> None:
         """It may end by itself first, if it does so soon."""
@@ -94,7 +116,19 @@ class Child:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
+    async def _tell(self, said: bytes) -> None:
+        """It need not read it."""
+        assert self._process.stdin is not None
+        with suppress(ConnectionError):
+            await self.say(said)
+        self._process.stdin.close()
+
     async def _hear_errors(self) -> None:
         assert self._process.stderr is not None
         while said := await self._process.stderr.read(4096):
             self._stderr = (self._stderr + said)[-MAX_TAIL:]
+
+
+async def _read(stream: asyncio.StreamReader, heard: bytearray, most: int) -> None:
+    while said := await stream.read(2**16):
+        heard += said[: max(0, most - len(heard))]

@@ -4,13 +4,14 @@ killed, so that a grader that hangs or crashes costs one attempt. Used by adapte
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from penstock.conf.errors import DataError
 from penstock.workers.reward.outcome import RewardError
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
+from penstock.workers.reward.signatures import name_of
 
 NUM_PROCESSES = 2
 """An answer takes milliseconds; a second process serves while the first is hung."""
@@ -23,16 +24,18 @@ class Scoring:
     await scoring.score("It is 4.", {"answer": "4"})      # 1.0
     """
 
-    def __init__(self, function: str, options: Mapping[str, Any] | None = None, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, function: str | Callable[..., Any], options: Mapping[str, Any] | None = None, timeout_s: float = 10.0
+    ) -> None:
         """Raises `ConfigError` for a function that is not found or takes what nobody provides."""
         spec = RewardSpec.of(function, dict(options or {}))
         spec.check()
-        self._function = function
+        self._function = function if isinstance(function, str) else name_of(function)
         self._pool = RewardPool(spec, num_processes=NUM_PROCESSES, timeout_s=timeout_s)
         self._starting: asyncio.Future[None] | None = None
 
-    async def score(self, answer: str, task: Mapping[str, Any]) -> float:
-        """`task`: the row's columns. Raises `DataError` where the function raises, hangs or gives no number: the
+    async def score(self, answer: Any, task: Mapping[str, Any]) -> float:
+        """`answer`: text, or what else the function takes. `task`: the row's columns. Raises `DataError` where the function raises, hangs or gives no number: the
         attempt has failed then, and is not trained as one that was wrong."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._pool.start())

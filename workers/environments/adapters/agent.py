@@ -9,23 +9,30 @@ The answer is scored by a reward function (`reward=`), and by default is right i
 from a dataset.
 """
 
-import asyncio
 import inspect
 import json
 import os
-import signal
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError
+from penstock.workers.environments.child import Child
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
+from penstock.workers.environments.scoring import Scoring
 from penstock.workers.environments.task import Task
 from penstock.workers.user_code import find_function
 
 MAX_OUTPUT = 2**20
-"""Bytes of a command's output that are read."""
+"""Bytes of a command's output that are kept."""
+INHERITED = (
+    "HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "LOGNAME", "PATH", "PYTHONPATH", "SHELL", "TERM", "TMPDIR",
+    "TZ", "USER", "VIRTUAL_ENV",
+)  # fmt: skip
+"""Environment variables that a command has. Others of this process may be secrets: keys of trackers and stores."""
+KEY = "environment.options.reward"
 
 
 @environment("agent")
@@ -33,15 +40,22 @@ class Agent:
     """One of `function` and `command`."""
 
     def __init__(
-        self, function: str | None = None, command: Sequence[str] | None = None, reward: str | None = None
+        self,
+        function: str | None = None,
+        command: Sequence[str] | None = None,
+        reward: str | None = None,
+        env: Mapping[str, str | None] | None = None,
     ) -> None:
-        """`function`: `file.py:function`, async. `command`: program and arguments. `reward`: `file.py:function`, of
-        (answer, task), where `task` has the row's columns. Raises `ConfigError`."""
+        """`function`: `file.py:function`, async. `command`: program and arguments. `reward`: `file.py:function` of
+        (answer, task), where `task` has the row's columns; or as `reward.function`. It runs in processes of its own.
+        `env`: environment variables of the command beside those in `INHERITED`; null for one whose value it takes over
+        from this process. Raises `ConfigError`."""
         if (function is None) == (command is None):
             raise ConfigError("environment.options: give agent either a function or a command.")
         self._function = find_function(function, "environment.options.function") if function else None
         self._command = list(command or ())
-        self._score = find_function(reward, "environment.options.reward") if reward else is_right
+        self._env = {str(name): value for name, value in (env or {}).items()}
+        self._scoring = Scoring(as_reward(reward)) if reward else None
         if self._function is not None and not inspect.iscoroutinefunction(self._function):
             raise ConfigError(f"environment.options.function={function}: an async function is due.")
 
@@ -52,24 +66,30 @@ class Agent:
             answer = await self._function(**{name: value for name, value in told.items() if name in taken})
         else:
             answer = await self._ask_command(task, ctx)
-        score = self._score(answer, dict(task.data))
-        ctx.reward(float(await score if inspect.isawaitable(score) else score))
+        if self._scoring is None:
+            ctx.reward(is_right(answer, task.data))
+        else:
+            ctx.reward(await self._scoring.score(answer, task.data))
+
+    async def aclose(self) -> None:
+        if self._scoring is not None:
+            await self._scoring.aclose()
 
     async def _ask_command(self, task: Task, ctx: Context) -> str:
-        """Its own session, so that whatever it starts ends with it."""
-        process = await asyncio.create_subprocess_exec(
-            *self._command, env={**os.environ, **ctx.describe()}, stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, start_new_session=True, limit=MAX_OUTPUT,
-        )  # fmt: skip
+        child = await Child.start(self._command, {**self._environment(), **ctx.describe()})
         try:
-            output, errors = await process.communicate(json.dumps(row_of(task), default=str).encode())
+            output = await child.answer(json.dumps(row_of(task), default=str).encode(), MAX_OUTPUT)
+            if child.exit_code:
+                raise RuntimeError(f"{self._command[0]}: {await child.epitaph()}")
         finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        if process.returncode:
-            tail = errors.decode(errors="replace").strip()[-500:]
-            raise RuntimeError(f"{self._command[0]} ended with {process.returncode}: {tail}")
-        return output[:MAX_OUTPUT].decode(errors="replace").strip()
+            child.kill()
+            await child.end()
+        return output.decode(errors="replace").strip()
+
+    def _environment(self) -> dict[str, str]:
+        names = (*INHERITED, *(name for name, value in self._env.items() if value is None))
+        inherited = {name: os.environ[name] for name in names if name in os.environ}
+        return inherited | {name: str(value) for name, value in self._env.items() if value is not None}
 
 
 def row_of(task: Task) -> dict[str, Any]:
@@ -80,3 +100,26 @@ def row_of(task: Task) -> dict[str, Any]:
 def is_right(answer: Any, task: Mapping[str, Any]) -> float:
     """1.0 for the row's answer, else 0.0."""
     return float(str(answer).strip() == str(task.get("answer")).strip())
+
+
+@dataclass(frozen=True)
+class OfAnswer:
+    """A reward function of (answer, task), whatever it calls them, as reward processes take one."""
+
+    name: str
+
+    def __call__(self, response: Any, task: Mapping[str, Any]) -> Any:
+        return find_function(self.name, KEY)(response, task)
+
+
+def as_reward(name: str) -> str | Callable[..., Any]:
+    """What `Scoring` takes. Raises `ConfigError`."""
+    if ":" not in name:
+        return name
+    parameters = inspect.signature(find_function(name, KEY)).parameters
+    if {"response", "completions", "solution_str"} & {*parameters}:
+        return name
+    if len(parameters) < 2:
+        raise ConfigError(f"{KEY}={name}: a function of (answer, task) is due, not of ({', '.join(parameters)}).")
+    place, _, function = name.rpartition(":")
+    return OfAnswer(f"{Path(place).expanduser().resolve()}:{function}" if place.endswith(".py") else name)

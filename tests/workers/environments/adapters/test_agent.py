@@ -1,0 +1,125 @@
+"""Agents as functions and as programs: what they are told, what ends them, and how their answers are scored."""
+
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.conf.errors import ConfigError
+from penstock.workers.environments.adapters import agent as adapter_module
+from penstock.workers.environments.task import Task
+from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, Trajectory
+from tests.workers.environments.adapters.adapted import adapter, played
+
+TASK = {"question": "6 * 7?", "answer": "42"}
+
+
+class Speaks:
+    """The agent after one turn of the policy, so that the attempt has something to train."""
+
+    def __init__(self, environment: Any) -> None:
+        self._environment = environment
+
+    async def run(self, task: Task, ctx: Any) -> None:
+        await ctx.sample([{"role": "user", "content": "?"}])
+        await self._environment.run(task, ctx)
+
+    async def aclose(self) -> None:
+        await self._environment.aclose()
+
+
+def attempt(**options: Any) -> Trajectory:
+    return played(Speaks(adapter("agent", **options)), TASK, ["yes"])[0]
+
+
+def program(text: str, **options: Any) -> Trajectory:
+    return attempt(command=[sys.executable, "-c", text], **options)
+
+
+def test_a_program_reads_the_row_and_what_it_prints_is_its_answer() -> None:
+    assert program("import json,sys; print(eval(json.load(sys.stdin)['question'].strip('?')))").reward == 1.0
+    assert program("print(41)").reward == 0.0
+
+
+def test_a_program_that_fails_is_told_with_the_end_of_its_output() -> None:
+    outcome = program("import sys; print('x' * 10_000, file=sys.stderr); sys.exit('no such model')").outcome
+    assert outcome.kind == FAILED
+    assert "it has ended with 1; it said last: xxx" in outcome.detail
+    assert outcome.detail.endswith("no such model")
+
+
+def test_a_program_sees_the_endpoint_and_none_of_our_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    monkeypatch.setenv("SEARCH_API_KEY", "for the agent")
+    check = (
+        "import os; assert 'WANDB_API_KEY' not in os.environ; assert os.environ['PATH'];"
+        "assert os.environ['OPENAI_API_KEY'].startswith('ps-'); print(os.environ.get('SEARCH_API_KEY'), {0})"
+    ).format("os.environ.get('MODE')")
+    assert program(check.replace("print(", "print(42 if (")[:-1] + ") == (None, None) else 0)").reward == 1.0
+    given = {"SEARCH_API_KEY": None, "MODE": "fast"}
+    told = check.replace("print(", "print(42 if (")[:-1] + ") == ('for the agent', 'fast') else 0)"
+    assert program(told, env=given).reward == 1.0
+
+
+def test_an_endless_output_is_cut_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gigabyte of it never lies in memory."""
+    monkeypatch.setattr(adapter_module, "MAX_OUTPUT", 2)
+    found = program("import sys\nsys.stdout.write('42')\nfor _ in range(1000): sys.stdout.write('x' * 2**20)")
+    assert (found.outcome.kind, found.reward) == (COMPLETED, 1.0)
+
+
+@pytest.mark.parametrize("session", [False, True])
+def test_what_a_program_leaves_behind_does_not_hold_up_its_answer(session: bool, tmp_path: Path) -> None:
+    left = f"subprocess.Popen(['sleep', '3600'], start_new_session={session})"
+    assert program(f"import subprocess; {left}; print(42)").reward == 1.0
+
+
+def test_a_program_need_not_read_its_row() -> None:
+    large = {**TASK, "text": "x" * 2**20}
+    found, _ = played(Speaks(adapter("agent", command=["echo", "42"])), large, ["yes"])
+    assert found.reward == 1.0
+
+
+def test_a_reward_blocks_nobody_and_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "grade.py").write_text(
+        "import os, sys, threading\n"
+        "def pid(answer, task):\n    return float(answer == '42' and os.getpid() != %d)\n"
+        "def leaves(answer, task):\n    sys.exit(3)\n"
+        "def own(response, task):\n    return 0.5\n"
+        "async def soon(answer, task):\n    return 0.25\n" % __import__("os").getpid()
+    )
+    name = f"{tmp_path}/grade.py"
+    assert program("print(42)", reward=f"{name}:pid").reward == 1.0
+    assert program("print(42)", reward=f"{name}:own").reward == 0.5
+    assert program("print(42)", reward=f"{name}:soon").reward == 0.25
+    assert program("print(42)", reward="math_verify").reward == 1.0
+    failed = program("print(42)", reward=f"{name}:leaves").outcome
+    assert failed.kind == FAILED
+    assert "SystemExit: 3" in failed.detail
+
+
+def test_a_function_may_answer_with_what_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "async def solve(question):\n    return {'value': 42}\n"
+        "def grade(answer, task):\n    return float(answer['value'] == int(task['answer']))\n"
+    )
+    function, reward = (f"{tmp_path}/agent.py:{name}" for name in ("solve", "grade"))
+    assert attempt(function=function, reward=reward).reward == 1.0
+
+
+def test_a_reward_that_fits_no_signature_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "grade.py").write_text("def one(answer):\n    return 1.0\n")
+    with pytest.raises(ConfigError, match=r"environment\.options\.reward=.*\(answer, task\)"):
+        adapter("agent", command=["echo"], reward=f"{tmp_path}/grade.py:one")
+
+
+def test_an_attempt_that_ends_takes_its_program_along(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    text = f"import os,time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(3600)"
+    environment = Speaks(adapter("agent", command=[sys.executable, "-c", text]))
+    found, _ = played(environment, TASK, ["yes"], timeout_s=3.0)
+    assert found.outcome.reason == "time"
+    assert not file.exists() or not Path(f"/proc/{file.read_text()}").exists()
+    assert threading.active_count() < 100
