@@ -85,6 +85,8 @@ class TextArena:
                 move = self._moves[opponent](read)
                 move = str(await move if inspect.isawaitable(move) else move)
             is_over = game.play(move)
+        if not ctx.turns:
+            ctx.reject("no_move", "the opponent ended the game before the policy was to move")
         if game.made_invalid_move(seat):
             ctx.count("lost_by_invalid_move")
         reward = game.rewards()[seat]

@@ -14,7 +14,7 @@ from penstock.conf.errors import ConfigError
 from penstock.workers.environments.adapters.textarena import Game
 from penstock.workers.environments.task import Task
 from penstock.workers.protocols import Sampling
-from penstock.workers.trajectory.trajectory import COMPLETED
+from penstock.workers.trajectory.trajectory import COMPLETED, REJECTED
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.environments.adapters.adapted import adapter, heard, played
 
@@ -63,6 +63,19 @@ def test_an_invalid_move_is_told_once_and_loses_then() -> None:
     attempt, counts = played(environment, task(0, "random"), ["none", "9"])
     assert (attempt.reward, counts["lost_by_invalid_move"]) == (-1.0, 1)
     assert "attempted an invalid move" in heard(attempt)[1]
+
+
+@pytest.mark.parametrize("opponent", ["self", "function"])
+def test_a_game_that_the_opponent_ends_before_the_policy_moves_is_rejected_and_no_failure(
+    opponent: str, tmp_path: Path
+) -> None:
+    if opponent == "function":
+        (tmp_path / "clumsy.py").write_text("def move(read):\n    return '[99]'\n")
+        opponent = f"{tmp_path}/clumsy.py:move"
+    environment = adapter("textarena", id="TicTacToe-v0", opponents=[opponent])
+    attempt, counts = played(environment, task(1, opponent), ["99", "99"])
+    assert (attempt.outcome.kind, attempt.outcome.reason) == (REJECTED, "rejected_no_move")
+    assert (counts["attempts_rejected"], counts["attempts_failed"]) == (1, 0)
 
 
 def test_the_policy_against_itself_is_trained_on_one_seat() -> None:
