@@ -48,7 +48,8 @@ class EnvironmentConfig:
     cpus_per_worker: float = 0.0
     """Logical CPUs that each reserves. 0: none, as most of an environment is waiting for tokens."""
     max_attempts: int = 1024
-    """Attempts that one actor has under way. What waits for a tool costs an engine nothing."""
+    """Attempts that one actor has under way, those of evaluation included. What waits for a tool costs an engine
+    nothing."""
     max_turns: int = 32
     """An attempt is truncated after so many."""
     max_tokens: int = 8192
@@ -61,9 +62,10 @@ class EnvironmentConfig:
     bounded by max_staleness. context: any store.window may let others overtake long attempts; their turns that are too
     old by then are read and not trained, and an attempt of which no turn is young enough is dropped (dropped/stale)."""
     tool_timeout_s: float = 30.0
-    """Of one tool call; then the model is told so, and the attempt goes on."""
+    """Of one tool call, from where it runs; then the model is told so, and the attempt goes on."""
     tool_threads: int = 32
-    """Tools that are plain functions run in so many threads of an actor, so that a slow one blocks nobody."""
+    """Calls of tools that are plain functions run at a time, each in a thread, so that a slow one blocks nobody. One
+    whose time is over leaves its place to the next."""
     max_tool_characters: int = 16_384
     """The rest of what a tool returns is cut, and the model is told."""
     max_error_share: float = 0.2

@@ -5,6 +5,7 @@ Held by the controller, which calls it between two publications: the engines ser
 """
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -160,7 +161,7 @@ class EnvironmentEvaluator(Evaluator):
 
     def __init__(self, sets: Mapping[str, HeldOut], config: RunConfig) -> None:
         super().__init__(sets, config)
-        self._rewards = config.rewards
+        self._config, self._rewards = config, config.rewards
 
     async def _scores(
         self, fleet: Fleet, held_out: HeldOut, num_samples: int, samplings: Sequence[Sampling]
@@ -189,7 +190,8 @@ class EnvironmentEvaluator(Evaluator):
             share = slice(index, None, len(players))
             calls.append((name, handle.play.remote(engines, held_out.tasks[share], samplings[share])))
         found: list[Sequence[Played | None]] = [()] * len(samplings)
-        for index, part in enumerate(await answers(calls, phase="evaluation", timeout_s=self._timeout_s)):
+        timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
+        for index, part in enumerate(await answers(calls, phase="evaluation", timeout_s=timeout_s)):
             found[index :: len(players)] = part
         return found
 
@@ -229,6 +231,12 @@ class EnvironmentEvaluator(Evaluator):
         """The mean reward, of those that have one: an environment's may be more than right or wrong."""
         known = [score.total for of_one in scores for score in of_one if score is not None]
         return {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
+
+
+def play_timeout_s(config: RunConfig, num_attempts: int) -> float:
+    """For one actor to play so many: `max_attempts` at a time, once those that are trained have left room."""
+    rounds = 1 + math.ceil(num_attempts / config.environment.max_attempts)
+    return config.rollout.generate_timeout_s + rounds * config.environment.timeout_s
 
 
 def _each(sampling: Sampling, count: int) -> list[Sampling]:

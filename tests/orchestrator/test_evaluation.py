@@ -12,7 +12,7 @@ import pytest
 from penstock.conf.data import EvaluationConfig, EvaluationSetConfig
 from penstock.conf.errors import ConfigError, RewardFailure, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
-from penstock.orchestrator.evaluation import TRIES, EnvironmentEvaluator, Evaluator, HeldOut
+from penstock.orchestrator.evaluation import TRIES, EnvironmentEvaluator, Evaluator, HeldOut, play_timeout_s
 from penstock.workers.attempts.runner import Played
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.task import Task
@@ -127,6 +127,12 @@ def test_sets_have_names_problems_and_metrics_of_their_own() -> None:
     sets = {"heldout": HeldOut([[0], [1]], ["0 task", "1 task"]), "hard": HeldOut([[2], [3]], ["2 task", "3 task"])}
     found = asyncio.run(Evaluator(sets, config).measure(play))  # type: ignore[arg-type]
     assert found == {"accuracy/heldout": 1.0, "accuracy/hard": 0.5}
+
+
+def test_attempts_that_wait_for_one_another_have_the_time_of_each() -> None:
+    words = ["environment.max_attempts=10", "environment.timeout_s=60", "rollout.generate_timeout_s=100"]
+    config = load_config(["recipe=arithmetic", *words])
+    assert [play_timeout_s(config, number) for number in (1, 10, 11, 95)] == [220, 220, 280, 760]
 
 
 class Words:
