@@ -64,8 +64,8 @@ class Child:
         await self._process.stdin.drain()
 
     async def answer(self, said: bytes, most: int) -> bytes:
-        """What it says to this until it has ended, up to so many bytes; the rest is read and let go. Whatever else holds
-        its stdout by then is not waited for."""
+        """What it says to this until it has ended, up to so many bytes; the rest is read and let go. Whatever else
+        holds its stdout by then is not waited for."""
         assert self._process.stdout is not None
         heard = bytearray()
         telling = asyncio.create_task(self._tell(said))

@@ -35,8 +35,9 @@ class Scoring:
         self._starting: asyncio.Future[None] | None = None
 
     async def score(self, answer: Any, task: Mapping[str, Any]) -> float:
-        """`answer`: text, or what else the function takes. `task`: the row's columns. Raises `DataError` where the function raises, hangs or gives no number: the
-        attempt has failed then, and is not trained as one that was wrong."""
+        """`answer`: text, or what else the function takes. `task`: the row's columns. Raises `DataError` where the
+        function raises, hangs or gives no number: the attempt has failed then, and is not trained as one that was
+        wrong."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._pool.start())
         await asyncio.shield(self._starting)

@@ -1,7 +1,7 @@
 """Agents as functions and as programs: what they are told, what ends them, and how their answers are scored."""
 
+import os
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +55,12 @@ def test_a_program_sees_the_endpoint_and_none_of_our_secrets(monkeypatch: pytest
     monkeypatch.setenv("SEARCH_API_KEY", "for the agent")
     check = (
         "import os; assert 'WANDB_API_KEY' not in os.environ; assert os.environ['PATH'];"
-        "assert os.environ['OPENAI_API_KEY'].startswith('ps-'); print(os.environ.get('SEARCH_API_KEY'), {0})"
-    ).format("os.environ.get('MODE')")
-    assert program(check.replace("print(", "print(42 if (")[:-1] + ") == (None, None) else 0)").reward == 1.0
+        "assert os.environ['OPENAI_API_KEY'].startswith('ps-');"
+        "print(42 if [os.environ.get(name) for name in ('SEARCH_API_KEY', 'MODE')] == EXPECTED else 0)"
+    )
+    assert program(check.replace("EXPECTED", "[None, None]")).reward == 1.0
     given = {"SEARCH_API_KEY": None, "MODE": "fast"}
-    told = check.replace("print(", "print(42 if (")[:-1] + ") == ('for the agent', 'fast') else 0)"
-    assert program(told, env=given).reward == 1.0
+    assert program(check.replace("EXPECTED", "['for the agent', 'fast']"), env=given).reward == 1.0
 
 
 def test_an_endless_output_is_cut_while_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,11 +84,11 @@ def test_a_program_need_not_read_its_row() -> None:
 
 def test_a_reward_blocks_nobody_and_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "grade.py").write_text(
-        "import os, sys, threading\n"
-        "def pid(answer, task):\n    return float(answer == '42' and os.getpid() != %d)\n"
+        "import os, sys\n"
+        f"def pid(answer, task):\n    return float(answer == '42' and os.getpid() != {os.getpid()})\n"
         "def leaves(answer, task):\n    sys.exit(3)\n"
         "def own(response, task):\n    return 0.5\n"
-        "async def soon(answer, task):\n    return 0.25\n" % __import__("os").getpid()
+        "async def soon(answer, task):\n    return 0.25\n"
     )
     name = f"{tmp_path}/grade.py"
     assert program("print(42)", reward=f"{name}:pid").reward == 1.0
@@ -122,4 +122,3 @@ def test_an_attempt_that_ends_takes_its_program_along(tmp_path: Path) -> None:
     found, _ = played(environment, TASK, ["yes"], timeout_s=3.0)
     assert found.outcome.reason == "time"
     assert not file.exists() or not Path(f"/proc/{file.read_text()}").exists()
-    assert threading.active_count() < 100
