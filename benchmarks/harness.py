@@ -8,14 +8,16 @@ import argparse
 import json
 import os
 import platform
+import random
+import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 from rich.console import Console
@@ -27,6 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTLE_S, SETTLE_LOOK_S = 10.0, 0.25
 RESTING_PERCENT = 10.0
 """Of all cores: Ray's own processes take a few."""
+BOOTSTRAP_DRAWS = 2000
+Pair = TypeVar("Pair")
 
 
 @dataclass(frozen=True)
@@ -55,13 +59,16 @@ class Child:
         arguments: Sequence[str] = (),
         python: str | Path = sys.executable,
         start: Callable[..., "subprocess.Popen[str]"] | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`peer`: a module of `benchmarks.peers`. `python`: of its environment. `start`: of another machine."""
+        """`peer`: a module of `benchmarks.peers`. `python`: of its environment. `start`: of another machine.
+        `environment`: variables that it has beside this process's own, or its machine's."""
         self.name = name
         self._log = log.open("w")
         self._process = (start or _start_here)(
             [str(python), "-m", f"benchmarks.peers.{peer}", *arguments],
             cwd=ROOT,
+            env=dict(environment or {}),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -100,8 +107,8 @@ class Child:
         raise SystemExit(f"{self.name} ended without an answer. The end of {self._log_path}:\n{tail}")
 
 
-def _start_here(command: list[str], **options: Any) -> "subprocess.Popen[str]":
-    return subprocess.Popen(command, text=True, start_new_session=True, **options)
+def _start_here(command: list[str], env: Mapping[str, str], **options: Any) -> "subprocess.Popen[str]":
+    return subprocess.Popen(command, text=True, start_new_session=True, env={**os.environ, **env}, **options)
 
 
 def settle() -> None:
@@ -112,12 +119,15 @@ def settle() -> None:
         pass
 
 
-def parse_arguments(docstring: str | None) -> argparse.Namespace:
-    """`docstring`: of the benchmark's module; its first line is what `--help` says."""
+def parse_arguments(docstring: str | None, sides: Sequence[str] = ()) -> argparse.Namespace:
+    """`docstring`: of the benchmark's module; its first line is what `--help` says. `sides`: those that may be chosen
+    with `--sides`."""
     parser = argparse.ArgumentParser(description=(docstring or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="write the raw rounds and the targets here")
     parser.add_argument("--quick", action="store_true", help="about a minute: shows that it runs, measures little")
     parser.add_argument("--rounds", type=int, help="rounds of each side; more of them settle the medians")
+    if sides:
+        parser.add_argument("--sides", nargs="+", choices=sides, help="which sides to measure")
     return parser.parse_args()
 
 
@@ -163,6 +173,22 @@ def write_json(
         **more,
     }
     file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def spread(values: Sequence[float], digits: int = 0) -> str:
+    """The median, and in brackets the lowest and the highest."""
+    return "{:,.{d}f} ({:,.{d}f}-{:,.{d}f})".format(statistics.median(values), min(values), max(values), d=digits)
+
+
+def interval(
+    pairs: Sequence[Pair], statistic: Callable[[Sequence[Pair]], float], share: float = 0.95
+) -> tuple[float, float]:
+    """The bootstrap's percentile interval of a statistic of paired rounds: what it is of rounds drawn from these with
+    replacement, as often as there are, the outermost draws left out (Efron, 1979). The same for the same rounds."""
+    dice = random.Random(0)
+    drawn = sorted(statistic(dice.choices(pairs, k=len(pairs))) for _ in range(BOOTSTRAP_DRAWS))
+    left_out = round((1 - share) / 2 * BOOTSTRAP_DRAWS)
+    return drawn[left_out], drawn[-1 - left_out]
 
 
 def new_table(title: str, words: Sequence[str], numbers: Sequence[str]) -> Table:
