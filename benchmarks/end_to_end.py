@@ -2,19 +2,30 @@
 
     make bench-env && python -m benchmarks.end_to_end --json end_to_end.json
 
-Same model (4 layers, hidden 256, fp32), prompts, reward, 8 prompts x 8 samples a step. Two workloads: *fixed* (64 new
-tokens) and *long-tailed* (at most 256; the model's own end-of-sequence token ends a response). Medians of samples/s
-over rounds.
+Same model (4 layers, hidden 256, fp32), prompts, reward, 8 prompts x 8 samples a step, and environment variables. Two
+workloads: *fixed* (64 new tokens) and *long-tailed* (at most 256; the model's own end-of-sequence token ends a
+response). Medians of samples/s over rounds, in brackets the lowest and the highest; ratios are of the same round, over
+the faster of TRL's two engines.
+
+    trl              TRL with transformers' generate
+    trl_continuous   with transformers' continuous batching
+    trl_vllm         a bound: with vLLM, which is never given new weights (`peers/trl_grpo.py` says why)
+    hf               Penstock with its engine on transformers, max_staleness=0: what of the rest comes of vLLM
+    sync, async      Penstock with vLLM, max_staleness 0 and 1. TRL is synchronous: its like is `sync`
 """
 
 import json
 import statistics
+import sys
+import sysconfig
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import ROOT, Child, Target, new_table, parse_arguments, print_targets, show, write_json
+from benchmarks.harness import ROOT, Child, Target, new_table, parse_arguments, print_targets, show, spread, write_json
 from penstock.conf.model import FreshModelConfig
+from penstock.workers.cpu_process import SETTINGS
 from penstock.workers.models.fresh import build_fresh_model
 
 NUM_PROMPTS = 512
@@ -23,15 +34,23 @@ WORKLOADS = {"fixed": 64, "long_tailed": 256}
 SETTLE_STEPS = 3
 """Steps of TRL before each of its rounds, not measured: its first ones after a pause are slow. Penstock leaves out
 as many by itself."""
+TRL_ENGINES = {"trl": "generate", "trl_continuous": "continuous", "trl_vllm": "vllm"}
+BOUND = "trl_vllm"
+"""No engine that trains: nothing is compared with it."""
+STALENESS = {"hf": 0, "sync": 0, "async": 1}
 PENSTOCK_SETTINGS = {
+    "hf": ["rollout.engine=hf", "rollout.num_workers=2", "rollout.num_threads=1"],
     "sync": ["rollout.num_workers=2", "rollout.num_threads=1", "rollout.enforce_eager=false"],
     "async": ["rollout.enforce_eager=false"],
 }
 """Those that were fastest here, as for TRL: layers of the engine compiled, and where nobody trains meanwhile an engine
 on each core. An asynchronous run finds its numbers of threads by itself."""
+SIDES = (*TRL_ENGINES, *STALENESS)
+ENVIRONMENT = SETTINGS
+"""Of every side. Penstock's ranks and engines have it by themselves."""
 STEPS = {"fixed": 6, "long_tailed": 3}
 """Measured steps a round."""
-NUM_ROUNDS = 4
+NUM_ROUNDS = 3
 TARGETS = {("fixed", "sync"): 1.1, ("fixed", "async"): 1.4, ("long_tailed", "sync"): 2.0, ("long_tailed", "async"): 3.5}
 TRL_PYTHON = ROOT / ".venv-trl" / "bin" / "python"
 
@@ -41,19 +60,26 @@ def write_prompts(file: Path) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def start_sides(workload: str, work: Path) -> dict[str, Child]:
+def start_sides(workload: str, work: Path, chosen: Sequence[str]) -> dict[str, Child]:
     common = ["--model", str(work / "model"), "--prompts", str(work / "prompts.jsonl"), "--workload", workload]
     common += ["--max-new-tokens", str(WORKLOADS[workload])]
-    sides = {"trl": Child("TRL", "trl_grpo", work / f"trl_{workload}.log", common, TRL_PYTHON)}
-    for name, staleness in (("sync", 0), ("async", 1)):
-        extra = ["--max-staleness", str(staleness), "--output-dir", str(work / f"runs_{workload}_{name}")]
-        log = work / f"{name}_{workload}.log"
-        sides[name] = Child(f"Penstock {name}", "penstock_grpo", log, [*common, *extra, *PENSTOCK_SETTINGS[name]])
+    sides = {}
+    for side in chosen:
+        log = work / f"{side}_{workload}.log"
+        if side in TRL_ENGINES:
+            peer, python, words = "trl_grpo", TRL_PYTHON, ["--engine", TRL_ENGINES[side]]
+            if side == BOUND:
+                words += ["--vllm-from", sysconfig.get_path("purelib")]
+        else:
+            peer, python = "penstock_grpo", Path(sys.executable)
+            words = ["--max-staleness", str(STALENESS[side]), "--output-dir", str(work / f"runs_{workload}_{side}")]
+            words += PENSTOCK_SETTINGS[side]
+        sides[side] = Child(side, peer, log, [*common, *words], python, environment=ENVIRONMENT)
     return sides
 
 
-def measure(workload: str, work: Path, num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
-    sides = start_sides(workload, work)
+def measure(workload: str, work: Path, chosen: Sequence[str], num_rounds: int, num_steps: int) -> list[dict[str, Any]]:
+    sides = start_sides(workload, work, chosen)
     rounds = []
     try:
         for child in sides.values():
@@ -61,59 +87,77 @@ def measure(workload: str, work: Path, num_rounds: int, num_steps: int) -> list[
         for child in sides.values():  # one unmeasured round each: first rounds are slower
             child.round(2)
         for number in range(num_rounds):
-            for name, child in sides.items():
-                if name == "trl":
+            for side, child in sides.items():
+                if side in TRL_ENGINES:
                     child.round(SETTLE_STEPS)
                 answer = child.round(num_steps)
-                rounds.append({"workload": workload, "side": name, "round": number, **answer})
-                print(f"{workload} {name}: {answer['samples'] / answer['seconds']:.1f} samples/s", flush=True)
+                rounds.append({"workload": workload, "side": side, "round": number, **answer})
+                print(f"{workload} {side}: {answer['samples'] / answer['seconds']:.1f} samples/s", flush=True)
     finally:
         for child in sides.values():
             child.close()
     return rounds
 
 
-def samples_per_s(rounds: list[dict[str, Any]], workload: str, side: str) -> float:
-    chosen = [entry for entry in rounds if entry["workload"] == workload and entry["side"] == side]
-    return statistics.median(entry["samples"] / entry["seconds"] for entry in chosen)
+def of_side(rounds: list[dict[str, Any]], workload: str, side: str) -> list[dict[str, Any]]:
+    return [entry for entry in rounds if (entry["workload"], entry["side"]) == (workload, side)]
 
 
-def tokens_per_s(rounds: list[dict[str, Any]], workload: str, side: str) -> float:
-    chosen = [entry for entry in rounds if entry["workload"] == workload and entry["side"] == side]
-    return statistics.median(entry["tokens"] / entry["seconds"] for entry in chosen)
+def rates(rounds: list[dict[str, Any]], workload: str, side: str, unit: str = "samples") -> list[float]:
+    """A second, of each round."""
+    return [entry[unit] / entry["seconds"] for entry in of_side(rounds, workload, side)]
+
+
+def fastest_trl(rounds: list[dict[str, Any]], workload: str) -> str | None:
+    """The side with the highest median. None where TRL was not measured."""
+    measured = {entry["side"] for entry in rounds if entry["workload"] == workload}
+    sides = [side for side in TRL_ENGINES if side in measured and side != BOUND]
+    return max(sides, key=lambda side: statistics.median(rates(rounds, workload, side)), default=None)
+
+
+def ratios(rounds: list[dict[str, Any]], workload: str, side: str, unit: str = "samples") -> list[float]:
+    """Over the rate of TRL's fastest engine in the same round; none where TRL was not measured."""
+    trl = fastest_trl(rounds, workload)
+    others = rates(rounds, workload, trl, unit) if trl else []
+    return [one / other for one, other in zip(rates(rounds, workload, side, unit), others, strict=False)]
 
 
 def phases(rounds: list[dict[str, Any]], workload: str, side: str) -> str:
-    chosen = [
-        entry["phases"]
-        for entry in rounds
-        if entry["workload"] == workload and entry["side"] == side and "phases" in entry
-    ]
-    if not chosen:
-        return ""
-    medians = {name: statistics.median(value for entry in chosen for value in entry[name]) for name in chosen[0]}
+    """Medians over steps; empty for a side that does not say."""
+    chosen = [entry["phases"] for entry in of_side(rounds, workload, side) if "phases" in entry]
+    names = chosen[0] if chosen else {}
+    medians = {name: statistics.median(value for entry in chosen for value in entry[name]) for name in names}
     return " ".join(f"{name} {1000 * value:.0f}" for name, value in medians.items())
 
 
-def print_table(rounds: list[dict[str, Any]], workloads: list[str]) -> None:
+def print_table(rounds: list[dict[str, Any]], workloads: Sequence[str]) -> None:
     table = new_table(
-        "End to end: medians over rounds",
+        "End to end: medians over rounds (lowest-highest)",
         ["workload", "side"],
         ["samples/s", "tokens/s", "x TRL (samples)", "x TRL (tokens)", "ms a step, by phase"],
     )
     for workload in workloads:
-        for side in ("trl", "sync", "async"):
-            samples, tokens = samples_per_s(rounds, workload, side), tokens_per_s(rounds, workload, side)
+        for side in dict.fromkeys(entry["side"] for entry in rounds if entry["workload"] == workload):
+            over = [ratios(rounds, workload, side, unit) for unit in ("samples", "tokens")]
             table.add_row(
-                workload, side, f"{samples:.1f}", f"{tokens:.0f}",
-                f"{samples / samples_per_s(rounds, workload, 'trl'):.2f}",
-                f"{tokens / tokens_per_s(rounds, workload, 'trl'):.2f}", phases(rounds, workload, side),
+                workload, side,
+                spread(rates(rounds, workload, side), 1), spread(rates(rounds, workload, side, "tokens")),
+                *(spread(values, 2) if values else "" for values in over), phases(rounds, workload, side),
             )  # fmt: skip
-    show(table, 150)
+    show(table, 170)
+
+
+def targets_of(rounds: list[dict[str, Any]]) -> list[Target]:
+    found = [(workload, side, goal, ratios(rounds, workload, side)) for (workload, side), goal in TARGETS.items()]
+    return [
+        Target(f"{workload}, {side}: samples/s over TRL's", statistics.median(values), "x", ">=", goal)
+        for workload, side, goal, values in found
+        if values
+    ]
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
+    arguments = parse_arguments(__doc__, SIDES)
     if not TRL_PYTHON.exists():
         raise SystemExit("There is no .venv-trl: run `make bench-env` first.")
     num_rounds = 1 if arguments.quick else arguments.rounds or NUM_ROUNDS
@@ -124,18 +168,8 @@ def main() -> None:
         build_fresh_model(work / "model", FreshModelConfig(), seed=0)
         write_prompts(work / "prompts.jsonl")
         for workload in workloads:
-            rounds += measure(workload, work, num_rounds, STEPS[workload])
-    targets = [
-        Target(
-            f"{workload}, {side}: samples/s over TRL's",
-            samples_per_s(rounds, workload, side) / samples_per_s(rounds, workload, "trl"),
-            "x",
-            ">=",
-            goal,
-        )
-        for (workload, side), goal in TARGETS.items()
-        if workload in workloads
-    ]
+            rounds += measure(workload, work, arguments.sides or SIDES, num_rounds, STEPS[workload])
+    targets = targets_of(rounds)
     print_table(rounds, workloads)
     print_targets(targets)
     write_json(arguments.json, "end_to_end", rounds, targets)

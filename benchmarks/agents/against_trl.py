@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.agents import sums
-from benchmarks.end_to_end import PENSTOCK_SETTINGS, SETTLE_STEPS, TRL_PYTHON
+from benchmarks.end_to_end import ENVIRONMENT, PENSTOCK_SETTINGS, SETTLE_STEPS, STALENESS, TRL_PYTHON
 from benchmarks.harness import Child, Target, new_table, show
 from benchmarks.learning import penstock
 
@@ -88,10 +88,11 @@ def teach(work: Path, num_lessons: int) -> Path:
 def start_sides(work: Path, model: Path, prompts_per_step: int) -> dict[str, Child]:
     common = ["--model", str(model), "--prompts", str(work / "problems.jsonl"), "--max-new-tokens", str(MAX_TOKENS)]
     common += ["--prompts-per-step", str(prompts_per_step)]
-    sides = {"trl": Child("TRL", "trl_tools", work / "trl.log", common, TRL_PYTHON)}
-    for name, staleness in (("sync", 0), ("async", 1)):
-        more = ["--max-staleness", str(staleness), "--output-dir", str(work / f"runs_{name}"), *PENSTOCK_SETTINGS[name]]
-        sides[name] = Child(f"Penstock {name}", "penstock_tools", work / f"{name}.log", [*common, *more])
+    sides = {"trl": Child("TRL", "trl_tools", work / "trl.log", common, TRL_PYTHON, environment=ENVIRONMENT)}
+    for name in ("sync", "async"):
+        more = ["--max-staleness", str(STALENESS[name]), "--output-dir", str(work / f"runs_{name}")]
+        words = [*common, *more, *PENSTOCK_SETTINGS[name]]
+        sides[name] = Child(f"Penstock {name}", "penstock_tools", work / f"{name}.log", words, environment=ENVIRONMENT)
     return sides
 
 

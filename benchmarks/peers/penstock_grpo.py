@@ -9,7 +9,7 @@ stays the same from round to round.
 
 import argparse
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.peers.channel import Channel
@@ -91,7 +91,7 @@ def drive(words: list[str], channel: Channel) -> None:
         return
 
 
-def main() -> None:
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", required=True)
@@ -100,19 +100,28 @@ def main() -> None:
     parser.add_argument("--max-staleness", type=int, default=0)
     parser.add_argument("--output-dir", required=True)
     parser.add_argument("overrides", nargs="*", help="settings which only change the speed, and others to try")
-    arguments = parser.parse_args()
-    channel = Channel()
-    words = [
+    return parser.parse_args(words)
+
+
+def words_of(arguments: argparse.Namespace) -> list[str]:
+    """Settings of the run. What is not named is as by default, seeds of samples among it."""
+    return [
         f"model.path={arguments.model}", "data.source=jsonl", f"data.path={arguments.prompts}",
         "data.columns.prompt=prompt", "data.columns.answer=null", "data.chat_template=false",
         "reward.function=digits", f"max_staleness={arguments.max_staleness}",
         "trainer.max_steps=1000000", "trainer.groups_per_step=8", "algorithm.group_size=8", "trainer.optimizer.lr=1e-8",
-        f"rollout.sampling.max_tokens={arguments.max_new_tokens}", "rollout.sampling.seeded=false",
+        f"rollout.sampling.max_tokens={arguments.max_new_tokens}",
         f"rollout.sampling.ignore_eos={str(arguments.workload == 'fixed').lower()}",
         f"output_dir={arguments.output_dir}",
         "tracking.samples_every_steps=0", "tracking.export_model=false", "tracking.progress=false",
+        *arguments.overrides,
     ]  # fmt: skip
-    drive([*words, *arguments.overrides], channel)
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    channel = Channel()
+    drive(words_of(arguments), channel)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ def main() -> None:
         "data.columns.prompt=prompt", "data.columns.answer=answer",
         f"environment.name={Path(sums.__file__).resolve()}:Sums", "environment.gateway.tools=hermes",
         f"environment.max_tokens={arguments.max_new_tokens}",
-        f"rollout.sampling.max_tokens={arguments.max_new_tokens}", "rollout.sampling.seeded=false",
+        f"rollout.sampling.max_tokens={arguments.max_new_tokens}",
         "rollout.max_model_len=1024", "rollout.kv_cache_gib=0.5",
         "trainer.max_steps=1000000", f"trainer.groups_per_step={arguments.prompts_per_step}",
         "algorithm.group_size=8", "trainer.optimizer.lr=1e-8",

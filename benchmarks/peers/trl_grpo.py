@@ -20,18 +20,28 @@ Workloads:
 `seconds` runs from the reading of the request to the end of its last step, so it holds everything that the trainer
 does between steps too. `tokens` are the sampled ones, an end-of-sequence token included. What TRL itself prints goes
 to standard error. Settings which only change TRL's speed are options; the defaults are the fastest of those tried.
+
+Engines:
+    generate      transformers' generate: all samples of a step until the longest ends
+    continuous    transformers' continuous batching, its cache sized for the workload: by itself it takes half of the
+                  machine's memory, and touches all of it at every step
+    vllm          vLLM in TRL's own process (`vllm_mode="colocate"`), never given new weights: a bound, of TRL if
+                  loading cost nothing. TRL hands each weight to the model that vLLM has built; the CPU build has
+                  repacked them and put empty ones in their place, so that the first one ends in "AttributeError:
+                  'Parameter' object has no attribute 'weight_loader'". TRL's second forward pass, which corrects for
+                  an engine that differs, is left out. `--vllm-from` has what TRL's environment lacks
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from benchmarks.peers.channel import Channel
 
-# The fastest settings found for each workload, used where an option is not given. Transformers' continuous batching
-# took 2 (long_tailed) to 6 times (fixed) the processor time of its plain generate, and ignores min_new_tokens;
-# torch.compile gained nothing. Neither is offered here.
+# The fastest settings found for each workload, used where an option is not given. torch.compile gained nothing, and is
+# not offered here.
 FASTEST = {
     "fixed": {"micro_batch": 16, "attention": "sdpa", "cache": "dynamic", "optimizer": "adamw_torch_fused"},
     "long_tailed": {"micro_batch": 16, "attention": "sdpa", "cache": "dynamic", "optimizer": "adamw_torch_fused"},
@@ -52,10 +62,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2, help="threads of torch")
     parser.add_argument("--learning-rate", type=float, default=1e-8)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", choices=("generate", "continuous", "vllm"), default="generate")
+    parser.add_argument("--vllm-from", help="site-packages with vLLM and the same torch and transformers")
     speed = parser.add_argument_group("settings which only change the speed (default: the fastest for the workload)")
     speed.add_argument("--micro-batch", type=int, help="samples in one forward and backward pass")
     speed.add_argument("--attention", choices=("sdpa", "eager"))
     speed.add_argument("--cache", choices=("dynamic", "static"), help="key-value cache of transformers' generate")
+    speed.add_argument("--page-tokens", type=int, default=32, help="of a page of the continuous engine's cache")
+    speed.add_argument("--batch-tokens", type=int, default=1024, help="of one forward pass of the continuous engine")
     speed.add_argument("--optimizer", choices=("adamw_torch", "adamw_torch_fused"))
     arguments = parser.parse_args()
     for name, value in FASTEST[arguments.workload].items():
@@ -76,7 +90,12 @@ def main() -> None:
         "HF_HUB_OFFLINE": "1",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
     }
+    if arguments.vllm_from:
+        sys.path.append(arguments.vllm_from)
     channel = Channel()
     from benchmarks.peers.trl_rounds import train
 

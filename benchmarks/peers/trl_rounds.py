@@ -20,7 +20,9 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerC
 
 from benchmarks.peers.channel import Channel
 
-SETTINGS = ("workload", "threads", "micro_batch", "attention", "cache", "optimizer")
+SETTINGS = ("workload", "engine", "threads", "micro_batch", "attention", "cache", "optimizer")
+MAX_PROMPT_TOKENS = 64
+"""More than any prompt of the benchmarks has."""
 
 
 def digit_share(completions: list[str], **_: object) -> list[float]:
@@ -39,6 +41,7 @@ class Meter:
         self.tokens = 0
         self.longest = 0
         self.reward = 0.0
+        self.cpu_start = time.process_time()
         self.step_seconds: list[float] = []
         self.generation_seconds: list[float] = []
 
@@ -52,6 +55,7 @@ class Meter:
     def report(self, seconds: float) -> dict:
         return {
             "seconds": seconds,
+            "cpu_seconds": time.process_time() - self.cpu_start,
             "samples": self.samples,
             "tokens": self.tokens,
             "step_seconds": self.step_seconds,
@@ -113,6 +117,8 @@ class TimedTrainer(trl.GRPOTrainer):
 
     def _generate_single_turn(self, *args, **kwargs):
         start = time.perf_counter()
+        if self.use_vllm:  # it has the newest weights already, as far as TRL knows
+            self._last_loaded_step = self.state.global_step
         result = super()._generate_single_turn(*args, **kwargs)
         self._meter.generation_seconds.append(time.perf_counter() - start)
         return result
@@ -152,6 +158,34 @@ def read_prompts(file: str) -> list[str]:
         return [json.loads(line)["prompt"] for line in lines if line.strip()]
 
 
+def engine_settings(arguments: argparse.Namespace) -> dict:
+    """Of TRL's configuration: who samples, and how a completion is kept from ending before its time."""
+    is_fixed = arguments.workload == "fixed"
+    longest = MAX_PROMPT_TOKENS + arguments.max_new_tokens
+    if arguments.engine == "vllm":
+        return {
+            "use_vllm": True,
+            "vllm_mode": "colocate",
+            "vllm_max_model_length": longest,
+            "vllm_importance_sampling_correction": False,
+            "generation_kwargs": {"ignore_eos": is_fixed},
+        }
+    if arguments.engine == "continuous":
+        samples = arguments.prompts_per_step * arguments.samples_per_prompt
+        page = arguments.page_tokens
+        cache = {"page_size": page, "num_blocks": samples * (longest // page + 1)}
+        return {
+            "use_transformers_continuous_batching": True,
+            "transformers_continuous_batching_config": {**cache, "max_batch_tokens": arguments.batch_tokens},
+            # It has no min_new_tokens. -1: no token ends a completion.
+            "generation_kwargs": {"eos_token_id": -1} if is_fixed else {},
+        }
+    return {
+        "cache_implementation": None if arguments.cache == "dynamic" else arguments.cache,
+        "generation_kwargs": {"min_new_tokens": arguments.max_new_tokens} if is_fixed else {},
+    }
+
+
 def make_config(arguments: argparse.Namespace, directory: str) -> trl.GRPOConfig:
     samples = arguments.prompts_per_step * arguments.samples_per_prompt
     return trl.GRPOConfig(
@@ -163,7 +197,7 @@ def make_config(arguments: argparse.Namespace, directory: str) -> trl.GRPOConfig
         num_generations=arguments.samples_per_prompt,
         max_completion_length=arguments.max_new_tokens,
         temperature=1.0,
-        generation_kwargs={"min_new_tokens": arguments.max_new_tokens} if arguments.workload == "fixed" else {},
+        **engine_settings(arguments),
         num_iterations=1,
         beta=0.0,
         loss_type="grpo",
@@ -175,7 +209,6 @@ def make_config(arguments: argparse.Namespace, directory: str) -> trl.GRPOConfig
         shuffle_dataset=False,
         # Only the speed.
         optim=arguments.optimizer,
-        cache_implementation=None if arguments.cache == "dynamic" else arguments.cache,
         gradient_checkpointing=False,
         bf16=False,
         use_cpu=True,

@@ -39,7 +39,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    arguments.workload = "long_tailed"  # an end-of-sequence token ends a turn
+    arguments.workload, arguments.engine = "long_tailed", "generate"  # an end-of-sequence token ends a turn
     # Before torch and transformers are imported: they read these once.
     os.environ |= {
         "OMP_NUM_THREADS": str(arguments.threads),
