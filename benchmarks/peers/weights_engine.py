@@ -1,16 +1,19 @@
-"""The vLLM engine of the weights benchmark: takes a publication, or a state dict out of Ray's object store.
+"""The vLLM engine of the weights benchmark: takes a publication, or buckets out of Ray's object store.
 
     in   {"op": "load", "directory": DIR, "version": v}              Penstock's load
-    in   {"op": "load_naively", "reference": REF, "version": v}      pause, `ray.get`, vLLM's `reload_weights`, resume
+    in   {"op": "load_bucket", "bucket": B, "first": b, "last": b}   `ray.get`, and vLLM's layerwise reload of
+                                                                     it; paused from the first to the last
     out  {"seconds": s, "pause_s": p, "phases": {...}}
 
-The naive side gets the object by reference in the engine's own process, without a copy: kinder than a pickle through
-vLLM's sockets, which is what people write. Started by `benchmarks/weights.py`.
+The naive side gets a bucket by reference in the engine's own process, where it is mapped and not copied: kinder than a
+pickle through vLLM's sockets, which is what people write. A layer is repacked as soon as it is whole, while the ranks
+gather the next bucket. Started by `benchmarks/weights.py`.
 """
 
 import argparse
 import asyncio
 import base64
+import math
 import os
 import time
 from typing import Any
@@ -24,20 +27,30 @@ from penstock.workers.protocols import Publication, Sampling
 from penstock.workers.rollout.engine_vllm import VllmEngine
 
 BEFORE_PAUSE = ("open", "prepare", "verify")
+PROBE = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
+"""What the engine says next shows whether it has the weights."""
 
 
-def load_from_ray(worker: Any, packed: bytes, address: str) -> dict[str, float]:
-    """In the engine's process: seconds of `ray.get` and of vLLM's reload."""
+def load_from_ray(worker: Any, packed: bytes, address: str, is_first: bool, is_last: bool) -> dict[str, float]:
+    """In the engine's process: seconds of `ray.get` and of vLLM's loading."""
     import ray
+    import torch
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     if not ray.is_initialized():
         ray.init(address, namespace="weights", log_to_driver=False, logging_level="ERROR")
     start = time.perf_counter()
-    weights = ray.get(ray.cloudpickle.loads(packed))
+    reference, places = ray.cloudpickle.loads(packed)
+    content = torch.frombuffer(memoryview(ray.get(reference)), dtype=worker.vllm_config.model_config.dtype)
     got = time.perf_counter()
-    with set_current_vllm_config(worker.vllm_config):
-        worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+    model = worker.model_runner.get_model()
+    with torch.device(worker.device), set_current_vllm_config(worker.vllm_config):
+        if is_first:
+            initialize_layerwise_reload(model)
+        model.load_weights((name, content[at:][: math.prod(shape)].view(shape)) for name, shape, at in places)
+        if is_last:
+            finalize_layerwise_reload(model, worker.vllm_config.model_config)
     return {"get": got - start, "load": time.perf_counter() - got}
 
 
@@ -61,15 +74,19 @@ class Engine:
         pause = sum(value for name, value in phases.items() if name not in BEFORE_PAUSE)
         return {"seconds": seconds, "pause_s": pause, "phases": phases}
 
-    async def load_naively(self, request: dict[str, Any]) -> dict[str, Any]:
+    async def load_bucket(self, request: dict[str, Any]) -> dict[str, Any]:
         start = time.perf_counter()
         llm = self.engine._llm
-        await llm.pause_generation(mode="keep", clear_cache=True)
-        packed = base64.b64decode(request["reference"])
-        (phases,) = await llm.collective_rpc(load_from_ray, args=(packed, self._ray))
-        await llm.resume_generation()
-        seconds = time.perf_counter() - start
-        return {"seconds": seconds, "pause_s": seconds, "phases": phases}
+        if request["first"]:
+            await llm.pause_generation(mode="keep", clear_cache=True)
+            self._paused_at = start
+        packed = base64.b64decode(request["bucket"])
+        arguments = (packed, self._ray, request["first"], request["last"])
+        (phases,) = await llm.collective_rpc(load_from_ray, args=arguments)
+        if request["last"]:
+            await llm.resume_generation()
+        end = time.perf_counter()
+        return {"seconds": end - start, "pause_s": end - self._paused_at, "phases": phases}
 
     async def serve(self, channel: Channel) -> None:
         await self.engine.start()
@@ -78,8 +95,10 @@ class Engine:
         await self.engine.close()
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        answer = await {"load": self.load, "load_naively": self.load_naively}[request["op"]](request)
-        await self.engine.generate([5, 6, 7], 1, Sampling(max_tokens=2, ignore_eos=True))  # it serves on
+        answer = await {"load": self.load, "load_bucket": self.load_bucket}[request["op"]](request)
+        if request.get("last", True):
+            (said,) = await self.engine.generate([5, 6, 7], 1, PROBE)  # it serves on
+            answer["said"] = said.token_ids
         return answer
 
 

@@ -1,11 +1,15 @@
 """One FSDP2 rank of the weights benchmark: publishes through shared memory, or the way people write first.
 
-    in   {"op": "publish", "root": DIR, "version": v}   both ranks at once: every rank its shard into the publication
-    in   {"op": "gather", "version": v}                 both at once: whole state dict on rank 0, which puts it into Ray
+    in   {"op": "tidy"}                                 both ranks at once: collects garbage, and meets the other
+    in   {"op": "publish", "root": DIR, "version": v}   both at once: every rank its shard into the publication
+    in   {"op": "gather", "bucket": i}                  both at once: a bucket of parameters, cast to the engine's type,
+                                                        gathered on rank 0, which puts it into Ray's object store
     in   {"op": "memcpy", "bytes": n}                   warm pages, by one thread and by two
     out  {"seconds": s, ...}
 
-The trainer has no optimizer state: it makes no step. Started by `benchmarks/weights.py`, one process a rank.
+A bucket is one flat array, which Ray neither pickles nor copies more than once, with the name, shape and place of each
+tensor. Its buffers stay from one publication to the next, and so do their pages. The trainer has no optimizer state: it
+makes no step. Started by `benchmarks/weights.py`, one process a rank.
 """
 
 import argparse
@@ -15,6 +19,8 @@ import os
 import statistics
 import threading
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 os.environ.setdefault("RAY_worker_niceness", "0")
@@ -22,11 +28,64 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 import numpy as np
 import ray
 import torch
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+import torch.distributed
 
 from benchmarks.peers.channel import Channel
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.trainer import PolicyTrainer
+
+Named = tuple[str, torch.Tensor]
+
+
+def buckets_of(named: Sequence[Named], most: int) -> list[list[Named]]:
+    """In order, as many to a bucket as have so many elements together, at least one."""
+    buckets: list[list[Named]] = []
+    size = most
+    for name, tensor in named:
+        if size + tensor.numel() > most:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, tensor))
+        size += tensor.numel()
+    return buckets
+
+
+class Gatherer:
+    """Buckets of a sharded model, whole on rank 0. Every rank calls `gather` with the same numbers."""
+
+    def __init__(
+        self, model: torch.nn.Module, dtype: torch.dtype, rank: int, num_ranks: int, bucket_bytes: int
+    ) -> None:
+        named = [(name.removeprefix("lm."), tensor) for name, tensor in model.named_parameters()]
+        self.buckets = buckets_of(named, bucket_bytes // dtype.itemsize)
+        longest = max(sum(tensor.numel() for _, tensor in bucket) for bucket in self.buckets)
+        self._shard = torch.empty(longest // num_ranks, dtype=dtype)
+        self._shards = [torch.empty_like(self._shard) for _ in range(num_ranks if rank == 0 else 0)]
+        self._whole = torch.empty(longest if rank == 0 else 0, dtype=dtype)
+
+    def gather(self, number: int) -> tuple[np.ndarray, list[tuple[str, tuple[int, ...], int]]] | None:
+        """Bytes of a bucket, and each tensor's name, shape and first element; None on the other ranks."""
+        bucket = self.buckets[number]
+        end = 0
+        for _, tensor in bucket:
+            local = tensor.to_local().flatten()  # the cast is the copy's
+            self._shard[end : end + local.numel()].copy_(local)
+            end += local.numel()
+        torch.distributed.gather(self._shard[:end], [shard[:end] for shard in self._shards] or None, dst=0)
+        return self._joined(bucket) if self._shards else None
+
+    def _joined(self, bucket: Sequence[Named]) -> tuple[np.ndarray, list[tuple[str, tuple[int, ...], int]]]:
+        """FSDP2 shards rows, here as many to each rank."""
+        places, at = [], 0
+        for name, tensor in bucket:
+            size, share = tensor.numel(), tensor.numel() // len(self._shards)
+            begin = at // len(self._shards)
+            for number, shard in enumerate(self._shards):
+                first = at + number * share
+                self._whole[first : first + share] = shard[begin : begin + share]
+            places.append((name, tuple(tensor.shape), at))
+            at += size
+        return self._whole[:at].view(torch.uint8).numpy(), places
 
 
 class Rank:
@@ -40,13 +99,27 @@ class Rank:
             num_threads=1,
             engine_dtype=arguments.dtype,
         )
-        self._is_first = arguments.rank == 0
-        self._reference: Any = None
-        if self._is_first:
+        self._gatherer = Gatherer(
+            self.trainer.model,
+            getattr(torch, arguments.dtype),
+            arguments.rank,
+            arguments.num_ranks,
+            arguments.bucket_bytes,
+        )
+        self._references: deque[Any] = deque(maxlen=2)
+        """Of the bucket that the engine loads, and of the next one."""
+        if arguments.rank == 0:
             ray.init(arguments.ray, namespace="weights", log_to_driver=False, logging_level="ERROR")
 
+    def tidy(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Neither side pays for what the other has left."""
+        gc.collect()
+        self._references.clear()
+        self.trainer.ranks.barrier()
+        return {"seconds": 0.0, "buckets": len(self._gatherer.buckets)}
+
     def publish(self, request: dict[str, Any]) -> dict[str, Any]:
-        self._begin_together()
+        self.trainer.ranks.barrier()  # no rank's clock runs while the other one has not heard yet
         start = time.perf_counter()
         publication = self.trainer.publish(request["root"], request["version"])
         seconds = time.perf_counter() - start
@@ -57,25 +130,16 @@ class Rank:
         }
 
     def gather(self, request: dict[str, Any]) -> dict[str, Any]:
-        """`full_state_dict` on rank 0 and `ray.put` of it, as it comes: float32."""
-        self._reference = None
-        self._begin_together()
-        start = time.perf_counter()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        weights = get_model_state_dict(self.trainer.model, options=options)
-        answer: dict[str, Any] = {}
-        if self._is_first:
-            named = {name.removeprefix("lm."): tensor for name, tensor in weights.items()}
-            named.pop("lm_head.weight", None)  # tied to the embedding
-            self._reference = ray.put(named)
-            packed = ray.cloudpickle.dumps(self._reference)
-            answer["info"] = {"reference": base64.b64encode(packed).decode(), "version": request["version"]}
-        return answer | {"seconds": time.perf_counter() - start}
-
-    def _begin_together(self) -> None:
-        """Neither side pays for what the other has left, and no rank's clock runs while another one tidies up."""
-        gc.collect()
         self.trainer.ranks.barrier()
+        start = time.perf_counter()
+        gathered = self._gatherer.gather(request["bucket"])
+        answer: dict[str, Any] = {}
+        if gathered is not None:
+            content, places = gathered
+            self._references.append(ray.put(content))
+            packed = ray.cloudpickle.dumps((self._references[-1], places))
+            answer = {"info": {"bucket": base64.b64encode(packed).decode()}, "bytes": content.nbytes}
+        return answer | {"seconds": time.perf_counter() - start}
 
     def memcpy(self, request: dict[str, Any]) -> dict[str, Any]:
         source, target = (np.zeros(request["bytes"], np.uint8) for _ in range(2))
@@ -102,12 +166,13 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--num-ranks", type=int, required=True)
+    parser.add_argument("--bucket-bytes", type=int, required=True)
     for name in ("--model", "--address", "--dtype", "--ray"):
         parser.add_argument(name, required=True)
     channel = Channel()
     torch.set_num_threads(1)
     rank = Rank(parser.parse_args())
-    operations = {"publish": rank.publish, "gather": rank.gather, "memcpy": rank.memcpy}
+    operations = {"tidy": rank.tidy, "publish": rank.publish, "gather": rank.gather, "memcpy": rank.memcpy}
     channel.send({"ready": True, "pid": os.getpid()})
     for request in channel.requests():
         channel.send(operations[request["op"]](request))
