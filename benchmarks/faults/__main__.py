@@ -1,4 +1,4 @@
-"""What deaths cost: seconds until a run goes on, the engines that are left, and the time that is left for training.
+"""What deaths cost: seconds until a run goes on, the time that is left for training, and the engines that are left.
 
     python -m benchmarks.faults --json faults.json
 
@@ -10,11 +10,11 @@ import tempfile
 from pathlib import Path
 from types import ModuleType
 
-from benchmarks.faults import effective, elastic, others, recovery
+from benchmarks.faults import elastic, others, recovery
 from benchmarks.faults.runs import Runs
 from benchmarks.harness import parse_arguments, print_targets, write_json
 
-PARTS: dict[str, ModuleType] = {"recovery": recovery, "others": others, "elastic": elastic, "effective": effective}
+PARTS: dict[str, ModuleType] = {"recovery": recovery, "others": others, "elastic": elastic}
 
 
 def main() -> None:

@@ -29,8 +29,8 @@ PACED = [
     "evaluation.every_steps=0", "tracking.export_model=false",
 ]  # fmt: skip
 """Groups take three seconds, so engines and not the trainer set the pace."""
-WORDS = [*PACED, f"rollout.num_workers={NUM_ENGINES}", "trainer.max_steps=24", "max_staleness=2"]
-KILLED_AFTER = 8
+WORDS = [*PACED, f"rollout.num_workers={NUM_ENGINES}", "trainer.max_steps=16", "max_staleness=2"]
+KILLED_AFTER = 6
 SPAN_S = 12.0
 """Before and after the death: some groups long, as an engine's tokens are counted a group at a time."""
 LOOK_S = 0.25
