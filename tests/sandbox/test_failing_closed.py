@@ -46,6 +46,26 @@ async def test_here_code_can_be_fenced_in():
         assert (await sandbox.run_python("print(6 * 7)")).stdout == "42\n"
 
 
+IN_A_CONTAINER = """
+import asyncio, subprocess
+from penstock.workers.sandbox.sandbox import Sandbox
+for _ in range(8):
+    subprocess.run(["true"], check=True)
+async def answer():
+    async with Sandbox() as sandbox:
+        return (await sandbox.run_python("print(6 * 7)")).stdout
+print(asyncio.run(answer()))
+"""
+"""The first process numbers are free there, as in a container: those that processes behind the fence have inside."""
+
+
+@pytest.mark.machines
+def test_in_a_container_code_can_be_fenced_in():
+    words = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-c", IN_A_CONTAINER]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["42"], done.stderr
+
+
 @in_a_loop
 async def test_without_bwrap_nothing_runs(marker, monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)

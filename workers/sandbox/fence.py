@@ -111,7 +111,7 @@ def readable_tree(machine: Machine) -> list[str]:
     for path in extra:
         if not any(path.is_relative_to(tree) for tree in trees(machine)):
             words += shown(path)
-    return [*words, "--bind", "/proc", "/proc", "--dev-bind", "/dev", "/dev"]
+    return [*words, "--proc", "/proc", "--dev-bind", "/dev", "/dev"]
 
 
 def fence(machine: Machine) -> list[str]:
