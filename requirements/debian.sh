@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Debian packages that the project needs and this system lacks. `make setup` and `make test` call it.
 #
-#   requirements/debian.sh setup [PYTHON]   a compiler, and what Debian splits off from its Python
+#   requirements/debian.sh setup [PYTHON]   a compiler, vLLM's library, and what Debian splits off from its Python
 #   requirements/debian.sh test [PYTHON]    those, and the programs that tests call
 #
 # Installs as root or by sudo, and starts no service. Where neither is allowed it ends with one line that names the packages.
@@ -22,6 +22,7 @@ python_parts() {  # python_parts PYTHON
 case ${1:-} in setup | test) ;; *) echo "usage: $0 setup|test [PYTHON]" >&2; exit 2 ;; esac
 program g++ g++  # pycosat comes as source; torch and vLLM compile layers
 python_parts "${2:-python3}"
+"${2:-python3}" -c 'import ctypes; ctypes.CDLL("libnuma.so.1")' 2>/dev/null || missing+=(libnuma1)  # vLLM's CPU build loads it
 if [ "$1" = test ]; then
   program chromium chromium
   program prometheus prometheus
