@@ -63,7 +63,8 @@ class DataConfig:
     """reasoning_gym: the task's own options, e.g. {max_digits: 2}."""
     size: int | None = None
     """Use so many rows at most. reasoning_gym: how many problems are made (default 100000). python, environment: of
-    what has no end (default 10000)."""
+    what a generator makes, which may have no end (default 10000, and told where it makes more; lists are used
+    whole)."""
     seed: int = 0
     """Seed of the order, and of the problems that reasoning_gym makes. Held-out problems use another."""
     shuffle: bool = True
@@ -134,6 +135,11 @@ class EvaluationConfig:
     """jsonl: the held-out file; huggingface: the held-out split; `null` with reasoning_gym: the same task by `seed`."""
     seed: int = 1_000_003
     """reasoning_gym: seed of the held-out problems. Must differ from data.seed."""
+    overlap: str = "drop"
+    """Of what is trained on with what is held out, whatever the source. drop: a row to train on whose prompt (of an
+    environment: whose task) evaluation has is passed over, counted as dropped/held_out; more than half of them are an
+    error before anything starts. allow: they are trained on, as in a game that has no others. reasoning_gym makes
+    others in their place."""
     sets: dict[str, EvaluationSetConfig] = field(default_factory=dict)
     """More held-out problems by name, each measured as accuracy/NAME: {hard: {path: hard.jsonl}}. None of them is
     trained on; stop_at_accuracy and the chart's first line are of the one above."""
@@ -142,6 +148,7 @@ class EvaluationConfig:
     one is evaluated. `null`: never."""
 
     def __post_init__(self) -> None:
+        one_of("evaluation.overlap", self.overlap, ("drop", "allow"))
         at_least("evaluation.every_steps", self.every_steps, 0)
         at_least("evaluation.num_problems", self.num_problems, 1)
         at_least("evaluation.num_samples", self.num_samples, 0)

@@ -29,8 +29,9 @@ from penstock.orchestrator.placement.actors import ActorPlan, needed, plan_actor
 from penstock.workers.environments.environment import make_environment
 from penstock.workers.files import is_url, list_names
 from penstock.workers.gateway.formats.choosing import make_format
-from penstock.workers.prompts.check import check_prompts
-from penstock.workers.prompts.opening import open_rows
+from penstock.workers.prompts.check import check_prompts, rows_to_read
+from penstock.workers.prompts.opening import open_apart, open_rows
+from penstock.workers.prompts.task import is_cut
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox.blocking import BlockingSandbox
@@ -76,6 +77,7 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     if flow.has_environment:
         yield Check("environment", lambda: _environment(config))
     yield Check("data", lambda: _data(config, flow))
+    yield Check("not trained on", lambda: _left_out(config), is_told=True)
     others = [str(stage.model) for stage in flow.stages if _needs_path(stage)]
     if others:
         yield Check("other models", lambda: ", ".join(_other_model(config, name) for name in others))
@@ -95,7 +97,7 @@ def check_run(
     of what was found."""
     for check in checks(config, flow, plan):
         found = check.look()
-        if check.is_told and tell is not None:
+        if found and check.is_told and tell is not None:
             tell(f"{check.name}: {found}")
 
 
@@ -124,7 +126,7 @@ def validate_run(config: RunConfig, console: Console) -> int:
             console.print(str(error), highlight=False, markup=False, soft_wrap=True)
         else:
             console.print(f"[green]✓[/] {check.name}: ", end="")
-            console.print(found, highlight=False, markup=False, soft_wrap=True)
+            console.print(found or "nothing", highlight=False, markup=False, soft_wrap=True)
     return exit_code
 
 
@@ -204,6 +206,23 @@ def _data(config: RunConfig, flow: Dataflow, *, held_out: bool = False) -> str:
     if report.longest_response:
         found += f", longest response {report.longest_response}"
     return found + (f"; {report.skipped} too long and left out" if report.skipped else "")
+
+
+def _left_out(config: RunConfig) -> str:
+    """What a source has beyond what is trained on; empty for nothing. Raises `DataError` where most is held out."""
+    try:
+        dataset, apart = open_rows(config), open_apart(config)
+    except PenstockError:  # told by the look at the data, or at what is held out
+        return ""
+    if dataset is None:
+        return ""
+    told = []
+    if is_cut(dataset):
+        told.append(f"what the source makes beyond {len(dataset):,} rows (data.size says how many)")
+    num_read = rows_to_read(dataset, config)
+    if held_out := apart.check(dataset, num_read):
+        told.append(f"{held_out:,} of {num_read:,} rows, which are problems of evaluation")
+    return "; ".join(told)
 
 
 def _environment(config: RunConfig) -> str:

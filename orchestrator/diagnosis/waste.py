@@ -10,8 +10,9 @@ from penstock.conf.diagnosis import DiagnosisConfig
 from penstock.orchestrator.diagnosis.seen import HINT, Finding, Seen
 
 FILTERED = "no_signal"
-OF_THE_TASK = (FILTERED, "prompt_too_long")
-"""Reasons of drops that nothing is wrong with: an algorithm's filter, and rows that were never meant to fit."""
+OF_THE_TASK = (FILTERED, "prompt_too_long", "held_out")
+"""Reasons of drops that nothing is wrong with: an algorithm's filter, and rows that were never meant to be trained
+on."""
 ENGINE = "rollout/groups/Rollout-"
 """What each engine has sampled. Where environments play, they lease the groups and engines only answer."""
 LEAST_GROUPS = 10

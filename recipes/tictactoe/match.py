@@ -22,7 +22,7 @@ class Match:
     def tasks(self, seed: int) -> Iterator[Task]:
         for index in itertools.count():
             opponent, mark = self.opponents[index % len(self.opponents)], "xo"[index // len(self.opponents) % 2]
-            yield Task(str(index), seed + index, {"opponent": opponent, "mark": mark})
+            yield Task(str(index), seed + index, {"opponent": opponent, "mark": mark}, problem=seed + index)
 
     async def run(self, task: Task, ctx: Context) -> None:
         mark, opponent, draws = task.data["mark"], task.data["opponent"], random.Random(task.seed)

@@ -18,7 +18,7 @@ tokens, weights or batches. `environment.name` names a registered one, `file.py:
 """
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from penstock.conf.environment import EnvironmentConfig
@@ -41,8 +41,9 @@ class Environment(Protocol):
     """Made once in each environment actor, and on the driver for its tasks. Optional: `score_group`, below; and
     `aclose()`, an async method called at the end."""
 
-    def tasks(self, seed: int) -> Iterator[Task]:
-        """The tasks in an order that depends on `seed` alone; endless or not. Not needed where `data.source` is a
+    def tasks(self, seed: int) -> Iterable[Task]:
+        """The tasks in an order that depends on `seed` alone: a list, which is used whole, or a generator, endless or
+        not, of which 10,000 are used unless data.size says otherwise. Not needed where `data.source` is a
         dataset: its rows are the tasks then."""
 
     async def run(self, task: Task, ctx: Context) -> None:

@@ -23,6 +23,15 @@ class Task:
     messages: Sequence[Mapping[str, Any]] = ()
     """The conversation that a row of a dataset begins with: `data.system_prompt`, what was said before, the question.
     Empty for a task of the environment's own."""
+    problem: Any = None
+    """What tells it from other tasks, as JSON; None: its data, or its seed where it has none. No step trains on a
+    problem that evaluation measures."""
+
+    @property
+    def identity(self) -> Any:
+        if self.problem is not None:
+            return self.problem
+        return dict(self.data) or self.seed
 
     def as_columns(self) -> Mapping[str, Any]:
         """In the place of a dataset's columns."""

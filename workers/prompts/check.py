@@ -45,7 +45,7 @@ def check_prompts(
     """
     limits = TokenLimits.of_run(config, with_responses=rows_are != "prompts")
     encoder = PromptEncoder(tokenizer, config.data, limits, config.model.chat_template_kwargs)
-    num_read = min(len(dataset), sample if config.data.source == "reasoning_gym" else MAX_READ_ROWS)
+    num_read = rows_to_read(dataset, config, sample)
 
     def num_characters(row: tuple[int, Task]) -> int:
         return len(row[1].prompt) + (len(row[1].response or "") if rows_are != "prompts" else 0)
@@ -70,6 +70,11 @@ def check_prompts(
     return PromptReport(
         len(dataset), num_read, len(longest), max(prompts, default=0), max(responses, default=0), skipped
     )
+
+
+def rows_to_read(dataset: PromptDataset, config: RunConfig, sample: int = 1000) -> int:
+    """How many of the first rows are looked at."""
+    return min(len(dataset), sample if config.data.source == "reasoning_gym" else MAX_READ_ROWS)
 
 
 def _encoded(encoder: PromptEncoder, task: Task, rows_are: str) -> tuple[list[int], list[int]]:

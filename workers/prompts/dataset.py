@@ -44,6 +44,7 @@ class TableDataset:
         self.rows = rows
         self.config = config
         self.size = min(len(rows), size or len(rows))
+        self.is_cut = isinstance(rows, PythonRows) and rows.is_cut
 
     def __len__(self) -> int:
         return self.size

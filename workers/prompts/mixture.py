@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from penstock.conf.errors import DataError
-from penstock.workers.prompts.task import PromptDataset, Task
+from penstock.workers.prompts.task import PromptDataset, Task, is_cut
 
 MOST_ROWS = 10_000_000
 """Of a mixture: weights that are far apart would have small parts go round very often."""
@@ -18,6 +18,7 @@ class Mixture:
         """Raises `DataError` for a mixture that would be too long."""
         self._names = list(parts)
         self._parts = [parts[name] for name in self._names]
+        self.is_cut = any(is_cut(part) for part in self._parts)
         total = sum(weights.values())
         shares = [weights[name] / total for name in self._names]
         longest = max(len(part) / share for part, share in zip(self._parts, shares, strict=True))

@@ -7,6 +7,7 @@ from penstock.conf.data import ENVIRONMENT
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
 from penstock.workers.environments.environment import make_environment
+from penstock.workers.prompts.apart import Apart
 from penstock.workers.prompts.dataset import open_dataset
 from penstock.workers.prompts.environment_tasks import EnvironmentTasks
 from penstock.workers.prompts.source import PromptSource, PromptStart
@@ -41,7 +42,19 @@ def open_source(
         first_group=start.first_group,
         rows_are=rows_are,
         once=held_out,
+        apart=None if held_out else open_apart(config),
     )
+
+
+def open_apart(config: RunConfig) -> Apart:
+    """What evaluation measures, and no step may train on. Nothing where it measures nothing, or with
+    `evaluation.overlap=allow`. Raises `DataError`, `ConfigError`."""
+    evaluation = config.evaluation
+    if not evaluation.every_steps or evaluation.overlap == "allow":
+        return Apart()
+    configs = [config, *map(config.with_set, evaluation.sets)]
+    held_out = [open_rows(one, held_out=True) for one in configs]
+    return Apart.of(dataset for dataset in held_out if dataset is not None)
 
 
 def open_rows(config: RunConfig, *, held_out: bool = False) -> PromptDataset | None:

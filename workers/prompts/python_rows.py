@@ -1,13 +1,24 @@
 """Rows that a Python function makes: a dataset of a few lines of code, for demonstrations and for trying things out."""
 
 import itertools
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
 
 from penstock.conf.errors import DataError
 from penstock.workers.user_code import find_function
 
 MOST_ROWS = 10_000
-"""Of a function that has no end of them, unless `data.size` says more."""
+"""Of a generator, which may have no end, unless `data.size` says more."""
+T = TypeVar("T")
+
+
+def first_of(made: Iterable[T], size: int | None) -> tuple[list[T], bool]:
+    """The first `size`; without one all of a list, and the first 10,000 of a generator. And whether there are more that
+    nobody has said to leave out."""
+    if size is not None or isinstance(made, Sequence):
+        return list(itertools.islice(made, size)), False
+    found = list(itertools.islice(made, MOST_ROWS + 1))
+    return found[:MOST_ROWS], len(found) > MOST_ROWS
 
 
 class PythonRows:
@@ -17,7 +28,7 @@ class PythonRows:
         """Raises `ConfigError` for a function that is not found, `DataError` for one that makes no rows."""
         self._spec = spec
         made = find_function(spec, key)(seed)
-        self._rows = list(itertools.islice(made, size or MOST_ROWS))
+        self._rows, self.is_cut = first_of(made, size)
         if not self._rows:
             raise DataError(f"{key}={spec}: the function has made no rows.")
 

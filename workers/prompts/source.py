@@ -16,6 +16,7 @@ from penstock.conf.errors import DataError
 from penstock.store.client.client import StoreClient
 from penstock.store.errors import StoreClosed
 from penstock.workers.environments.task import KEY, MESSAGES
+from penstock.workers.prompts.apart import Apart
 from penstock.workers.prompts.order import PromptCursor, PromptOrder
 from penstock.workers.prompts.task import PromptDataset, Task
 from penstock.workers.prompts.tokenization import PromptEncoder, PromptTooLong
@@ -43,7 +44,9 @@ class Drawn:
     """Of the run."""
     cursor: PromptCursor
     skipped: int = 0
-    """Rows that were left out."""
+    """Rows that were too long."""
+    held_out: int = 0
+    """Rows that evaluation measures."""
 
 
 class PromptSource:
@@ -64,15 +67,19 @@ class PromptSource:
         first_group: int = 0,
         rows_are: str = "prompts",
         once: bool = False,
+        apart: Apart | None = None,
     ) -> None:
         """`rows_are`: "prompts", "tasks", or what has responses: "demonstrations", "preferences". `once`: one epoch,
-        in the dataset's own order (held-out problems)."""
+        in the dataset's own order (held-out problems). `apart`: what is passed over."""
         self.dataset = dataset
         self.encoder = encoder
         self.skips = data.too_long == "skip"
         self.rows_are = rows_are
         self.skipped = 0
         """Rows left out by data.too_long=skip so far, for `dropped/prompt_too_long`."""
+        self.held_out = 0
+        """Rows passed over so far since evaluation measures them, for `dropped/held_out`."""
+        self._apart = apart or Apart()
         self._order = PromptOrder(len(dataset), data.seed, cursor, shuffle=data.shuffle and not once)
         self._once = once
         self._start = Drawn(first_group, self._order.cursor)
@@ -146,13 +153,16 @@ class PromptSource:
         return len(self.dataset)
 
     def stats(self) -> dict[str, float]:
-        return {"groups": self.num_drawn, "epoch": self.cursor.epoch, "dropped/prompt_too_long": self.skipped}
+        dropped = {"dropped/prompt_too_long": self.skipped, "dropped/held_out": self.held_out}
+        return {"groups": self.num_drawn, "epoch": self.cursor.epoch, **dropped}
 
     def _next_group(self) -> dict[str, Any] | None:
         for _ in range(2 * len(self.dataset)):
             if self._once and self.cursor.position >= len(self.dataset):
                 return None
-            task = self.dataset.row(self._order.next())
+            task = self._next_row()
+            if task is None:
+                continue
             try:
                 group = self._group(task)
             except PromptTooLong:
@@ -160,17 +170,35 @@ class PromptSource:
                     raise
                 self.skipped += 1
                 continue
-            self._drawn.append(Drawn(self._drawn[-1].num_groups + 1, self._order.cursor, self.skipped))
+            drawn = self._drawn[-1].num_groups + 1
+            self._drawn.append(Drawn(drawn, self._order.cursor, self.skipped, self.held_out))
             return group
-        raise DataError(
+        raise self._nothing_left()
+
+    def _next_row(self) -> Task | None:
+        """None: one that evaluation measures."""
+        task = self.dataset.row(self._order.next())
+        if not self._apart.holds(task):
+            return task
+        self.held_out += 1
+        return None
+
+    def _nothing_left(self) -> DataError:
+        limits = self.encoder.limits
+        if self._apart:
+            return DataError(
+                f"none of the {len(self.dataset)} rows is left to train on: {len(self._apart)} problems are held out "
+                "(evaluation.overlap=drop), and data.too_long=skip leaves out rows that are longer than "
+                f"data.max_prompt_tokens={limits.max_prompt_tokens} or than the room of {limits.room}."
+            )
+        return DataError(
             f"data.too_long=skip left out every one of the {len(self.dataset)} rows: all are longer than "
-            f"data.max_prompt_tokens={self.encoder.limits.max_prompt_tokens} or than the room of "
-            f"{self.encoder.limits.room}."
+            f"data.max_prompt_tokens={limits.max_prompt_tokens} or than the room of {limits.room}."
         )
 
     def _go_back(self, drawn: "Drawn") -> None:
         self._order.go_to(drawn.cursor)
-        self.skipped = drawn.skipped
+        self.skipped, self.held_out = drawn.skipped, drawn.held_out
         if drawn is not self._drawn[-1]:
             self._drawn.clear()
             self._drawn.append(drawn)
@@ -180,10 +208,19 @@ class PromptSource:
         if self.skips:  # which of the rows are too long is found out by their tokens alone
             self.next_groups(count)
         elif count:
-            self._order.skip(count)
-            passed = Drawn(self._drawn[-1].num_groups + count, self._order.cursor, self.skipped)
+            self._pass_rows(count)
+            drawn = self._drawn[-1].num_groups + count
+            passed = Drawn(drawn, self._order.cursor, self.skipped, self.held_out)
             self._drawn.clear()
             self._drawn.append(passed)
+
+    def _pass_rows(self, count: int) -> None:
+        if not self._apart:
+            self._order.skip(count)
+            return
+        for _ in range(count):
+            if all(self._next_row() is None for _ in range(2 * len(self.dataset))):
+                raise self._nothing_left()
 
     def _group(self, task: Task) -> dict[str, Any]:
         if self.rows_are == "preferences":

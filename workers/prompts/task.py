@@ -27,6 +27,8 @@ class Task:
     user."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's own columns, or what the environment's verifier needs."""
+    problem: Any = None
+    """What tells it from other problems, as JSON; None: its prompt."""
 
     def to_json(self, **more: Any) -> str:
         """The `task` column: the row's own columns with `prompt`, `answer`, `index` and `more`."""
@@ -39,3 +41,8 @@ class PromptDataset(Protocol):
 
     def row(self, index: int) -> Task:
         """Raises `DataError` naming the row if it cannot be used."""
+
+
+def is_cut(dataset: PromptDataset) -> bool:
+    """Whether its source makes more rows than are used, and nobody has said how many to use."""
+    return bool(getattr(dataset, "is_cut", False))

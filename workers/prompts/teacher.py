@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from penstock.conf.errors import DataError
-from penstock.workers.prompts.task import PromptDataset, Task
+from penstock.workers.prompts.task import PromptDataset, Task, is_cut
 
 Teacher = Callable[[dict[str, Any]], str]
 """From a task (its JSON as a dict: prompt, answer, index, the row's own columns) to the demonstration."""
@@ -18,6 +18,7 @@ class TaughtDataset:
     def __init__(self, dataset: PromptDataset, teacher: Teacher, writes: str = "response") -> None:
         """`writes`: the task's field, "response" or "rejected"."""
         self._dataset, self._teacher, self._writes = dataset, teacher, writes
+        self.is_cut = is_cut(dataset)
 
     def __len__(self) -> int:
         return len(self._dataset)

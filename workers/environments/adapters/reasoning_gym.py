@@ -51,7 +51,8 @@ class ReasoningGym:
         problems = Problems(self._task, self._options, seed=seed, size=self._size)
         for index in range(self._size):
             entry = problems.entry(index)
-            yield Task(str(index), seed + index, {"question": str(entry["question"]), **problems.extra(entry)})
+            question = str(entry["question"])
+            yield Task(str(index), seed + index, {"question": question, **problems.extra(entry)}, problem=question)
 
     async def run(self, task: Task, ctx: Context) -> None:
         messages: list[Message] = [

@@ -64,7 +64,8 @@ class TextArena:
     def tasks(self, seed: int) -> Iterator[Task]:
         for index in itertools.count():
             opponent = self._opponents[index % len(self._opponents)]
-            yield Task(str(index), seed + index, {"opponent": opponent, "seat": index // len(self._opponents) % SEATS})
+            seat = index // len(self._opponents) % SEATS
+            yield Task(str(index), seed + index, {"opponent": opponent, "seat": seat}, problem=seed + index)
 
     async def run(self, task: Task, ctx: Context) -> None:
         game, draws = Game(self._id, self._kwargs, task.seed), random.Random(f"{task.seed}/opponent")

@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,8 @@ from penstock.workers.environments.task import Task
 EPISODES = Path(__file__).with_name("verifiers_episodes.py")
 START_TIMEOUT_S = 120.0
 """For importing the package and reading the tasks."""
+BLOCK = 1000
+"""Tasks of a taskset without end that are shuffled at a time; its first ones are made anew up to the largest number."""
 
 
 class EpisodeFailed(Exception):
@@ -60,8 +62,8 @@ class Verifiers:
         self._episodes: _Episodes | None = None
         self._starting = asyncio.Lock()
 
-    def tasks(self, seed: int) -> Iterator[Task]:
-        """All of the taskset, shuffled; again and again in another order."""
+    def tasks(self, seed: int) -> Iterable[Task]:
+        """All of the taskset, shuffled. Of one without end, one thousand after the other, each shuffled."""
         try:
             said = subprocess.run(
                 self._command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=START_TIMEOUT_S,
@@ -70,13 +72,10 @@ class Verifiers:
         except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
             tail = str(error.stderr or error)[-1000:]
             raise ConfigError(f"environment.options.env: verifiers cannot make this environment: {tail}") from error
-        indices = list(range(json.loads(said)["tasks"]))
-        draws = random.Random(seed)
-        number = 0
-        while indices:
-            for index in draws.sample(indices, len(indices)):
-                yield Task(str(number), seed + number, {"index": index})
-                number += 1
+        count, draws = json.loads(said)["tasks"], random.Random(seed)
+        indices = _shuffled(draws, range(count)) if count is not None else _shuffled_thousands(draws)
+        tasks = (Task(str(number), seed + number, {"index": index}) for number, index in enumerate(indices))
+        return tasks if count is None else list(tasks)
 
     async def run(self, task: Task, ctx: Context) -> None:
         episodes = await self._started()
@@ -100,6 +99,15 @@ class Verifiers:
                     raise
                 self._episodes = episodes
             return self._episodes
+
+
+def _shuffled(draws: random.Random, indices: range) -> Sequence[int]:
+    return draws.sample(indices, len(indices))
+
+
+def _shuffled_thousands(draws: random.Random) -> Iterator[int]:
+    for start in itertools.count(step=BLOCK):
+        yield from _shuffled(draws, range(start, start + BLOCK))
 
 
 class _Episodes(Child):

@@ -2,7 +2,7 @@
 
     python verifiers_episodes.py '{"taskset": {"id": "my_tasks"}, …}'      JSON lines on stdin and stdout:
 
-    {"tasks": 200}                                                          said first; at most MOST
+    {"tasks": 200}                                                          said first; null: without end
     {"number": 3, "index": 17, "seat": "", "base_url": …, "api_key": …}     heard: an episode of the 17th task
     {"number": 3, "reward": 1.0}                                            or "error": "…"
     {"number": 3, "cancel": true}                                           heard: nobody wants it any more
@@ -11,7 +11,6 @@ It ends when stdin does. Started by `verifiers.py`. Imports nothing of Penstock.
 """
 
 import asyncio
-import itertools
 import json
 import os
 import sys
@@ -20,19 +19,18 @@ from typing import Any
 import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
-MOST = 10_000
-
 
 async def main(config: str) -> None:
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # tasksets may print
     environment = load_environment(resolve_env_config(json.loads(config)))
-    tasks = list(itertools.islice(environment.taskset, MOST))
-    print(json.dumps({"tasks": len(tasks)}), file=said, flush=True)
+    is_endless = not environment.taskset.bounded
+    tasks = Tasks(environment.taskset, is_endless)
+    print(json.dumps({"tasks": None if is_endless else len(tasks.made)}), file=said, flush=True)
 
     async def episode(order: dict[str, Any]) -> None:
         try:
-            result: dict[str, Any] = {"reward": await reward(environment, tasks[order["index"]], order)}
+            result: dict[str, Any] = {"reward": await reward(environment, tasks.at(order["index"]), order)}
         except Exception as error:  # noqa: BLE001  # of tasksets and harnesses: an episode is told what it failed with
             result = {"error": f"{type(error).__name__}: {error}"}
         finally:
@@ -50,6 +48,19 @@ async def main(config: str) -> None:
                 running[order["number"]] = asyncio.create_task(episode(order))
         for task in running.values():
             task.cancel()
+
+
+class Tasks:
+    """A taskset by number; of one without end as many as were asked for."""
+
+    def __init__(self, taskset: Any, is_endless: bool) -> None:
+        self._more = iter(taskset)
+        self.made: list[Any] = [] if is_endless else list(self._more)
+
+    def at(self, index: int) -> Any:
+        while len(self.made) <= index:
+            self.made.append(next(self._more))
+        return self.made[index]
 
 
 async def reward(environment: Any, task: Any, order: dict[str, Any]) -> float:

@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import ConfigError
+from penstock.orchestrator.configuration.compose import load_config
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.http.server import HttpServer
+from penstock.workers.prompts.environment_tasks import EnvironmentTasks
+from penstock.workers.prompts.opening import open_apart, open_rows
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, Trajectory
 from tests.workers.attempts.played import ScriptedEngines, make_runner
@@ -30,9 +33,9 @@ def _package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", HERE)
 
 
-def sums(**options: Any) -> Any:
+def sums(taskset: Mapping[str, Any] | None = None, **options: Any) -> Any:
     env = {
-        "taskset": {"id": "sums_tasks"},
+        "taskset": {"id": "sums_tasks", **(taskset or {})},
         "agent": {"harness": {"id": "sums_tasks"}, "runtime": {"type": "subprocess"}},
     }
     return adapter("verifiers", python=str(PYTHON), env=env, **options)
@@ -70,9 +73,40 @@ def test_episodes_are_attempts_with_their_turns_and_their_rewards() -> None:
     assert all([turn.parent for turn in one.turns] == [None, 0] for one in attempts)
 
 
-def test_tasks_are_shuffled_and_never_end() -> None:
-    found = [task.data["index"] for task in itertools.islice(sums().tasks(4), 6)]
-    assert sorted(found[:3]) == sorted(found[3:]) == [0, 1, 2]
+def test_tasks_are_shuffled_and_each_is_there_once() -> None:
+    found = list(sums().tasks(4))
+    assert sorted(task.data["index"] for task in found) == [0, 1, 2]
+    assert len({task.seed for task in found}) == 3
+
+
+def many(kind: str) -> Any:
+    return sums({"id": "many_tasks", "kind": kind})
+
+
+def test_a_large_taskset_is_used_whole() -> None:
+    rows = EnvironmentTasks(many("large").tasks(4), None, "verifiers")
+    assert len(rows) == 12_000
+    assert not rows.is_cut
+
+
+def test_a_taskset_without_end_is_drawn_from_as_far_as_is_asked_for() -> None:
+    found = [task.data["index"] for task in itertools.islice(many("endless").tasks(4), 12_000)]
+    assert sorted(found) == list(range(12_000))
+    assert found != sorted(found)
+    assert EnvironmentTasks(many("endless").tasks(4), None, "verifiers").is_cut
+
+
+def test_no_held_out_task_is_trained_on() -> None:
+    """Both are drawn from the same tasks."""
+    agent = "{harness: {id: sums_tasks}, runtime: {type: subprocess}}"
+    options = f"{{python: {PYTHON}, env: {{taskset: {{id: many_tasks, kind: large}}, agent: {agent}}}}}"
+    words = ["environment.name=verifiers", "data.source=environment", f"environment.options={options}"]
+    config = load_config([*words, "evaluation.every_steps=10", "evaluation.num_problems=300"])
+    held_out, train = open_rows(config, held_out=True), open_rows(config)
+    assert held_out is not None
+    assert train is not None
+    apart = open_apart(config)
+    assert apart.check(train, len(train)) == len(apart) == len(held_out) == 300
 
 
 def test_what_an_episode_fails_with_is_told() -> None:

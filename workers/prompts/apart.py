@@ -1,0 +1,61 @@
+"""Keeps held-out problems out of the training, whatever data source or environment both come from.
+
+    held-out rows ─▶ Apart: a digest of each problem ─▶ the source of prompts passes over rows that are among them
+                                                     ─▶ a look before the start: how many are, and an error for most
+
+A problem is what the model reads: two rows with the same prompt are the same one, whatever else they hold. A task of an
+environment is told from others by its data, or by what it says itself (`Task.problem`).
+"""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable
+
+from penstock.conf.errors import DataError
+from penstock.workers.prompts.task import PromptDataset, Task
+
+MOST_LEFT_OUT = 0.5
+"""Of the rows to train on. Where more are held out, what is left is no longer the data that was asked for."""
+
+
+class Apart:
+    """Problems that are measured, and on which no step may train.
+
+    apart = Apart.of([held_out])
+    apart.holds(train.row(3))
+    """
+
+    def __init__(self, problems: Collection[bytes] = ()) -> None:
+        self._problems = frozenset(problems)
+
+    @classmethod
+    def of(cls, datasets: Iterable[PromptDataset]) -> "Apart":
+        """All rows of these."""
+        return cls([problem_of(dataset.row(index)) for dataset in datasets for index in range(len(dataset))])
+
+    def __len__(self) -> int:
+        return len(self._problems)
+
+    def holds(self, task: Task) -> bool:
+        return bool(self._problems) and problem_of(task) in self._problems
+
+    def check(self, dataset: PromptDataset, num_read: int) -> int:
+        """How many of the first rows to train on are held out. Raises `DataError` where it is most of them."""
+        if not self._problems:
+            return 0
+        found = sum(self.holds(dataset.row(index)) for index in range(num_read))
+        if found > MOST_LEFT_OUT * num_read:
+            raise DataError(
+                f"{found:,} of {num_read:,} rows to train on are problems of evaluation, on which no step trains: "
+                f"{len(self):,} different ones are held out. Lower evaluation.num_problems, or name other held-out "
+                "problems; where there are no others, as in a game that always begins alike, set "
+                "evaluation.overlap=allow. An environment may say what tells its tasks apart: Task(…, problem=…)."
+            )
+        return found
+
+
+def problem_of(task: Task) -> bytes:
+    """What tells a row's problem from others."""
+    said = [dict(message) for message in task.messages]
+    what = [task.prompt, said] if task.problem is None else task.problem
+    return hashlib.blake2b(json.dumps(what, sort_keys=True, default=str).encode(), digest_size=16).digest()
