@@ -12,13 +12,17 @@ def share_of_digits(text: str) -> float:
 
 
 class Digits:
+    def __init__(self, temperature: float | None = None) -> None:
+        """`temperature`: of the second turn, other than the run's."""
+        self._options = [{}, {} if temperature is None else {"temperature": temperature}]
+
     def tasks(self, seed: int) -> Iterator[Task]:
         return (Task(str(index), index, {"number": seed + index * index}) for index in range(64))
 
     async def run(self, task: Task, ctx: Any) -> None:
         messages = [{"role": "user", "content": f"{task.data['number']} is a number"}]
-        for _ in range(2):
-            turn = await ctx.sample(messages)
+        for options in self._options:
+            turn = await ctx.sample(messages, **options)
             share = share_of_digits(turn.message["content"])
             ctx.reward(share, turn)
             messages += [turn.message, {"role": "user", "content": f"{share:.2f}"}]

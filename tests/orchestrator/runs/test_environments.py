@@ -75,6 +75,14 @@ def test_two_turns_equal_the_straight_line_bit_for_bit(
     assert [line["staleness/max"] for line in lines] == [0.0] * STEPS
 
 
+def test_each_turn_is_trained_at_the_temperature_that_it_was_sampled_at(
+    tmp_path: Path, cluster: str, model_path: str
+) -> None:
+    words = ["environment.options.temperature=0.5", "rollout.sampling.temperature=1.5", "trainer.max_steps=2"]
+    lines = metrics_of(run(settings(model_path, tmp_path, *words, "name=cool"), quiet=True).directory)
+    assert all(line["mismatch/logprob_abs_max"] < 1e-4 for line in lines)
+
+
 @pytest.mark.parametrize("name", ["Rollout-1", "Environment-0"])
 def test_a_death_changes_nothing(
     tmp_path: Path, cluster: str, model_path: str, straight: dict[str, torch.Tensor], name: str
