@@ -140,12 +140,19 @@ def _run(arguments: argparse.Namespace) -> int:
     )  # late: the configuration is in order, so it may take seconds
     from penstock.orchestrator.run import run
 
-    # `ray job stop` and schedulers send SIGTERM: the way out is that of Ctrl-C.
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    signal.signal(signal.SIGTERM, _end)
     result = run(config)
     with contextlib.suppress(OSError):  # of an output that is a file on a full disk
         print_summary(result.directory, config)
     return 0
+
+
+def _end(*_: object) -> None:
+    """The way out for `ray job stop` and schedulers, which send SIGTERM: that of Ctrl-C. A shell without job control
+    has what it starts by `&` ignore that, and whoever sends SIGTERM means this process all the same."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.raise_signal(signal.SIGINT)
 
 
 def _validate(arguments: argparse.Namespace) -> int:

@@ -49,18 +49,22 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
 
 
 def _run(words: Sequence[str]) -> int:
-    """One try; its exit code, negative for a signal. Ctrl-C reaches it by itself, and SIGTERM is passed on."""
+    """One try; its exit code, negative for a signal. Ctrl-C reaches it by itself, unless it is ignored here, and
+    SIGTERM is passed on."""
     process = subprocess.Popen([sys.executable, "-m", "penstock.orchestrator.cli", "run", *words])
 
     def passed_on(number: int, _: FrameType | None) -> None:
         process.send_signal(number)
 
-    before = signal.signal(signal.SIGTERM, passed_on), signal.signal(signal.SIGINT, lambda *_: None)
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    signal.signal(signal.SIGTERM, passed_on)
+    if before[signal.SIGINT] != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, lambda *_: None)
     try:
         return process.wait()
     finally:
-        signal.signal(signal.SIGTERM, before[0])
-        signal.signal(signal.SIGINT, before[1])
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _may_help(config: RunConfig, code: int) -> bool:

@@ -3,6 +3,7 @@
 import gc
 import multiprocessing.spawn
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,6 +29,11 @@ collect_ignore = ["oracle"]
 os.environ.setdefault("RAY_worker_niceness", "0")
 os.environ["RAY_AUTH_MODE"] = "disabled"
 os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+
+# A shell without job control has what it starts by `&` ignore Ctrl-C, and so would whatever the tests start, among it
+# what they interrupt. They start it as from a terminal.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish() -> None:

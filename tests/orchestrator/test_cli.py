@@ -1,8 +1,10 @@
 """The commands and their exit codes."""
 
+import asyncio
 import importlib
 import pickle
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,11 +100,45 @@ def test_an_interrupt_ends_with_130(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run_with(monkeypatch, raising(KeyboardInterrupt())) == 130
 
 
+@pytest.fixture(params=[signal.default_int_handler, signal.SIG_IGN], ids=["at a terminal", "in the background"])
+def started_as(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A shell without job control has what it starts by `&` ignore Ctrl-C, which is for who is in the foreground."""
+    before = signal.signal(signal.SIGINT, request.param)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("started_as")
 def test_sigterm_takes_the_way_out_of_ctrl_c(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(config: object) -> None:
         signal.raise_signal(signal.SIGTERM)
 
     assert run_with(monkeypatch, run) == 130
+
+
+@pytest.mark.usefixtures("started_as")
+def test_sigterm_lets_what_goes_on_come_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[str] = []
+
+    async def steps() -> None:
+        asyncio.get_running_loop().call_soon(signal.raise_signal, signal.SIGTERM)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            await asyncio.sleep(0)
+            ended.append("the run")
+
+    assert run_with(monkeypatch, lambda config: asyncio.run(steps())) == 130
+    assert ended == ["the run"]
+
+
+def test_in_the_background_ctrl_c_stays_somebody_elses(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert run_with(monkeypatch, raising(WorkerDied("x"))) == 1
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_finished_run_ends_with_zero_and_a_summary(

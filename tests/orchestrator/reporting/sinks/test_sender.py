@@ -25,12 +25,16 @@ def test_every_step_arrives_in_order_and_then_the_end(tmp_path: Path) -> None:
 
 def test_one_that_hangs_is_left_at_the_deadline(tmp_path: Path) -> None:
     directory, gate = new_run(tmp_path), Gate("1")
-    sender, told = sender_to(Scripted(gate), directory, SHORT_S)
-    sent(sender, 0, 1, 2, 3)
+    sender, told = sender_to(Scripted(gate), directory)
+    for step in range(4):
+        sender.log(step, {"loss": 1.0})
+    sender.finish(End("finished"))
+    assert gate.reached.wait(60.0)
+    sender._give_up_at = 0.0
     sender.close()
     gate.open()
     (left,) = [text for text in told if "left" in text]
-    assert left == "tracker: has not closed within 0.05 s, and is left. It lacks 3 steps; metrics.jsonl has them."
+    assert left == "tracker: has not closed within 60 s, and is left. It lacks 3 steps; metrics.jsonl has them."
     assert directory.losses.lost == {"tracker": 3}
     assert directory.losses.waiting.total() == 0
 
