@@ -2,20 +2,25 @@
 
 A run's publications and a store's large batches lie in such directories, in shared memory and on disk. Each has an
 `owner.pid`; the next run or store that starts on the machine sweeps what dead owners left. Shared memory is RAM: nobody
-else would give it back before a reboot. Used by `segments.py` and the node agents (`workers/node/agent.py`).
+else would give it back before a reboot.
 """
 
 import contextlib
+import fcntl
 import os
 import shutil
 import subprocess
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 SHARED_MEMORY = "/dev/shm"
 PREFIX = "penstock-"
 OWNER_NAME = "owner.pid"
 PRIVATE = 0o700
+MOVED_WITHIN_S = 10.0
+"""Longest wait for another process that looks at whose a directory is, and moves it away: two calls of the kernel."""
 
 
 def claim_root(root: str | Path) -> Path:
@@ -49,19 +54,47 @@ def guard_root(root: str | Path) -> None:
 
 _GUARD = f"""
 read -r _
-[ "$(cat "$1/{OWNER_NAME}")" = "$2" ] && mv -- "$1" "$1.$$" && rm -rf -- "$1.$$"
+exec 9<"$1" && flock -w {MOVED_WITHIN_S:g} 9 || exit
+[ "$(cat "$1/{OWNER_NAME}")" = "$2" ] && mv -- "$1" "$1.$$" || exit
+exec 9<&-
+rm -rf -- "$1.$$"
 """
 """Moved first: whoever claims the name again must find nothing there, and keep what it has made."""
 _guards: list[int] = []
 """Of this process, open until it ends."""
 
 
-def remove_root(root: str | Path) -> None:
-    """Give the memory back at the end of a run. The name is free at once."""
+def remove_root(root: str | Path, owner: list[str] | None = None) -> None:
+    """Give the memory back at the end of a run. The name is free at once. `owner`: what another has claimed under the
+    name meanwhile stays; None: it goes whoever's it is.
+    """
     gone = Path(f"{root}.{uuid.uuid4().hex[:8]}")
     with contextlib.suppress(OSError):
-        os.rename(root, gone)
+        with _held(root):
+            if owner is not None and (Path(root) / OWNER_NAME).read_text().split() != owner:
+                return
+            os.rename(root, gone)
         shutil.rmtree(gone, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _held(root: str | Path) -> Iterator[None]:
+    """Keep guards and others who remove directories from moving it. Between a look at its owner and the move, one of
+    them could otherwise give the name free, and a new owner's directory would be moved. Raises `TimeoutError`."""
+    directory = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        deadline = time.monotonic() + MOVED_WITHIN_S
+        while True:
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    raise TimeoutError(f"{root} is held by another process that removes it") from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(directory)
 
 
 def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
@@ -74,7 +107,7 @@ def sweep_stale(root_parent: str | Path = SHARED_MEMORY) -> list[str]:
         except OSError:
             continue
         if len(owner) == 4 and owner[2:] == [_namespace(), boot_id()] and not _alive(owner):
-            remove_root(path)
+            remove_root(path, owner)
             removed.append(str(path))
     return removed
 

@@ -1,5 +1,6 @@
 """Directories of dead processes are removed; those of living ones are not touched, and no other user enters them."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -50,6 +51,22 @@ def test_the_guard_of_a_killed_process_removes_what_was_its_own_and_no_more(
     wait_until(lambda: not guards_of(root))
     assert root.exists() == is_claimed_again
     assert len(list(tmp_path.iterdir())) == is_claimed_again
+
+
+def test_a_guard_that_is_slow_moves_nothing_that_was_claimed_meanwhile(tmp_path: Path) -> None:
+    root = tmp_path / "penstock-guarded"
+    with subprocess.Popen([sys.executable, "-c", GUARDED, str(root)], stdin=subprocess.PIPE) as process:
+        wait_until(lambda: bool(guards_of(root)))
+        held = os.open(root, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_EX)  # as one who has begun to remove it
+        process.kill()
+    (guard,) = guards_of(root)
+    wait_until(lambda: any(child.name() == "flock" for child in guard.children()))
+    os.rename(root, tmp_path / "swept")
+    claim_root(root)
+    os.close(held)
+    wait_until(lambda: not guards_of(root))
+    assert root.exists()
 
 
 def guards_of(root: Path) -> list[psutil.Process]:
