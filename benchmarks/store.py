@@ -15,7 +15,7 @@ import resource
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ CASES: dict[str, dict[str, int]] = {
 ROWS = {"a": 4096, "b": 1024, "c": 512, "d": 2048}
 """Of a round: short ones, since what is slow at the beginning would vanish in long ones."""
 IN_FLIGHT = {"a": 4, "b": 4, "c": 32, "d": 4}
-"""Requests that each process has under way at a time, on either side; those TransferQueue is fastest with."""
+"""Requests that each process has under way at a time, on either side. In (c) TransferQueue is as fast with 4."""
 NUM_STARTS = 3
 NUM_WARM = 2
 SIDES = ("TransferQueue", "Penstock")
@@ -68,41 +68,44 @@ def measure(case: str, work: Path, num_starts: int) -> list[Round]:
 
 
 def ask_all(case: str, sides: dict[str, Child]) -> Iterator[Round]:
-    """The rounds of one start."""
-    orders = [*(("stages", side) for side in SIDES), ("raw", "Ray")]
-    rounds = [(*order, "cold") for order in orders] + NUM_WARM * [(*order, "warm") for order in orders]
-    # A first one of each that is not counted, as these have no cold pages of their own.
-    rounds += [(op, side, state) for op in ("put", "lease") for state in ("", "warm") for side in SIDES]
-    for seed, (op, side, state) in enumerate(rounds):
-        child = sides.get(side, sides["Penstock"])
-        request = {"case": case, "op": op, "rows": ROWS[case], "in_flight": IN_FLIGHT[case], "seed": seed}
-        answer = child.ask({**request, **CASES[case]})
-        if "error" in answer:
-            print(f"({case}) {op}, {side}: {answer['error']}", flush=True)
-        elif state:
-            yield {"case": case, "op": op, "side": side, "state": state, **answer}
+    """The rounds of one start, in each the same rows on all sides."""
+    stages = [*(("stages", side) for side in SIDES), ("raw", "Ray")]
+    rounds = [("cold", stages), *NUM_WARM * [("warm", stages)]]
+    rounds += [("warm", [(op, side) for side in SIDES]) for op in ("put", "lease")]
+    for seed, (state, orders) in enumerate(rounds):
+        for op, side in orders:
+            request = {"case": case, "op": op, "rows": ROWS[case], "in_flight": IN_FLIGHT[case], "seed": seed}
+            answer = sides.get(side, sides["Penstock"]).ask({**request, **CASES[case]})
+            if "error" in answer:
+                print(f"({case}) {op}, {side}: {answer['error']}", flush=True)
+            else:
+                yield {"case": case, "op": op, "side": side, "state": state, "seed": seed, **answer}
 
 
-def rates(rounds: list[Round], case: str, op: str, side: str, state: str, unit: str = "rows") -> list[float]:
-    """Rows (or bytes) a second, in the order of the rounds."""
-    wanted = (case, op, side, state)
-    some = [entry for entry in rounds if tuple(entry[key] for key in ("case", "op", "side", "state")) == wanted]
-    return [entry[unit] / entry["seconds"] for entry in some]
+def rates(rounds: list[Round], case: str, state: str, op: str, side: str, unit: str = "rows") -> dict[Any, float]:
+    """Rows (or bytes) a second, by round."""
+    wanted = (case, state, op, side)
+    some = [entry for entry in rounds if tuple(entry[key] for key in ("case", "state", "op", "side")) == wanted]
+    return {(entry["start"], entry["seed"]): entry[unit] / entry["seconds"] for entry in some}
 
 
-def ratios(rounds: list[Round], case: str, op: str, state: str) -> list[float]:
-    """Penstock over TransferQueue, round by round."""
-    ours, theirs = (rates(rounds, case, op, side, state) for side in ("Penstock", "TransferQueue"))
-    return [one / other for one, other in zip(ours, theirs, strict=False)]
+def over(ours: dict[Any, float], others: dict[Any, float]) -> list[float]:
+    """Ratios, round by round."""
+    return [ours[key] / others[key] for key in ours if key in others]
+
+
+def ratios(rounds: list[Round], case: str, state: str, op: str) -> list[float]:
+    return over(rates(rounds, case, state, op, "Penstock"), rates(rounds, case, state, op, "TransferQueue"))
 
 
 def raw_shares(rounds: list[Round], case: str, state: str) -> list[float]:
-    ours = rates(rounds, case, "stages", "Penstock", state, "bytes")
-    return [one / other for one, other in zip(ours, rates(rounds, case, "raw", "Ray", state, "bytes"), strict=False)]
+    ours = rates(rounds, case, state, "stages", "Penstock", "bytes")
+    return over(ours, rates(rounds, case, state, "raw", "Ray", "bytes"))
 
 
-def spread(values: list[float], digits: int = 0) -> str:
+def spread(found: Iterable[float], digits: int = 0) -> str:
     """Median, lowest and highest."""
+    values = list(found)
     if not values:
         return "-"
     return "{:,.{d}f} ({:,.{d}f}-{:,.{d}f})".format(statistics.median(values), min(values), max(values), d=digits)
@@ -116,11 +119,13 @@ def print_rounds(rounds: list[Round], cases: list[str]) -> None:
         for op in ("stages", "put", "lease"):
             states = STATES if op == "stages" else STATES[1:]
             for side in SIDES:
-                words = [spread(rates(rounds, case, op, side, state)) if state in states else "" for state in STATES]
+                found = [rates(rounds, case, state, op, side).values() for state in states]
+                words = ["", *map(spread, found)][-2:]
                 if side == "Penstock":
-                    words += [spread(ratios(rounds, case, op, s), 1) if s in states else "" for s in STATES]
+                    words += ["", *(spread(ratios(rounds, case, state, op), 1) for state in states)][-2:]
                 table.add_row(f"({case})", f"{op}, {side}", *words)
-        words = [spread([value / 1e6 for value in rates(rounds, case, "raw", "Ray", s, "bytes")]) for s in STATES]
+        raw = [rates(rounds, case, state, "raw", "Ray", "bytes").values() for state in STATES]
+        words = [spread(value / 1e6 for value in values) for values in raw]
         words += [spread(raw_shares(rounds, case, state), 2) for state in STATES]
         table.add_row(f"({case})", "raw MB/s; Penstock's share", *words, end_section=True)
     show(table, 150)
@@ -214,7 +219,7 @@ def targets_of(rounds: list[Round], cases: list[str], ledger: dict[str, float]) 
     targets = []
     for case in cases:
         for state in STATES:
-            ratio = statistics.median(ratios(rounds, case, "stages", state) or [0.0])
+            ratio = statistics.median(ratios(rounds, case, state, "stages") or [0.0])
             name = f"({case}) through the stages, over TransferQueue's, {state}"
             targets.append(Target(name, ratio, "x", ">=", TARGETS[case]))
             if case == "b":
