@@ -6,10 +6,12 @@ import math
 import os
 import secrets
 import shlex
+import signal
 import socket
 import stat
+import threading
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -176,6 +178,21 @@ def _start(actors: list[ActorPlan], config: RunConfig, namespace: str, metadata:
         "logging_level": logging.ERROR,
     }
     keep_token_private(is_joining=bool(os.environ.get("RAY_ADDRESS")))
+    with _own_sigterm():
+        _connect(actors, config, common)
+
+
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Ray's drivers exit at once at SIGTERM, after a dump of their stacks: a command that has a way out of its own
+    keeps it."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    if callable(before) and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)
+
+
+def _connect(actors: list[ActorPlan], config: RunConfig, common: dict[str, Any]) -> None:
     if address := os.environ.get("RAY_ADDRESS"):
         join(address, **common)
         return

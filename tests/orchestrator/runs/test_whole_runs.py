@@ -127,9 +127,12 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(small_run, tmp
     assert "out nothing is good enough" in (tmp_path / "none" / "logs" / "Reward-0.log").read_text()
 
 
-def test_ctrl_c_leaves_no_process_and_a_valid_run_directory(small_run, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_and_sigterm_leave_no_process_and_a_valid_run_directory(small_run, tmp_path, warm_python, number):
+    """As users see them, and as schedulers do, for which a warm start will do. Ray has a handler of SIGTERM too."""
     words = [*small_run, "rollout.engine=hf", "trainer.max_steps=100000", f"output_dir={tmp_path}", "name=stopped"]
-    command = [sys.executable, "-m", "penstock.orchestrator.cli", "run", *words]
+    python = [sys.executable] if number == signal.SIGINT else warm_python
+    command = [*python, "-m", "penstock.orchestrator.cli", "run", *words]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
     file = tmp_path / "stopped" / "metrics.jsonl"
@@ -139,7 +142,7 @@ def test_ctrl_c_leaves_no_process_and_a_valid_run_directory(small_run, tmp_path)
             assert time.monotonic() < deadline, "no step was taken"
             time.sleep(0.2)
         children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         output, _ = process.communicate(timeout=PATIENCE_S)
         assert process.returncode == 130, output[-2000:]
         _, alive = psutil.wait_procs(children, timeout=PATIENCE_S)
