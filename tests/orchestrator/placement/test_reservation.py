@@ -3,7 +3,6 @@ apart."""
 
 import asyncio
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -147,10 +146,15 @@ def test_a_run_that_finds_the_cluster_taken_waits_and_is_told_who_has_it(
     with pytest.raises(ResourceError, match=r"not free within 2 s \(rollout.start_timeout_s\): .*Run first has .*CPU"):
         Reservation.make(actors, config, "penstock-second-00000000", 2)
     assert "waiting up to 2 s" in caplog.text
-    threading.Timer(3.0, first.release).start()
-    started = time.monotonic()
+    released = threading.Event()
+
+    def release() -> None:
+        released.set()
+        first.release()
+
+    threading.Timer(3.0, release).start()
     second = Reservation.make(actors, config, "penstock-second-00000000", 60)
-    assert time.monotonic() - started > 2
+    assert released.is_set()
     second.release()
 
 

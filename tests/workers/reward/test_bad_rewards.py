@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import time
 
 import psutil
 import pytest
@@ -114,30 +113,28 @@ def test_a_hanging_sample_is_killed_at_its_deadline(behaviours, kind, bad):
     assert "reward.timeout_s=0.5" in results[1].text
 
 
-def test_a_hanging_sample_is_known_within_a_second(behaviours):
-    async def run():
-        async with pool_of(f"{behaviours}:plain", timeout_s=0.5) as pool:
-            started = time.perf_counter()
-            async for index, _ in pool.stream(["spin"], ["{}"]):
-                return index, time.perf_counter() - started
-        return None
-
-    index, seconds = asyncio.run(run())
-    assert index == 0
-    assert 0.5 <= seconds < 1.0
-
-
 def test_an_async_sample_that_waits_too_long_costs_no_process(behaviours):
-    results, seconds = scored(f"{behaviours}:waiting", ["a", "wait", "ccc"], timeout_s=0.5)
+    async def run():
+        async with pool_of(f"{behaviours}:waiting", timeout_s=0.5) as pool:
+            return await pool.score(["a", "wait", "ccc"], ["{}"] * 3), pool.replaced
+
+    results, replaced = asyncio.run(run())
     assert results[::2] == [1.0, 3.0]
     assert results[1].kind == "timeout"
-    assert seconds < 2.0
+    assert replaced == 0
 
 
-def test_async_samples_of_a_batch_wait_at_the_same_time(behaviours):
-    results, seconds = scored(f"{behaviours}:waiting", ["a"] * 40)
+def test_async_samples_of_a_batch_wait_at_the_same_time():
+    there = []
+
+    async def score(response, task):
+        there.append(response)
+        while len(there) < 40:
+            await asyncio.sleep(0.001)
+        return 1.0
+
+    results, _ = scored(score, ["a"] * 40)
     assert results == [1.0] * 40
-    assert seconds < 1.8  # one after the other: 2 s
 
 
 def test_two_hanging_samples_leave_the_rest_scored(behaviours):

@@ -4,7 +4,6 @@ import asyncio
 import os
 import subprocess
 import sys
-import time
 from contextlib import suppress
 
 import psutil
@@ -101,19 +100,16 @@ asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(done.stdout)).wait(timeout=2.5)  # it has nobody else to wait for it
+        psutil.Process(int(done.stdout)).wait(timeout=60)  # it has nobody else to wait for it
 
 
-def test_a_trivial_reward_costs_a_few_milliseconds_a_batch():
+def test_batch_after_batch_is_scored_by_the_same_processes():
     async def run():
         async with pool_of("digits") as pool:
-            times = []
+            before = [process.child.pid for process in pool._alive]
             for _ in range(20):
-                started = time.perf_counter()
                 await pool.score(["42"] * 64, ['{"prompt": "p"}'] * 64)
-                times.append(time.perf_counter() - started)
-            return min(times), pool.replaced
+            return before, [process.child.pid for process in pool._alive], pool.replaced
 
-    seconds, replaced = asyncio.run(run())
-    assert replaced == 0
-    assert seconds < 0.02  # 1-2 ms on an idle machine
+    before, after, replaced = asyncio.run(run())
+    assert (sorted(after), replaced) == (sorted(before), 0)

@@ -140,7 +140,7 @@ def test_counters_tell_samples_tokens_and_busy_time() -> None:
         await run_until_written(worker, client)
         stats = worker.stats()
         assert (stats["samples"], stats["tokens"], stats["groups"]) == (12, 60, 4)
-        assert 0.05 <= stats["busy_s"] < 1
+        assert stats["busy_s"] >= 0.05
 
     asyncio.run(scenario())
 
