@@ -4,6 +4,8 @@
     in   {"op": "load_bucket", "bucket": B, "first": b, "last": b}   `ray.get`, and vLLM's layerwise reload of
                                                                      it; paused from the first to the last
     out  {"seconds": s, "pause_s": p, "phases": {...}}
+    in   {"op": "say"}
+    out  {"said": [tokens]}
 
 The naive side gets a bucket by reference in the engine's own process, where it is mapped and not copied: kinder than a
 pickle through vLLM's sockets, which is what people write. A layer is repacked as soon as it is whole, while the ranks
@@ -28,7 +30,7 @@ from penstock.workers.rollout.engine_vllm import VllmEngine
 
 BEFORE_PAUSE = ("open", "prepare", "verify")
 PROBE = Sampling(max_tokens=8, temperature=0.0, ignore_eos=True)
-"""What the engine says next shows whether it has the weights."""
+"""What the engine says shows whether it serves on, with the weights that it was given."""
 
 
 def load_from_ray(worker: Any, packed: bytes, address: str, is_first: bool, is_last: bool) -> dict[str, float]:
@@ -88,6 +90,10 @@ class Engine:
         end = time.perf_counter()
         return {"seconds": end - start, "pause_s": end - self._paused_at, "phases": phases}
 
+    async def say(self, request: dict[str, Any]) -> dict[str, Any]:
+        (said,) = await self.engine.generate([5, 6, 7], 1, PROBE)
+        return {"said": said.token_ids}
+
     async def serve(self, channel: Channel) -> None:
         await self.engine.start()
         channel.send({"ready": True, "pid": os.getpid()})
@@ -95,11 +101,8 @@ class Engine:
         await self.engine.close()
 
     async def _answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        answer = await {"load": self.load, "load_bucket": self.load_bucket}[request["op"]](request)
-        if request.get("last", True):
-            (said,) = await self.engine.generate([5, 6, 7], 1, PROBE)  # it serves on
-            answer["said"] = said.token_ids
-        return answer
+        operations = {"load": self.load, "load_bucket": self.load_bucket, "say": self.say}
+        return await operations[request["op"]](request)
 
 
 def main() -> None:
