@@ -160,18 +160,29 @@ class Blocks:
         """References of the blocks that are not here."""
         return [block.ref for block in self._living if block.ref is not None]
 
-    def copy(self) -> "Blocks":
-        """The same cells at this moment; the values are shared. What happens to either index does not concern the
-        other.
-        """
+    def begin_copy(self) -> "Blocks":
+        """An index for the same columns, which `keep` fills. What happens to either does not concern the other."""
         copied = Blocks.__new__(Blocks)
-        copied._types, copied.group_size, copied._freed = self._types, self.group_size, self._freed
-        copied._living, copied.bytes = set(self._living), self.bytes
-        copied._cells = {
-            group: {name: cells if isinstance(cells, Place) else list(cells) for name, cells in columns.items()}
-            for group, columns in self._cells.items()
-        }
+        copied._types, copied.group_size, copied._freed = self._types, self.group_size, _stay
+        copied._living, copied.bytes, copied._cells = set(), 0, {}
         return copied
+
+    def keep(self, group_id: int, copied: "Blocks") -> None:
+        """Copy the cells of a group as they are; the values are shared, and stay until `let_go`."""
+        columns = self._cells[group_id]
+        copied._cells[group_id] = kept = {
+            name: cells if isinstance(cells, Place) else list(cells) for name, cells in columns.items()
+        }
+        for block in _blocks_of(kept):
+            self._count(block, 1)
+
+    def let_go(self, copied: "Blocks", num_groups: int) -> bool:
+        """The cells of so many copied groups are not needed any more; whether others are left."""
+        for _ in range(min(num_groups, len(copied._cells))):
+            _, kept = copied._cells.popitem()
+            for block in _blocks_of(kept):
+                self._uncount(block)
+        return bool(copied._cells)
 
     def columns_of(self, row_ids: Sequence[int]) -> list[str]:
         """The columns that every one of the rows has, in the schema's order."""
@@ -227,6 +238,17 @@ class Blocks:
         for cell in cells:
             if cell is not None:
                 self._uncount(cell.block)
+
+
+def _stay(block: Block) -> None:
+    """What a copy has is freed by the index that it was copied from."""
+
+
+def _blocks_of(columns: dict[str, Cells]) -> set[Block]:
+    found = set()
+    for cells in columns.values():
+        found.update((cells.block,) if isinstance(cells, Place) else [cell.block for cell in cells if cell is not None])
+    return found
 
 
 def _has(group: dict[str, Cells], name: str, index: int) -> bool:

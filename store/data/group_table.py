@@ -1,10 +1,13 @@
 """The ledger's groups as an Arrow table, one row each. For snapshots."""
 
+from collections.abc import Iterator
+
 import pyarrow as pa
 
 from penstock.store.ledger.group import Group
 from penstock.store.ledger.state import values_of
 
+GROUPS_AT_ONCE = 256
 _LISTS = pa.list_(pa.int64())
 GROUPS = pa.schema(
     [
@@ -22,5 +25,8 @@ GROUPS = pa.schema(
 )
 
 
-def groups_table(groups: list[Group], size: int) -> pa.Table:
-    return pa.Table.from_pylist([values_of(group, size) for group in groups], schema=GROUPS)
+def groups_batches(groups: list[Group], size: int) -> Iterator[pa.RecordBatch]:
+    """A few hundred at a time: Arrow lets no other thread of Python run meanwhile. At least one batch."""
+    for start in range(0, max(1, len(groups)), GROUPS_AT_ONCE):
+        some = [values_of(group, size) for group in groups[start : start + GROUPS_AT_ONCE]]
+        yield pa.RecordBatch.from_pylist(some, schema=GROUPS)

@@ -158,6 +158,21 @@ class Segments:
             raise
         return Held(dict(zip(near, batches, strict=True)), self._pulls, lambda: self._mappings.skip(far))
 
+    def reader(self) -> Callable[[Payload], Payload]:
+        """What `Held.resolve` is, for one thread: of batches that cannot end meanwhile, each mapped when it is needed
+        and no longer."""
+        mappings = Mappings((str(self.directory), str(self.spill)), lambda: None)
+
+        def resolve(payload: Payload) -> Payload:
+            if any(placed.node for placed in payload.refs):
+                payload = self._pulls.fetch_blocking(payload, _is_far)
+            batches = mappings.read_all(payload.refs)
+            mappings.forget(placed.segment for placed in payload.refs)
+            mappings.ended()
+            return payload.with_batches(batches)
+
+        return resolve
+
     def end(self, name: str) -> None:
         """No row lies in it any more."""
         self._carry_out(self.book.end(name))

@@ -48,6 +48,9 @@ def _check_readiness(residents: Residents) -> None:
     for stage in residents.readiness.stages:
         units = sum(num_units(stage, group.free[stage.index]) for group in residents.groups.values())
         _require(stage.num_free == units, f"stage {stage.name!r}: counts {stage.num_free} free units, has {units}")
+        for state, counted in (("free", stage.free_rows), ("leased", stage.leased_rows), ("done", stage.done_rows)):
+            rows = sum((getattr(one, state)[stage.index] & one.live).bit_count() for one in residents.groups.values())
+            _require(counted == rows, f"stage {stage.name!r}: counts {counted} {state} rows, has {rows}")
         _require(len(set(stage.queue)) == len(stage.queue), f"stage {stage.name!r}: a group is queued twice")
 
 

@@ -62,6 +62,17 @@ class Group:
         self.trained_in: int | None = None
         """The version that the step began with that trains or trained it."""
 
+    def copy(self) -> "Group":
+        """What a snapshot has of it, which later events leave as it is."""
+        copied = Group.__new__(Group)
+        copied.id, copied.live, copied.prompt_tokens, copied.shared_bytes = (
+            self.id, self.live, self.prompt_tokens, self.shared_bytes,
+        )  # fmt: skip
+        copied.have, copied.done, copied.oldest = self.have[:], self.done[:], self.oldest[:]
+        copied.response_tokens, copied.context_tokens = self.response_tokens[:], self.context_tokens[:]
+        copied.row_bytes = self.row_bytes[:]
+        return copied
+
     @property
     def nbytes(self) -> int:
         return self.shared_bytes + sum(self.row_bytes)

@@ -139,6 +139,9 @@ class Ledger:
             awaited = {group: mask & lease.open.get(group, 0) for group, mask in masks.items()}
             fresh = {group: mask for group, mask in awaited.items() if mask}
             self.counters["ignored/not_awaited"] += len(rows) - num_rows(fresh)
+        if residents.watchers:
+            for group_id in fresh:
+                residents.changing(residents.groups[group_id])
         kept = note_facts(residents, producer, spans, fresh, written, facts)
         residents.leases.extend(lease, now + self.spec.lease_timeout_s)
         for group_id, mask in fresh.items():
@@ -338,7 +341,9 @@ class Ledger:
             finished &= have[column]
         if finished:
             group.done[stage.index] |= finished
-            self.counters[f"completed/{stage.name}"] += finished.bit_count()
+            num_finished = finished.bit_count()
+            stage.done_rows += num_finished
+            self.counters[f"completed/{stage.name}"] += num_finished
             if residents.stragglers.holders and finished == lease.open[group.id]:
                 residents.stragglers.completed(lease, group.id, now)
             residents.unhold(lease, group, finished, effects)

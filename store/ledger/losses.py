@@ -87,6 +87,7 @@ def lose(residents: Residents, cells: Cells, effects: Effects) -> None:
         group = residents.groups.get(group_id)
         if group is None:
             continue
+        residents.changing(group)
         gone = [by_name.get(name, 0) & group.have[index] for name, index in residents.readiness.column_index.items()]
         if not group.live:
             group.lost |= _union(gone)
@@ -140,6 +141,7 @@ def _undo(residents: Residents, group: Group, again: list[int], effects: Effects
         if undone := mask & group.done[stage.index]:
             residents.counters[f"lost/{stage.name}"] += undone.bit_count()
             group.done[stage.index] &= ~undone
+            stage.done_rows -= undone.bit_count()
         first = stage.index * residents.size
         for index in bits(mask):
             residents.credits.bytes -= group.row_bytes[first + index]

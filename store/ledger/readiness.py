@@ -33,6 +33,10 @@ class Stage:
         """Heap of the numbers of groups, so the oldest is first."""
         self.num_free = 0
         """Units that may be leased now."""
+        self.free_rows = 0
+        self.leased_rows = 0
+        self.done_rows = 0
+        """Live rows by their state in this stage; the others wait for columns."""
         self.num_taken = 0
         """Units ever leased; one that was given back counts again."""
         self.waited_s = 0.0
@@ -78,7 +82,9 @@ class Readiness:
         if free == before:
             return 0
         group.free[stage.index] = free
-        stage.num_free += free.bit_count() - before.bit_count() if stage.takes_samples else bool(free) - bool(before)
+        more = free.bit_count() - before.bit_count()
+        stage.free_rows += more
+        stage.num_free += more if stage.takes_samples else bool(free) - bool(before)
         if free and stage.unit != "batch" and not group.queued & stage.bit:
             group.queued |= stage.bit
             heapq.heappush(stage.queue, group.id)
@@ -98,9 +104,12 @@ class Readiness:
         before = group.free[stage.index]
         if stage.takes_samples:
             group.free[stage.index] = free = before & ~mask
-            stage.num_free -= before.bit_count() - free.bit_count()
+            fewer = before.bit_count() - free.bit_count()
+            stage.free_rows -= fewer
+            stage.num_free -= fewer
         elif before:
             group.free[stage.index] = 0
+            stage.free_rows -= before.bit_count()
             stage.num_free -= 1
 
     def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:

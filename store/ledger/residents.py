@@ -5,7 +5,7 @@ credits and counters consistent with one another, and `audit.py` checks that the
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from penstock.conf.errors import suggest
 from penstock.store.errors import AnsweredByAnother, UnknownRow, UnknownStage
@@ -49,6 +49,8 @@ class Residents:
         index = self.readiness.column_index
         self.source = [index[name] for name in spec.source_columns]
         """Columns that are there from the admission on."""
+        self.watchers: list[Callable[[Group], None]] = []
+        """Told of a group before anything changes in it that a snapshot has."""
 
     def stage(self, name: str) -> Stage:
         """Raises `UnknownStage` with the nearest name."""
@@ -87,6 +89,8 @@ class Residents:
     def resume(self, group: Group, effects: Effects) -> None:
         """A group that comes from a snapshot."""
         self._enter(group)
+        for stage in self.readiness.stages:
+            stage.done_rows += (group.done[stage.index] & group.live).bit_count()
         effects.stages |= self.readiness.refresh_all(group)
 
     def _enter(self, group: Group) -> None:
@@ -97,6 +101,17 @@ class Residents:
         self.credits.bytes += group.nbytes
         self.num_rows += group.live.bit_count()
 
+    def changing(self, group: Group) -> None:
+        """Whoever copies the state hears of a group before it changes."""
+        for watcher in self.watchers:
+            watcher(group)
+
+    def first_waiting(self) -> int | None:
+        """The oldest group that no batch has taken yet."""
+        while self.head < self.next_group and self.head not in self.waiting:
+            self.head += 1
+        return self.head if self.head < self.next_group else None
+
     def is_lost(self, row: int) -> bool:
         """A resident row of a batch has lost values since the batch was formed."""
         return bool(self.groups[row // self.size].lost >> row % self.size & 1)
@@ -104,7 +119,9 @@ class Residents:
     def hold(self, lease: HeldLease, group: Group, open_rows: int, granted: int) -> None:
         """Give rows to a lease."""
         stage = self.readiness.stages[lease.stage]
-        group.leased[stage.index] |= open_rows
+        leased = group.leased[stage.index]
+        group.leased[stage.index] = leased | open_rows
+        stage.leased_rows += (open_rows & ~leased).bit_count()
         lease.open[group.id] = open_rows
         lease.granted[group.id] = granted
         if group.holders is None:
@@ -157,7 +174,10 @@ class Residents:
         if lease.account is not None:
             lease.account.closed(held & mask, not rest)
         may_share = bool(self.stragglers.holders)
-        group.leased[lease.stage] &= ~mask | (self.stragglers.of_others(lease, group.id) if may_share else 0)
+        leased = group.leased[lease.stage]
+        left = leased & (~mask | (self.stragglers.of_others(lease, group.id) if may_share else 0))
+        group.leased[lease.stage] = left
+        self.readiness.stages[lease.stage].leased_rows -= (leased ^ left).bit_count()
         if rest:
             lease.open[group.id] = rest
             return
@@ -186,6 +206,7 @@ class Residents:
         mask &= group.live
         if not mask:
             return
+        self.changing(group)
         self.counters[f"dropped/{reason}"] += mask.bit_count()
         self._end_rows(group, mask, effects)
         for index in bits(mask):
@@ -204,6 +225,7 @@ class Residents:
 
     def end_trained(self, group: Group, effects: Effects) -> None:
         """The live rows of a group have been trained. Its data stays until `forget`."""
+        self.changing(group)
         self.counters["rows_trained"] += group.live.bit_count()
         self._end_rows(group, group.live, effects)
 
@@ -221,5 +243,7 @@ class Residents:
             lease = self.leases.held[lease_id]
             if held := lease.open.get(group.id, 0) & mask:
                 self.unhold(lease, group, held, effects)
+        for stage in self.readiness.stages:
+            stage.done_rows -= (group.done[stage.index] & mask).bit_count()
         group.live &= ~mask
         effects.stages |= self.readiness.refresh_all(group)

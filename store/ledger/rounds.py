@@ -220,8 +220,7 @@ class Rounds:
             return None
         if self._again and all(self._is_complete(stage, group) for group in self._again[-1]):
             return list(self._again[-1])
-        while residents.head < residents.next_group and residents.head not in residents.waiting:
-            residents.head += 1
+        residents.first_waiting()
         return choose_groups(
             residents.head,
             residents.next_group,

@@ -31,11 +31,6 @@ def scalars(ledger: Ledger) -> dict[str, Any]:
     }
 
 
-def living_groups(ledger: Ledger) -> list[Group]:
-    """Those with rows that are neither trained nor dropped, by number."""
-    return [group for _, group in sorted(ledger.residents.groups.items()) if group.live]
-
-
 def values_of(group: Group, size: int) -> dict[str, Any]:
     """`size`: samples of a group. Masks are little-endian bytes, one bit a sample."""
     width = (size + 7) // 8

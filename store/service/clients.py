@@ -72,9 +72,9 @@ class Clients:
         """Who was given it, unless it has left."""
         return next((client for client, leases in self._leases.items() if lease_id in leases), None)
 
-    def owner_of(self, client: object) -> str:
-        """For people."""
-        return next((owner for owner, clients in self._of_owner.items() if client in clients), "?")
+    def owners(self) -> dict[object, str]:
+        """By client, for people."""
+        return {client: owner for owner, clients in self._of_owner.items() for client in clients}
 
     def _swept(self, client: str) -> dict[int, int]:
         """Leases of a client, without most of those that are over."""

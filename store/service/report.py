@@ -1,15 +1,18 @@
 """What the store says of itself: numbers for the metrics of a step, and a table for people. Changes nothing."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import Any
 
 from penstock.store.data.segments import Segments
 from penstock.store.ledger.catching_up import STORE_LOST
+from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.server import Server
 
 Described = dict[str, Any]
+LEASES_AT_ONCE = 256
 
 
 def of_segments(segments: Segments) -> dict[str, float]:
@@ -64,29 +67,23 @@ def _rows_with_response(ledger: Ledger, admitted: int) -> int:
     return ledger.counters[f"completed/{writer}"] if writer else admitted
 
 
-def describe(ledger: Ledger, now: float, since: Callable[[int], float | None] = lambda lease: None) -> Described:
-    """Rows by stage and state, the oldest group, who holds what since and until when. Walks all groups: for people
-    only. `since`: when a lease was granted, in seconds since the epoch."""
+async def describe(ledger: Ledger, now: float, since: Callable[[int], float | None] = lambda lease: None) -> Described:
+    """Rows by stage and state, the oldest group, who holds what since and until when. `since`: when a lease was
+    granted, in seconds since the epoch. Leases are many: others are served in between, and one may end meanwhile."""
     residents = ledger.residents
-    names = [stage.name for stage in residents.readiness.stages]
-    oldest = min(residents.waiting, default=None)
+    oldest = residents.first_waiting()
+    leases = []
+    for number, lease in enumerate(list(residents.leases.held.values()), 1):
+        leases.append(_of_lease(ledger, lease, now, since))
+        if number % LEASES_AT_ONCE == 0:
+            await asyncio.sleep(0)
     return {
         "rows": rows_by_state(ledger),
         "wait_s": {stage.name: stage.mean_wait_s for stage in residents.readiness.stages},
         "counters": dict(ledger.counters),
         "oldest_group": oldest,
         "oldest_group_waits_for": _lacking(ledger, oldest) if oldest is not None else {},
-        "leases": [
-            {
-                "id": lease.id,
-                "stage": names[lease.stage],
-                "owner": lease.owner,
-                "open_rows": sum(mask.bit_count() for mask in lease.open.values()),
-                "held_s": None if (begun := since(lease.id)) is None else round(time.time() - begun, 3),
-                "expires_in_s": None if lease.deadline is None else round(lease.deadline - now, 3),
-            }
-            for lease in residents.leases.held.values()
-        ],
+        "leases": leases,
         "credits": {
             "active": residents.credits.active,
             "max": residents.credits.max_active,
@@ -95,18 +92,23 @@ def describe(ledger: Ledger, now: float, since: Callable[[int], float | None] = 
     }
 
 
+def _of_lease(ledger: Ledger, lease: HeldLease, now: float, since: Callable[[int], float | None]) -> Described:
+    return {
+        "id": lease.id,
+        "stage": ledger.residents.readiness.stages[lease.stage].name,
+        "owner": lease.owner,
+        "open_rows": sum(mask.bit_count() for mask in lease.open.values()),
+        "held_s": None if (begun := since(lease.id)) is None else round(time.time() - begun, 3),
+        "expires_in_s": None if lease.deadline is None else round(lease.deadline - now, 3),
+    }
+
+
 def rows_by_state(ledger: Ledger) -> dict[str, dict[str, int]]:
     """For each stage: how many live rows wait for columns, are free, leased, done."""
     table = {}
     for stage in ledger.residents.readiness.stages:
-        counts = {"waiting": 0, "free": 0, "leased": 0, "done": 0}
-        for group in ledger.residents.groups.values():
-            free, leased, done = (masks[stage.index] & group.live for masks in (group.free, group.leased, group.done))
-            counts["free"] += free.bit_count()
-            counts["leased"] += leased.bit_count()
-            counts["done"] += done.bit_count()
-            counts["waiting"] += (group.live & ~(free | leased | done)).bit_count()
-        table[stage.name] = counts
+        counts = {"free": stage.free_rows, "leased": stage.leased_rows, "done": stage.done_rows}
+        table[stage.name] = {"waiting": ledger.residents.num_rows - sum(counts.values()), **counts}
     return table
 
 

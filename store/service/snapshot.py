@@ -6,8 +6,9 @@
         source.arrow       group, and the columns that the source wrote
         rows-0.arrow …     row, and the columns that these rows have: one file for each set of columns
 
-Arrow IPC and JSON, no pickle: readable by anything, and nothing in it runs. `cut` copies the index of the data and is
-quick; the values behind it never change, so `write` may take its time in a thread while the store goes on.
+Arrow IPC and JSON, no pickle: readable by anything, and nothing in it runs. A cut has copies of the groups and of the
+index of the data (`saving.py`); the values behind it never change, so `write` may take its time in a thread while the
+store goes on.
 """
 
 import hashlib
@@ -24,13 +25,12 @@ import xxhash
 
 from penstock.network.names import OutsideName, checked
 from penstock.store.data.blocks import Block, Blocks
-from penstock.store.data.group_table import groups_table
+from penstock.store.data.group_table import groups_batches
 from penstock.store.data.payload import Payload, assemble, gather
 from penstock.store.errors import CorruptSnapshot, StoreError, TooLarge
-from penstock.store.ledger.group import bits
+from penstock.store.ledger.group import Group, bits
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.losses import lacks_source
-from penstock.store.ledger.state import living_groups, restore, scalars
+from penstock.store.ledger.state import restore
 from penstock.store.spec import StoreSpec
 
 FORMAT = 2
@@ -44,18 +44,32 @@ Resolve = Callable[[Payload], Payload]
 
 
 @dataclass(frozen=True)
-class Cut:
-    """The state of a store at one moment."""
+class State:
+    """Of a store at one moment."""
 
     spec: StoreSpec
     scalars: dict[str, Any]
-    groups: pa.Table
-    source_rows: list[int]
-    """One row of each group."""
-    rows: dict[tuple[str, ...], list[int]]
-    """By the columns beside the source's that they have."""
+    groups: list[Group]
+    """The living ones, by number."""
+    with_source: list[int]
+    """Numbers of those that have the source's values."""
     blocks: Blocks
     """A copy of the index; the values are shared."""
+
+    def rows(self) -> dict[tuple[str, ...], list[int]]:
+        """By the columns beside the source's that they have."""
+        names = [column.name for column in self.spec.columns]
+        rows: dict[tuple[str, ...], list[int]] = {}
+        for group in self.groups:
+            for index in bits(group.live):
+                present = tuple(
+                    name
+                    for name, have in zip(names, group.have, strict=True)
+                    if have >> index & 1 and name not in self.spec.source_columns
+                )
+                if present:
+                    rows.setdefault(present, []).append(group.id * self.spec.group_size + index)
+        return rows
 
 
 @dataclass(frozen=True)
@@ -69,25 +83,7 @@ class Loaded:
     """`row_id`, then some columns."""
 
 
-def cut(spec: StoreSpec, ledger: Ledger, blocks: Blocks) -> Cut:
-    """Take the state as it is now. Milliseconds for thousands of groups; changes nothing."""
-    size, groups = spec.group_size, living_groups(ledger)
-    names = [column.name for column in spec.columns]
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for group in groups:
-        for index in bits(group.live):
-            present = tuple(
-                name
-                for name, have in zip(names, group.have, strict=True)
-                if have >> index & 1 and name not in spec.source_columns
-            )
-            if present:
-                rows.setdefault(present, []).append(group.id * size + index)
-    source_rows = [group.id * size for group in groups if not lacks_source(ledger.residents, group)]
-    return Cut(spec, scalars(ledger), groups_table(groups, size), source_rows, rows, blocks.copy())
-
-
-def write(root: str | Path, number: int, state: Cut, resolve: Resolve | None = None, *, keep: int = 2) -> Path:
+def write(root: str | Path, number: int, state: State, resolve: Resolve | None = None, *, keep: int = 2) -> Path:
     """Write `ROOT/snapshot-<number>` whole or not at all, and delete all but the newest `keep`. Returns its path."""
     root = Path(root)
     target = root / f"{PREFIX}{number:08d}"
@@ -98,9 +94,11 @@ def write(root: str | Path, number: int, state: Cut, resolve: Resolve | None = N
         _sync(root.parent)
     part.mkdir()
     source = list(state.spec.source_columns)
-    tables = {"groups.arrow": iter(state.groups.to_batches() or [pa.RecordBatch.from_pylist([], state.groups.schema)])}
-    tables["source.arrow"] = _batches(state, state.source_rows, source, "group_id", resolve)
-    for index, (names, rows) in enumerate(sorted(state.rows.items())):
+    size = state.spec.group_size
+    tables = {"groups.arrow": groups_batches(state.groups, size)}
+    source_rows = [group * size for group in state.with_source]
+    tables["source.arrow"] = _batches(state, source_rows, source, "group_id", resolve)
+    for index, (names, rows) in enumerate(sorted(state.rows().items())):
         tables[f"rows-{index}.arrow"] = _batches(state, rows, list(names), "row_id", resolve)
     files = {name: _write_ipc(part / name, batches) for name, batches in tables.items()}
     manifest = {"format": FORMAT, "fits": fingerprint(state.spec), "ledger": state.scalars, "files": files}
@@ -183,7 +181,7 @@ def _difference(there: dict[str, Any], here: dict[str, Any]) -> str:
 
 
 def _batches(
-    state: Cut, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
+    state: State, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
     """The columns of the rows, a few hundred at a time; at least one batch, so that the file has its schema."""
     for start in range(0, max(1, len(rows)), ROWS_PER_BATCH):
@@ -191,7 +189,7 @@ def _batches(
 
 
 def _fitting(
-    state: Cut, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
+    state: State, rows: Sequence[int], names: list[str], id_name: str, resolve: Resolve | None
 ) -> Iterator[pa.RecordBatch]:
     """One batch, or several where that would be too large for Arrow; each row has come in one, and fits."""
     try:

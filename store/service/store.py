@@ -336,7 +336,7 @@ class Store:
 
     async def describe(self) -> dict[str, Any]:
         return {
-            **describe(self.ledger, self._clock(), self._work.since),
+            **await describe(self.ledger, self._clock(), self._work.since),
             **self._waiters.describe(),
             "blocks": {"count": self._blocks.num_blocks, "bytes": self._blocks.bytes},
             "closed": self._closed,

@@ -14,8 +14,6 @@ from penstock.store.ledger.ledger import Ledger
 from penstock.store.service.report import rows_by_state
 
 LOOK_S = 1.0
-WALK_SHARE = 0.01
-"""Of the time, at most, that counting rows by state takes: it walks all groups."""
 DROPPED, STALENESS = "dropped/", "staleness/"
 
 
@@ -26,7 +24,6 @@ class StoreMeter:
         self._ledger, self._meters = ledger, meters
         self._before = Counter(ledger.counters)
         """Of a store that goes on from a snapshot: what was counted before it."""
-        self._walk_due = 0.0
         self._looking: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -52,8 +49,9 @@ class StoreMeter:
         self._meters.put(table.STORE_CAPACITY, spec.max_bytes)
         self._meters.put(table.STORE_LEASES, len(residents.leases.held))
         self._note_counters()
-        if time.perf_counter() >= self._walk_due:
-            self._note_rows()
+        for stage, counts in rows_by_state(self._ledger).items():
+            for state, count in counts.items():
+                self._meters.put(table.STORE_ROWS, count, stage=stage, state=state)
 
     def _note_counters(self) -> None:
         grown, self._before = self._ledger.counters - self._before, Counter(self._ledger.counters)
@@ -63,14 +61,6 @@ class StoreMeter:
                 self._meters.add(table.STORE_DROPPED, count, reason=name.removeprefix(DROPPED))
             elif name.startswith(STALENESS):
                 self._meters.observe(table.STORE_STALENESS, float(name.removeprefix(STALENESS)), times=count)
-
-    def _note_rows(self) -> None:
-        began = time.perf_counter()
-        for stage, counts in rows_by_state(self._ledger).items():
-            for state, count in counts.items():
-                self._meters.put(table.STORE_ROWS, count, stage=stage, state=state)
-        ended = time.perf_counter()
-        self._walk_due = ended + (ended - began) / WALK_SHARE
 
     async def _look_again_and_again(self) -> None:
         while True:

@@ -6,7 +6,9 @@ from typing import Any
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
 from penstock.store.ledger.facts import Facts
+from penstock.store.ledger.group import Group
 from penstock.store.ledger.leases import HeldLease
+from penstock.store.ledger.ledger import Ledger
 from penstock.store.spec import StageSpec, StoreSpec
 from tests.store.checked_ledger import CheckedLedger
 
@@ -116,3 +118,8 @@ class Driver:
             self.ledger.published(made.version + 1)
             self.ledger.check_invariants()
         return rows
+
+
+def living_groups(ledger: Ledger) -> list[Group]:
+    """Those with rows that are neither trained nor dropped, by number."""
+    return [group for _, group in sorted(ledger.residents.groups.items()) if group.live]

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from penstock.store.errors import AnsweredByAnother, LeaseExpired, StoreError
+from penstock.store.ledger.cut import Cut
+from penstock.store.ledger.group import Group
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.rounds import Round
-from penstock.store.ledger.state import living_groups, restore, scalars, values_of
+from penstock.store.ledger.state import restore, scalars, values_of
 from penstock.store.ledger.stragglers import ENOUGH
 from tests.store.checked_ledger import CheckedLedger
-from tests.store.driver import Driver, facts_for, facts_of, make_spec
+from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
 from tests.store.lineage import Lineage
 
 WORKED = ("rollout", "reward", "reference", "group_advantage")
@@ -91,6 +93,8 @@ class Histories(RuleBasedStateMachine):
         """Rows that were trained, by step."""
         self.snapshot: tuple[Any, Any, int, dict[int, int], Lineage] | None = None
         """The newest, the step that it was taken after, and what was known of its rows."""
+        self.cuts: list[tuple[Cut, Any]] = []
+        """Under way, each with what it is to be."""
         self.round = 0
         self.served = 0
         self.shared: Counter[str] = Counter()
@@ -417,6 +421,17 @@ class Histories(RuleBasedStateMachine):
     @rule()
     def take_a_snapshot(self) -> None:
         self.snapshot = (*self.state(), self.round, dict(self.sampled), deepcopy(self.lineage))
+        self.cuts.append((Cut(self.ledger.residents), self.snapshot[1]))
+
+    @precondition(lambda self: self.cuts)
+    @rule(count=st.integers(1, 3), data=st.data())
+    def copy_some_of_a_cut(self, count: int, data: st.DataObject) -> None:
+        """What has been copied when all is, is what was there at its moment, whatever has happened since."""
+        cut, expected = data.draw(st.sampled_from(self.cuts))
+        if not cut.copy(count):
+            self.cuts.remove((cut, expected))
+            assert self.values_of(cut.groups) == expected
+            assert len(self.ledger.residents.watchers) <= len(self.cuts)
 
     @precondition(lambda self: self.snapshot)
     @rule(num_late=st.integers(0, 2), count=st.integers(0, 3))
@@ -442,9 +457,20 @@ class Histories(RuleBasedStateMachine):
 
     def state(self) -> tuple[Any, Any]:
         values = json.loads(json.dumps(scalars(self.ledger)))
-        return values, [values_of(group, self.spec.group_size) for group in living_groups(self.ledger)]
+        return values, self.values_of(living_groups(self.ledger))
+
+    def values_of(self, groups: list[Group]) -> list[dict[str, Any]]:
+        return deepcopy([values_of(group, self.spec.group_size) for group in groups])
+
+    def finish_cuts(self) -> None:
+        for cut, expected in self.cuts:
+            while cut.copy(1):
+                pass
+            assert self.values_of(cut.groups) == expected
+        self.cuts.clear()
 
     def restore(self, values: Any, groups: Any) -> None:
+        self.finish_cuts()
         self.ledger = self.driver.ledger = CheckedLedger(self.spec)
         self.know_the_median()
         restore(self.ledger, values, groups)
@@ -480,6 +506,7 @@ class Histories(RuleBasedStateMachine):
             return
         self.now += 1000.0
         self.ledger.expire(self.now)
+        self.finish_cuts()
         for _ in range(3):
             before = self.round
             while self.served < self.round:

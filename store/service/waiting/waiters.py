@@ -50,7 +50,8 @@ class Waiters:
     def describe(self) -> dict[str, Any]:
         """How many wait for what, and who."""
         waiting = {name: len(self.consumers[name]) + len(self.ranks[name]) for name in self.consumers}
-        who = {name: [self._clients.owner_of(one) for one in some.waiting] for name, some in self.consumers.items()}
+        owners = self._clients.owners()
+        who = {name: [owners.get(one, "?") for one in some.waiting] for name, some in self.consumers.items()}
         return {"waiting": waiting | {"put": len(self._puts)}, "waiters": who}
 
     def close(self, reason: str) -> None:

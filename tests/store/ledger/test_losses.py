@@ -12,9 +12,9 @@ from penstock.algorithms.graph.columns import ROLLOUT_COLUMNS
 from penstock.store.errors import LeaseExpired, RowsLost
 from penstock.store.ledger.group import bits
 from penstock.store.ledger.losses import loss_of
-from penstock.store.ledger.state import living_groups, restore, scalars, values_of
+from penstock.store.ledger.state import restore, scalars, values_of
 from tests.store.checked_ledger import CheckedLedger
-from tests.store.driver import Driver, facts_for, facts_of, make_spec
+from tests.store.driver import Driver, facts_for, facts_of, living_groups, make_spec
 
 
 def lose(driver: Driver, cells: dict[int, dict[str, int]]) -> None:

@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from penstock.store.errors import LeaseExpired
 from penstock.store.ledger.leases import HeldLease
 from penstock.store.ledger.ledger import Ledger
-from penstock.store.ledger.state import living_groups, restore, scalars, values_of
+from penstock.store.ledger.state import restore, scalars, values_of
 from tests.store.checked_ledger import CheckedLedger
-from tests.store.driver import Driver, make_spec
+from tests.store.driver import Driver, living_groups, make_spec
 
 UPDATES = 25
 LATER = ("reward", "reference", "group_advantage")

@@ -19,8 +19,9 @@ from penstock.store.errors import (
     WrongLength,
     WrongType,
 )
-from penstock.store.ledger.state import living_groups, scalars, values_of
+from penstock.store.ledger.state import scalars, values_of
 from penstock.store.service.store import Store
+from tests.store.driver import living_groups
 from tests.store.players import group, response, run
 
 

@@ -14,6 +14,7 @@ import xxhash
 from penstock.store.client.client import StoreClient
 from penstock.store.data import payload
 from penstock.store.errors import CorruptSnapshot, LeaseExpired, StoreError
+from penstock.store.service import saving
 from penstock.store.service.snapshot import snapshot_files, snapshots
 from penstock.store.service.store import Store
 from penstock.store.spec import StoreSpec
@@ -150,6 +151,46 @@ def test_the_store_goes_on_while_a_snapshot_is_written(tmp_path: Path) -> None:
         await finish(store, client, range(1, 2))
         await writing
         assert Store(SPEC, restore=tmp_path).ledger.residents.num_rows == rows
+
+    run(body)
+
+
+def test_a_cut_is_of_its_moment_however_slowly_it_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Byte for byte what is written of a store that stands still."""
+    monkeypatch.setattr(saving, "SLICE", 1)
+
+    async def body(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        still = snapshot_files(await client.snapshot(str(tmp_path / "still"), 1))
+        await client.cut()
+        for lease in list(store.ledger.residents.leases.held):
+            await store.release(lease)
+        await finish(store, client, range(1, 3))
+        assert store.ledger.residents.num_rows == 4
+        assert snapshot_files(await client.snapshot(str(tmp_path / "moving"), 1)) == still
+        assert not store.ledger.residents.watchers
+        await client.cut()
+        await client.cut()  # takes the place of the one before
+        assert len(store.ledger.residents.watchers) == 1
+        there = store._blocks.num_blocks
+        await client.snapshot(str(tmp_path / "moving"), 2)
+        assert store._blocks.num_blocks == there
+        for group_id in list(store.ledger.residents.groups):
+            store._blocks.free(group_id, store.ledger.residents.all_rows)
+        assert store._blocks.num_blocks == 0, "a snapshot has kept some"
+
+    run(body)
+
+
+def test_a_caller_that_is_cancelled_does_not_take_the_values_from_under_its_snapshot(tmp_path: Path) -> None:
+    async def body(store: Store, client: StoreClient) -> None:
+        await half_way(store, client)
+        writing = asyncio.ensure_future(client.snapshot(str(tmp_path), 1))
+        await asyncio.sleep(0)
+        writing.cancel()
+        while not snapshots(tmp_path):
+            await asyncio.sleep(0.005)
+        assert Store(SPEC, restore=tmp_path).ledger.residents.num_rows == store.ledger.residents.num_rows
 
     run(body)
 

@@ -66,13 +66,3 @@ def test_waits_for_leases_are_measured_and_reasons_begin_at_nothing() -> None:
         await store.close("over")
 
     asyncio.run(scenario())
-
-
-def test_counting_rows_takes_a_share_of_the_time() -> None:
-    ledger, meters = Ledger(make_spec()), Meters()
-    meter = StoreMeter(ledger, meters)
-    meter.look()
-    ledger.admit(0.0, nbytes=1)
-    meter._walk_due = float("inf")
-    meter.look()
-    assert measured(meters).values["store_rows rollout free"] == 0, "it is not due yet"

@@ -1,0 +1,62 @@
+"""The living groups of one moment, copied while the ledger goes on. For snapshots.
+
+    cut = Cut(residents, kept)   the moment; costs the same however many groups there are
+    while cut.copy(500): …       the groups that have not changed since, some at a time, between any events
+                                 one that is about to change is copied first (`Residents.changing`)
+
+What is copied is what a snapshot has of a group: nobody's lease, and not what is free. Pure; driven by
+`service/saving.py`.
+"""
+
+from collections.abc import Callable
+
+from penstock.store.ledger.group import Group
+from penstock.store.ledger.losses import lacks_source
+from penstock.store.ledger.residents import Residents
+
+
+class Cut:
+    """Lifecycle: made at its moment, `copy` until nothing is left or `close`; then it costs the ledger nothing more."""
+
+    def __init__(self, residents: Residents, kept: Callable[[int], None] = lambda group: None) -> None:
+        """`kept`: called with each group's number when it is copied, before it changes."""
+        self._residents, self._kept = residents, kept
+        self._next, self._end = next(iter(residents.groups), residents.next_group), residents.next_group
+        self._copied: dict[int, Group] = {}
+        self._lacking: set[int] = set()
+        residents.watchers.append(self._keep)
+
+    def copy(self, count: int) -> bool:
+        """Look at so many numbers more; whether any are left."""
+        end = min(self._end, self._next + count)
+        groups = self._residents.groups
+        for number in range(self._next, end):
+            if (group := groups.get(number)) is not None:
+                self._keep(group)
+        self._next = end
+        if end == self._end:
+            self.close()
+        return end < self._end
+
+    def close(self) -> None:
+        """Copy no more. A second time changes nothing."""
+        if self._keep in self._residents.watchers:
+            self._residents.watchers.remove(self._keep)
+
+    @property
+    def groups(self) -> list[Group]:
+        """What has been copied, by number. Any thread, once all is."""
+        return [group for _, group in sorted(self._copied.items())]
+
+    @property
+    def with_source(self) -> list[int]:
+        """Numbers of those that have the source's values."""
+        return [group.id for group in self.groups if group.id not in self._lacking]
+
+    def _keep(self, group: Group) -> None:
+        if not group.live or not self._next <= group.id < self._end or group.id in self._copied:
+            return
+        self._copied[group.id] = group.copy()
+        if lacks_source(self._residents, group):
+            self._lacking.add(group.id)
+        self._kept(group.id)
