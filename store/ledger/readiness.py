@@ -33,14 +33,20 @@ class Stage:
         """Heap of the numbers of groups, so the oldest is first."""
         self.num_free = 0
         """Units that may be leased now."""
-        self.free_rows = 0
+        self.rows_of_free = 0
+        """Rows of these units, where they are groups."""
         self.leased_rows = 0
         self.done_rows = 0
-        """Live rows by their state in this stage; the others wait for columns."""
+        """Live rows that some lease holds open, and that the stage has completed."""
         self.num_taken = 0
         """Units ever leased; one that was given back counts again."""
         self.waited_s = 0.0
         """Unit-seconds spent free: the integral of `num_free` over time."""
+
+    @property
+    def free_rows(self) -> int:
+        """Rows that may be leased now."""
+        return self.num_free if self.takes_samples else self.rows_of_free
 
     @property
     def mean_wait_s(self) -> float:
@@ -82,9 +88,11 @@ class Readiness:
         if free == before:
             return 0
         group.free[stage.index] = free
-        more = free.bit_count() - before.bit_count()
-        stage.free_rows += more
-        stage.num_free += more if stage.takes_samples else bool(free) - bool(before)
+        if stage.takes_samples:
+            stage.num_free += free.bit_count() - before.bit_count()
+        else:
+            stage.num_free += bool(free) - bool(before)
+            stage.rows_of_free += free.bit_count() - before.bit_count()
         if free and stage.unit != "batch" and not group.queued & stage.bit:
             group.queued |= stage.bit
             heapq.heappush(stage.queue, group.id)
@@ -104,12 +112,10 @@ class Readiness:
         before = group.free[stage.index]
         if stage.takes_samples:
             group.free[stage.index] = free = before & ~mask
-            fewer = before.bit_count() - free.bit_count()
-            stage.free_rows -= fewer
-            stage.num_free -= fewer
+            stage.num_free -= before.bit_count() - free.bit_count()
         elif before:
             group.free[stage.index] = 0
-            stage.free_rows -= before.bit_count()
+            stage.rows_of_free -= before.bit_count()
             stage.num_free -= 1
 
     def take(self, stage: Stage, max_units: int, hold: Callable[[Group, int, int], None]) -> int:

@@ -119,9 +119,8 @@ class Residents:
     def hold(self, lease: HeldLease, group: Group, open_rows: int, granted: int) -> None:
         """Give rows to a lease."""
         stage = self.readiness.stages[lease.stage]
-        leased = group.leased[stage.index]
-        group.leased[stage.index] = leased | open_rows
-        stage.leased_rows += (open_rows & ~leased).bit_count()
+        group.leased[stage.index] |= open_rows
+        stage.leased_rows += open_rows.bit_count()
         lease.open[group.id] = open_rows
         lease.granted[group.id] = granted
         if group.holders is None:
@@ -138,6 +137,7 @@ class Residents:
             if rows and first.owner != owner:
                 lease = self.leases.open(stage.index, owner, now + self.spec.lease_timeout_s)
                 self.hold(lease, group, rows, rows)
+                stage.leased_rows -= rows.bit_count()  # they were leased before
                 self.stragglers.began(lease, now)
                 self.counters["stragglers/offered"] += 1
                 return lease
@@ -174,10 +174,11 @@ class Residents:
         if lease.account is not None:
             lease.account.closed(held & mask, not rest)
         may_share = bool(self.stragglers.holders)
-        leased = group.leased[lease.stage]
-        left = leased & (~mask | (self.stragglers.of_others(lease, group.id) if may_share else 0))
-        group.leased[lease.stage] = left
-        self.readiness.stages[lease.stage].leased_rows -= (leased ^ left).bit_count()
+        freed = group.leased[lease.stage] & mask
+        if may_share:
+            freed &= ~self.stragglers.of_others(lease, group.id)
+        group.leased[lease.stage] ^= freed
+        self.readiness.stages[lease.stage].leased_rows -= freed.bit_count()
         if rest:
             lease.open[group.id] = rest
             return
@@ -206,7 +207,8 @@ class Residents:
         mask &= group.live
         if not mask:
             return
-        self.changing(group)
+        if self.watchers:
+            self.changing(group)
         self.counters[f"dropped/{reason}"] += mask.bit_count()
         self._end_rows(group, mask, effects)
         for index in bits(mask):
@@ -225,7 +227,8 @@ class Residents:
 
     def end_trained(self, group: Group, effects: Effects) -> None:
         """The live rows of a group have been trained. Its data stays until `forget`."""
-        self.changing(group)
+        if self.watchers:
+            self.changing(group)
         self.counters["rows_trained"] += group.live.bit_count()
         self._end_rows(group, group.live, effects)
 
@@ -243,7 +246,8 @@ class Residents:
             lease = self.leases.held[lease_id]
             if held := lease.open.get(group.id, 0) & mask:
                 self.unhold(lease, group, held, effects)
-        for stage in self.readiness.stages:
-            stage.done_rows -= (group.done[stage.index] & mask).bit_count()
+        for stage, done in zip(self.readiness.stages, group.done, strict=True):
+            if done:
+                stage.done_rows -= (done & mask).bit_count()
         group.live &= ~mask
         effects.stages |= self.readiness.refresh_all(group)
