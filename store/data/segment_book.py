@@ -71,7 +71,8 @@ class SegmentBook:
         self.spilled_bytes = 0
         """On disk."""
         self.segments: dict[str, Segment] = {}
-        self._clients: set[str] = set()
+        self._clients: dict[str, set[str]] = {}
+        """By client: segments of its own, and those that it may have mapped."""
 
     @property
     def bytes(self) -> int:
@@ -85,7 +86,7 @@ class SegmentBook:
 
     def entered(self, client: str) -> None:
         """It may write and read from now on."""
-        self._clients.add(client)
+        self._clients.setdefault(client, set())
 
     def in_use(self, name: str) -> bool:
         """Rows lie in it, or somebody reads it."""
@@ -96,6 +97,8 @@ class SegmentBook:
         pooled = self._take_out(name)
         seen = pooled.seen if pooled is not None else set[str]()
         segment = self.segments[name] = Segment(content, nbytes, on_disk, node, seen=seen)
+        for client in self._who_maps(name, segment):
+            self._clients[client].add(name)
         self._count(segment, nbytes)
         return self._in_use[node] > self.max_bytes and not on_disk
 
@@ -112,6 +115,8 @@ class SegmentBook:
         segment = self.segments[name]
         segment.uses[client] += 1
         segment.seen.add(client)
+        if client in self._clients:
+            self._clients[client].add(name)
 
     def unuse(self, client: str, name: str) -> Instructions:
         """A reading has ended. Harmless for one that is not known."""
@@ -129,9 +134,9 @@ class SegmentBook:
 
     def left(self, client: str) -> Instructions:
         """A client's process has ended: it reads nothing, and writes nothing again."""
-        self._clients.discard(client)
         instructions = Instructions()
-        for name, segment in list(self.segments.items()):
+        for name in sorted(self._clients.pop(client, ())):
+            segment = self.segments[name]
             segment.seen.discard(client)
             del segment.uses[client]
             if segment.state is State.POOLED and writer_of(name) == client:
@@ -167,6 +172,8 @@ class SegmentBook:
         segment = self.segments.pop(name, None)
         if segment is None:
             return None
+        for client in self._who_maps(name, segment):
+            self._clients[client].discard(name)
         if segment.state is State.POOLED:
             self._pooled[segment.node] -= segment.nbytes
         else:
@@ -174,7 +181,7 @@ class SegmentBook:
         return segment
 
     def _who_maps(self, name: str, segment: Segment) -> set[str]:
-        return ({writer_of(name)} | segment.seen) & self._clients
+        return ({writer_of(name)} | segment.seen) & self._clients.keys()
 
     def _count(self, segment: Segment, nbytes: int) -> None:
         if segment.on_disk:
