@@ -4,7 +4,7 @@ A block is what one write brought: an Arrow record batch, here or behind a refer
 It goes with the last of its cells. Kept by `service/store.py`; `payload.py` gathers what a lease sends.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import pyarrow as pa
@@ -54,6 +54,8 @@ class Blocks:
         self.group_size = group_size
         self._cells: dict[int, dict[str, Cells]] = {}
         self._living: set[Block] = set()
+        self._referring: set[Block] = set()
+        """Those of them that are not here."""
         self.bytes = 0
         """Of blocks with a living cell."""
 
@@ -122,21 +124,31 @@ class Blocks:
                 if not any(group[name]):
                     del group[name]  # what is written for all of them at once is one place again
 
-    def lose(self, is_gone: Callable[[Any], bool]) -> dict[int, dict[str, int]]:
-        """Group -> column -> samples whose value is behind a reference that is gone. The blocks are marked; cells stay
-        until they are cleared."""
-        gone = {block for block in self._living if block.ref is not None and is_gone(block.ref)}
-        lost: dict[int, dict[str, int]] = {}
-        for block in gone:
-            block.is_gone = True
-        for group_id, columns in self._cells.items() if gone else ():
-            for name, cells in columns.items():
-                if isinstance(cells, Place):
-                    mask = (1 << self.group_size) - 1 if cells.block in gone else 0
-                else:
-                    mask = sum(1 << i for i, cell in enumerate(cells) if cell is not None and cell.block in gone)
-                if mask:
-                    lost.setdefault(group_id, {})[name] = mask
+    def mark_gone(self, is_gone: Callable[[Any], bool]) -> None:
+        """What is behind these references cannot be had any more. Cells stay until they are cleared."""
+        for block in self._referring:
+            block.is_gone = block.is_gone or is_gone(block.ref)
+
+    def lost(self, num_groups: int = 1000) -> Iterator[dict[int, dict[str, int]]]:
+        """Group -> column -> samples whose value is in a block that is gone: of some groups at a time. In between
+        anything may happen to the index."""
+        if not any(block.is_gone for block in self._referring):
+            return
+        first, end = next(iter(self._cells), 0), next(reversed(self._cells), -1) + 1
+        for start in range(first, end, num_groups):
+            groups = range(start, min(end, start + num_groups))
+            if lost := {group: gone for group in groups if (gone := self._lost_of(self._cells.get(group, {})))}:
+                yield lost
+
+    def _lost_of(self, columns: dict[str, Cells]) -> dict[str, int]:
+        lost = {}
+        for name, cells in columns.items():
+            if isinstance(cells, Place):
+                mask = (1 << self.group_size) - 1 if cells.block.is_gone else 0
+            else:
+                mask = sum(1 << i for i, cell in enumerate(cells) if cell is not None and cell.block.is_gone)
+            if mask:
+                lost[name] = mask
         return lost
 
     def _free_cells(self, group: dict[str, Cells], name: str, mask: int) -> None:
@@ -156,15 +168,11 @@ class Blocks:
     def num_blocks(self) -> int:
         return len(self._living)
 
-    def refs(self) -> list[Any]:
-        """References of the blocks that are not here."""
-        return [block.ref for block in self._living if block.ref is not None]
-
     def begin_copy(self) -> "Blocks":
         """An index for the same columns, which `keep` fills. What happens to either does not concern the other."""
         copied = Blocks.__new__(Blocks)
         copied._types, copied.group_size, copied._freed = self._types, self.group_size, _stay
-        copied._living, copied.bytes, copied._cells = set(), 0, {}
+        copied._living, copied._referring, copied.bytes, copied._cells = set(), set(), 0, {}
         return copied
 
     def keep(self, group_id: int, copied: "Blocks") -> None:
@@ -224,6 +232,8 @@ class Blocks:
     def _count(self, block: Block, num_cells: int) -> None:
         if num_cells and not block.num_cells:
             self._living.add(block)
+            if block.ref is not None:
+                self._referring.add(block)
             self.bytes += block.nbytes
         block.num_cells += num_cells
 
@@ -231,6 +241,7 @@ class Blocks:
         block.num_cells -= 1
         if not block.num_cells:
             self._living.discard(block)
+            self._referring.discard(block)
             self.bytes -= block.nbytes
             self._freed(block)
 

@@ -1,11 +1,46 @@
-"""Files from shared memory to disk. Used by `segments.py` and `far/server.py`."""
+"""What is done with the files of segments in a thread: written, moved to disk, looked for. One thing after the other.
 
+    result = await apart.run(work, undo)    the event loop goes on meanwhile
+
+Used by `segments.py`; `move` by `far/server.py` too, whose threads are its connections'.
+"""
+
+import asyncio
 import os
 import shutil
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
+from penstock.store.data.segment_book import writer_of
+
+T = TypeVar("T")
 COPIED_AT_ONCE = 1 << 20
 """Bytes."""
+
+
+class Apart:
+    """Lifecycle: `run` any number of times, `close`."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "segments")
+
+    async def run(self, work: Callable[[], T], undo: Callable[[T | None], None]) -> T:
+        """What the work returns, or raises. `undo`: called on the loop, once it has ended, if nobody waits for it any
+        more; with its result, None if it has failed."""
+        running = asyncio.get_running_loop().run_in_executor(self._thread, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            running.add_done_callback(
+                lambda ended: undo(None if ended.cancelled() or ended.exception() else ended.result())
+            )
+            raise
+
+    def close(self) -> None:
+        """What is under way is waited for; what is not is not begun. A second time changes nothing."""
+        self._thread.shutdown(cancel_futures=True)
 
 
 def move(source: Path, target: Path) -> None:
@@ -19,3 +54,14 @@ def move(source: Path, target: Path) -> None:
         target.unlink(missing_ok=True)
         raise
     source.unlink()
+
+
+def written_by(writers: Collection[str], places: Sequence[Path]) -> list[Path]:
+    """Files of these writers; none of a place that is gone."""
+    found: list[Path] = []
+    for place in places:
+        try:
+            found += [place / name for name in os.listdir(place) if writer_of(name) in writers]
+        except OSError:
+            continue
+    return found

@@ -71,8 +71,11 @@ class SegmentBook:
         self.spilled_bytes = 0
         """On disk."""
         self.segments: dict[str, Segment] = {}
-        self._clients: dict[str, set[str]] = {}
-        """By client: segments of its own, and those that it may have mapped."""
+        self._clients: set[str] = set()
+        self._written: dict[str, set[str]] = {}
+        """By writer, those of them that are its own; it may have left."""
+        self._mapped: dict[str, set[str]] = {}
+        """By client, those that it may have mapped."""
 
     @property
     def bytes(self) -> int:
@@ -86,19 +89,28 @@ class SegmentBook:
 
     def entered(self, client: str) -> None:
         """It may write and read from now on."""
-        self._clients.setdefault(client, set())
+        self._clients.add(client)
 
     def in_use(self, name: str) -> bool:
         """Rows lie in it, or somebody reads it."""
         return name in self.segments and self.segments[name].state is not State.POOLED
+
+    def is_over(self, nbytes: int, node: str = "") -> bool:
+        """The node's shared memory would be over its budget with so many bytes more in use."""
+        return self._in_use[node] + nbytes > self.max_bytes
+
+    def written_by(self, client: str) -> list[str]:
+        """A client's own."""
+        return list(self._written.get(client, ()))
 
     def adopt(self, name: str, content: Any, nbytes: int, on_disk: bool, node: str = "") -> bool:
         """Rows lie in it from now on; it is not in use. True if its node's shared memory is over its budget now."""
         pooled = self._take_out(name)
         seen = pooled.seen if pooled is not None else set[str]()
         segment = self.segments[name] = Segment(content, nbytes, on_disk, node, seen=seen)
-        for client in self._who_maps(name, segment):
-            self._clients[client].add(name)
+        self._written.setdefault(writer_of(name), set()).add(name)
+        for client in seen:
+            self._mapped.setdefault(client, set()).add(name)
         self._count(segment, nbytes)
         return self._in_use[node] > self.max_bytes and not on_disk
 
@@ -115,8 +127,7 @@ class SegmentBook:
         segment = self.segments[name]
         segment.uses[client] += 1
         segment.seen.add(client)
-        if client in self._clients:
-            self._clients[client].add(name)
+        self._mapped.setdefault(client, set()).add(name)
 
     def unuse(self, client: str, name: str) -> Instructions:
         """A reading has ended. Harmless for one that is not known."""
@@ -134,8 +145,9 @@ class SegmentBook:
 
     def left(self, client: str) -> Instructions:
         """A client's process has ended: it reads nothing, and writes nothing again."""
+        self._clients.discard(client)
         instructions = Instructions()
-        for name in sorted(self._clients.pop(client, ())):
+        for name in sorted(self._mapped.pop(client, set()) | self._written.get(client, set())):
             segment = self.segments[name]
             segment.seen.discard(client)
             del segment.uses[client]
@@ -172,8 +184,12 @@ class SegmentBook:
         segment = self.segments.pop(name, None)
         if segment is None:
             return None
-        for client in self._who_maps(name, segment):
-            self._clients[client].discard(name)
+        own = self._written[writer_of(name)]
+        own.discard(name)
+        if not own:
+            del self._written[writer_of(name)]
+        for client in segment.seen:
+            self._mapped[client].discard(name)
         if segment.state is State.POOLED:
             self._pooled[segment.node] -= segment.nbytes
         else:
@@ -181,7 +197,7 @@ class SegmentBook:
         return segment
 
     def _who_maps(self, name: str, segment: Segment) -> set[str]:
-        return ({writer_of(name)} | segment.seen) & self._clients.keys()
+        return ({writer_of(name)} | segment.seen) & self._clients
 
     def _count(self, segment: Segment, nbytes: int) -> None:
         if segment.on_disk:

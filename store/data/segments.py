@@ -14,6 +14,7 @@ import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -27,7 +28,7 @@ from penstock.store.data.far.pulls import Pulls
 from penstock.store.data.far.server import LayBy, Remove, RowsServer, Spill, Sweep
 from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings
-from penstock.store.data.moving import move
+from penstock.store.data.moving import Apart, move, written_by
 from penstock.store.data.payload import Payload
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
 from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
@@ -75,6 +76,14 @@ class Segments:
         self._arena = Arena(places, f"store{os.getpid()}")
         self._mappings = Mappings(places, self._own_use_ended)
         self._unuse_soon: Soon | None = None
+        self._apart = Apart()
+        self._moving: set[str] = set()
+        """Files on their way to disk, before they are adopted."""
+        self._moved: set[str] = set()
+        """Those that have come there."""
+        self._departed: set[str] = set()
+        """Clients that have left files, perhaps, which are looked for next."""
+        self._looking: asyncio.Task[None] | None = None
 
     def entered(self, client: str, tell: Callable[[], None], node: str = "") -> None:
         """It may write and read from now on. `tell`: called when there is a notice for it. `node`: where it writes."""
@@ -88,6 +97,43 @@ class Segments:
     def node_of(self, client: str) -> str:
         """Where it writes; the store's own node has no name."""
         return self._node_of.get(client, "")
+
+    def is_over(self, placed: Placed) -> bool:
+        """The batch would have to be moved to disk. Raises `StoreError` if there is none."""
+        if placed.node:
+            return False  # its node does so
+        size, on_disk = self._checked(placed)
+        return not on_disk and self.book.is_over(size)
+
+    async def make_room(self, placed: Placed) -> None:
+        """Move the batch to disk if it must be, before it is adopted: others are served meanwhile. Raises as `adopt`
+        does."""
+        if not self.is_over(placed):
+            return
+        name = placed.segment
+        source, target = self.directory / name, self.spill / name
+        self._moving.add(name)
+        try:
+            await self._apart.run(lambda: move(source, target), lambda _: _remove(source, target))
+        except OSError as error:
+            self.book.adopt(name, placed, self._found(name)[0], False)
+            self.end(name)
+            raise self._immovable(name, error) from None
+        finally:
+            self._moving.discard(name)
+        self._moved.add(name)
+
+    async def keep_apart(self, batch: pa.RecordBatch) -> Placed:
+        """As `keep` does; others are served meanwhile."""
+
+        def undo(placed: Placed | None) -> None:
+            if placed is not None:
+                self._arena.forget([placed.segment])
+                _remove(self.directory / placed.segment, self.spill / placed.segment)
+
+        placed = await self._apart.run(lambda: self.keep(batch), undo)
+        await self.make_room(placed)
+        return placed
 
     def keep(self, batch: pa.RecordBatch) -> Placed:
         """Write a batch that has come by value. Raises `StoreError` if there is no room."""
@@ -104,22 +150,28 @@ class Segments:
         """A file that a producer has written is the store's from now on. Raises `StoreError` if it is none, or if it
         must be moved to disk and cannot be: then it goes back to its writer, or away."""
         name = placed.segment
-        try:
-            checked(name)  # a client chooses it, and the store removes it
-        except OutsideName as error:
-            raise StoreError(str(error)) from None
         if placed.node:
             self._adopt_far(placed)
             return
-        size, on_disk = self._found(name)
-        if placed.nbytes > size or self.book.in_use(name):
-            raise StoreError(f"segment {name} has {size} bytes, not the {placed.nbytes} of its batch, or is in use.")
-        if self.book.adopt(name, placed, size, on_disk):
+        size, on_disk = self._checked(placed)
+        if self.book.adopt(name, placed, size, on_disk):  # there was nobody who could have made room before
             try:
-                self._move_to_disk(name)
-            except StoreError:
+                move(self.directory / name, self.spill / name)
+            except OSError as error:
                 self.end(name)
-                raise
+                raise self._immovable(name, error) from None
+            self._carry_out(self.book.spilled(name))
+        elif name in self._moved:  # who has it mapped hears of it: the mapping would hold on to the pages
+            self._carry_out(self.book.spilled(name))
+        self._moved.discard(name)
+
+    def _checked(self, placed: Placed) -> tuple[int, bool]:
+        """Bytes of a batch's file, and whether it is on disk. Raises `StoreError` if it cannot be adopted."""
+        name = _named(placed)
+        size, on_disk = self._found(name)
+        if placed.nbytes > size or self.book.in_use(name) or name in self._moving:
+            raise StoreError(f"segment {name} has {size} bytes, not the {placed.nbytes} of its batch, or is in use.")
+        return size, on_disk
 
     def _found(self, name: str) -> tuple[int, bool]:
         """Bytes of a file, and whether it is on disk. Raises `StoreError`."""
@@ -132,7 +184,7 @@ class Segments:
 
     def _adopt_far(self, placed: Placed) -> None:
         """What lies on another node is known by its writer's word alone."""
-        name, node = placed.segment, placed.node
+        name, node = _named(placed), placed.node
         if self.node_of(writer_of(name)) != node or self.book.in_use(name):
             raise StoreError(f"segment {name} of node {node} is not its writer's, or is in use.")
         if self.book.adopt(name, placed, placed.nbytes, False, node):
@@ -198,15 +250,24 @@ class Segments:
         """A client's process has ended: it reads nothing, and what it wrote and never handed over goes."""
         self._notices.pop(client, None)
         self._tell.pop(client, None)
+        written = self.book.written_by(client)
         self._carry_out(self.book.left(client))
         if node := self._node_of.pop(client, ""):
-            kept = [name for name in self.book.segments if writer_of(name) == client]
-            self._orders.give(node, Sweep(client, kept))
-        for place in (self.directory, self.spill):
-            for file in place.glob(f"{client}-*"):
-                if file.name not in self.book.segments:
-                    with suppress(OSError):
-                        file.unlink()
+            self._orders.give(node, Sweep(client, [name for name in written if name in self.book.segments]))
+            return
+        self._departed.add(client)
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_task(self._look_for_files())
+
+    async def _look_for_files(self) -> None:
+        """One look for all that have left meanwhile. What is being moved is seen to by who moves it."""
+        while self._departed:
+            departed, self._departed = self._departed, set()
+            looking = partial(written_by, departed, (self.directory, self.spill))
+            for file in await self._apart.run(looking, lambda _: None):
+                if file.name not in self.book.segments and file.name not in self._moving:
+                    _remove(file)
+        self._looking = None
 
     def node_lost(self, node: str) -> str | None:
         """A node of Ray's is gone; what segments say that lay there. None if no large batch did: those of nodes that
@@ -220,6 +281,7 @@ class Segments:
 
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
+        self._apart.close()
         self._mappings.close()
         self._orders.close()
         self._pulls.close()
@@ -255,8 +317,7 @@ class Segments:
         for node, name in instructions.removed_far:
             self._orders.give(node, Remove(name))
         for name, on_disk in instructions.removed:
-            with suppress(OSError):
-                ((self.spill if on_disk else self.directory) / name).unlink()
+            _remove((self.spill if on_disk else self.directory) / name)
 
     def _own_use_ended(self) -> None:
         if self._unuse_soon is not None:
@@ -265,17 +326,11 @@ class Segments:
     def _unuse_own(self) -> None:
         self.unuse(SELF, self._mappings.ended())
 
-    def _move_to_disk(self, name: str) -> None:
-        """Who has it mapped hears of it: the mapping would hold on to the pages. Raises `StoreError`; then nothing has
-        moved."""
-        try:
-            move(self.directory / name, self.spill / name)
-        except OSError as error:
-            raise StoreError(
-                f"segment {name} cannot be moved to {self.spill}: {error}. Set store.spill_dir to a larger disk, or "
-                "lower store.max_bytes or raise store.shared_memory_mib, so that nothing needs to be moved."
-            ) from None
-        self._carry_out(self.book.spilled(name))
+    def _immovable(self, name: str, error: OSError) -> StoreError:
+        return StoreError(
+            f"segment {name} cannot be moved to {self.spill}: {error}. Set store.spill_dir to a larger disk, or lower "
+            "store.max_bytes or raise store.shared_memory_mib, so that nothing needs to be moved."
+        )
 
 
 class Held:
@@ -296,3 +351,19 @@ class Held:
 
 def _is_far(placed: Placed) -> bool:
     return bool(placed.node)
+
+
+def _named(placed: Placed) -> str:
+    """The segment of a batch. Raises `StoreError` for what is no name of a file: a client chooses it, and the store
+    removes it."""
+    try:
+        checked(placed.segment)
+    except OutsideName as error:
+        raise StoreError(str(error)) from None
+    return placed.segment
+
+
+def _remove(*files: Path) -> None:
+    for file in files:
+        with suppress(OSError):
+            file.unlink()

@@ -11,6 +11,7 @@ is hung up on before anything is read of it. Whoever comes over TCP has to know 
 import asyncio
 import contextlib
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, cast
@@ -26,7 +27,7 @@ from penstock.store.data.segments import Segments
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
 from penstock.store.service import peers
-from penstock.store.service.calls import refs_of
+from penstock.store.service.calls import Call, refs_of
 from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello
 from penstock.store.service.wire import Wire
 
@@ -62,6 +63,9 @@ class Endpoint:
 class Served(Protocol):
     async def left(self, client: str) -> None:
         """The client's connection has ended."""
+
+    def waits(self, calls: Sequence[Call]) -> bool:
+        """Whether `many` of these has to wait for something."""
 
 
 class Server:
@@ -175,7 +179,7 @@ class Connection:
             return
         method, arguments = self._calls.call(said.request)
         answering = self._answer(self._client, said.number, method, arguments)
-        if method == MANY and not self._beginning:  # none of them waits, nor for what was said before: no task
+        if method == MANY and not self._beginning and not self._store.waits(*arguments):  # no task of its own
             with contextlib.suppress(StopIteration):
                 answering.send(None)  # runs to its end
             return

@@ -56,7 +56,8 @@ class Store:
         client = StoreClient(store)
         groups = await client.put_groups([{"prompt_ids": [1, 2, 3], "task": "{}"}])
 
-    Calls that change something never wait in between: each is one event of the ledger.
+    Calls that change something are one event of the ledger each, and wait for nothing in between. One with a batch that
+    must be written or moved to disk waits for that before.
     """
 
     def __init__(
@@ -126,8 +127,16 @@ class Store:
         if self.segments is not None:
             self.segments.left(client)
 
+    def waits(self, calls: Sequence[Call]) -> bool:
+        """Whether one of several calls has to wait until a file is written or moved."""
+        parcels = [arguments[0].parcel for method, arguments in calls if method == "write"]
+        try:
+            return any(map(self._intake.waits, parcels))
+        except StoreError:  # its call says so
+            return False
+
     async def many(self, calls: list[Call]) -> list[Result]:
-        """Several calls that do not wait, in one message; each stands for itself."""
+        """Several calls that wait for nobody, in one message; each stands for itself."""
         results: list[Result] = []
         for method, arguments in calls:
             try:
@@ -235,7 +244,7 @@ class Store:
 
     async def write(self, one: Write) -> None:
         """See `Ledger.write`."""
-        block = self._intake.block(one.parcel, len(one.row_ids))
+        block = self._intake.block(await self._intake.ready(one.parcel), len(one.row_ids))
         self._blocks.pin(block)
         try:
             kept, effects = self.ledger.write(one.lease_id, one.stage, one.row_ids, one.names, one.facts, self._clock())
@@ -283,8 +292,10 @@ class Store:
         if lost is None:
             return
         self._intake.lost_nodes.add(lost)
-        cells = self._blocks.lose(lambda placed: placed.node == lost)
-        self._pump.carry_out(self.ledger.lost(cells, self._clock()))
+        self._blocks.mark_gone(lambda placed: placed.node == lost)
+        for cells in self._blocks.lost():
+            self._pump.carry_out(self.ledger.lost(cells, self._clock()))
+            await asyncio.sleep(0)  # who is given lost rows meanwhile cannot read them, and asks again
 
     async def catch_up(self, steps: list[list[int]], version: int) -> None:
         """Of a store that was restored in another one's place: rows that were trained since what it knows, by step, and

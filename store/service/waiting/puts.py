@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.store.data.blocks import Blocks
+from penstock.store.data.blocks import Block, Blocks
 from penstock.store.data.intake import Intake
 from penstock.store.data.layout import Parcel
 from penstock.store.errors import MissingColumn, StoreClosed, StoreError, UnknownColumn
@@ -59,10 +59,23 @@ class Puts:
         self, names: list[str], parcel: Parcel, facts: Facts, client: str, tickets: Sequence[int]
     ) -> list[int]:
         """See `Store.put`."""
-        num_groups = len(facts.row_bytes)
-        block = self._intake.block(parcel, num_groups)
-        admitted: list[int] = []
         mine = self._under_way[client] = _UnderWay()
+        try:
+            block = self._intake.block(await self._intake.ready(parcel), len(facts.row_bytes))
+            self._blocks.pin(block)
+            try:
+                return await self._admitted_all(names, block, facts, client, tickets, mine)
+            finally:
+                self._blocks.unpin(block)
+        finally:
+            if self._under_way.get(client) is mine:
+                del self._under_way[client]
+
+    async def _admitted_all(
+        self, names: list[str], block: Block, facts: Facts, client: str, tickets: Sequence[int], mine: _UnderWay
+    ) -> list[int]:
+        num_groups = len(facts.row_bytes)
+        admitted: list[int] = []
 
         def check() -> None:
             if reason := self._refusal(client, mine):
@@ -94,16 +107,10 @@ class Puts:
                 admitted.append(group)
             return admitted if len(admitted) == num_groups else None
 
-        self._blocks.pin(block)
-        try:
-            self._check_source(names)
-            check_group_bytes(self._spec.max_bytes, facts.row_bytes)
-            check()
-            done = await self._queue.wait(admit, client)
-        finally:
-            if self._under_way.get(client) is mine:
-                del self._under_way[client]
-            self._blocks.unpin(block)
+        self._check_source(names)
+        check_group_bytes(self._spec.max_bytes, facts.row_bytes)
+        check()
+        done = await self._queue.wait(admit, client)
         if done is None:
             check()
             raise StoreClosed(

@@ -188,6 +188,8 @@ class Histories(RuleBasedStateMachine):
             self.end_process(client)
         assert not self.book.segments
         assert (self.book.bytes, self.book.spilled_bytes, self.book.pooled_bytes) == (0, 0, 0)
+        assert not self.book._written
+        assert not any(self.book._mapped.values())
 
 
 TestHistories = Histories.TestCase

@@ -1,0 +1,126 @@
+"""While a file is written or moved to disk the store serves others, and whoever goes meanwhile leaves nothing."""
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.store.client.client import StoreClient
+from penstock.store.data import segments as segments_module
+from penstock.store.data.moving import move
+from penstock.store.errors import StoreError
+from penstock.store.service.server import Endpoint
+from penstock.store.service.store import Store
+from tests.store.players import group, values_of
+from tests.store.visitors import files_in, serve, visit, visit_from_afar
+
+LARGE = [{"prompt_ids": [7] * 2000, "task": "{}"}]
+WAIT_S = 20.0
+
+
+class Gate:
+    """Holds up whoever moves a file."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+
+    def move(self, source: Path, target: Path) -> None:
+        self.reached.set()
+        assert self.opened.wait(WAIT_S)
+        move(source, target)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    gate = Gate()
+    monkeypatch.setattr(segments_module, "move", gate.move)
+    yield gate
+    gate.opened.set()
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0.005)
+
+
+async def check_first(client: StoreClient, expected: list[int]) -> None:
+    lease = await client.lease("rollout", 1, "engine")
+    assert lease is not None
+    assert lease.rows.lists("prompt_ids")[0] == expected
+
+
+@pytest.mark.parametrize("come", [visit, visit_from_afar])
+def test_others_are_served_while_a_batch_is_moved_to_disk(tmp_path: Path, gate: Gate, come: Any) -> None:
+    """One that lies in shared memory already, and one that comes by value."""
+
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await come(endpoint)
+        other, _ = await visit(endpoint)
+        putting = asyncio.ensure_future(client.put_groups(LARGE))
+        await until(gate.reached.is_set)
+        assert await other.put_groups([group()]) == [0]
+        assert not putting.done()
+        gate.opened.set()
+        assert await putting == [1]
+        assert len(files_in(tmp_path / "disk")) == 1
+        assert files_in(tmp_path / "shm") == []
+        assert (await other.stats())["store/spilled_bytes"] > 8000
+        await check_first(other, group()["prompt_ids"])
+        await check_first(other, [7] * 2000)
+
+    serve(tmp_path, body, shared_bytes=1000)
+
+
+def test_results_that_must_be_moved_hold_up_the_calls_of_their_client_alone(tmp_path: Path, gate: Gate) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        other, _ = await visit(endpoint)
+        await client.put_groups([group(), group(1)])
+        lease, others = await client.lease("rollout", 1, "a"), await other.lease("rollout", 1, "b")
+        assert lease is not None
+        assert others is not None
+        values = values_of("rollout", lease) | {"response_text": ["x" * 5000] * 2}
+        writing = asyncio.ensure_future(client.write(lease, lease.rows.row_ids, values))
+        await until(gate.reached.is_set)
+        await other.write(others, others.rows.row_ids, values_of("rollout", others))
+        assert not writing.done()
+        gate.opened.set()
+        await writing
+        assert store.ledger.counters["completed/rollout"] == 4
+
+    serve(tmp_path, body, shared_bytes=1000)
+
+
+def test_a_client_that_goes_while_its_batch_is_moved_leaves_no_file(tmp_path: Path, gate: Gate) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, link = await visit(endpoint)
+        putting = asyncio.ensure_future(client.put_groups(LARGE))
+        await until(gate.reached.is_set)
+        link._wire.close()
+        await asyncio.gather(putting, return_exceptions=True)
+        await until(lambda: not store._puts.under_way)
+        gate.opened.set()
+        await until(lambda: not files_in(tmp_path / "disk") and not files_in(tmp_path / "shm"))
+        assert store.ledger.residents.next_group == 0
+        assert store.segments is not None
+        assert not store.segments.book.segments
+
+    serve(tmp_path, body, shared_bytes=1000)
+
+
+def test_a_batch_that_the_disk_does_not_take_is_refused_and_its_file_goes_back(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        (tmp_path / "disk").rename(tmp_path / "elsewhere")
+        for _ in range(3):
+            with pytest.raises(StoreError, match=r"cannot be moved to .*disk.*store\.spill_dir"):
+                await client.put_groups(LARGE)
+        (tmp_path / "elsewhere").rename(tmp_path / "disk")
+        assert store.segments is not None
+        assert store.segments.book.bytes == 0
+        assert await client.put_groups(LARGE) == [0]
+
+    serve(tmp_path, body, shared_bytes=1000)
