@@ -88,7 +88,7 @@ class Filled:
         await self.put_large(num_large, 2048)
         await self.put(num_rows // SIZE - num_large)
         while self.store.ledger.counters["completed/rollout"] < num_rows // 2:
-            await self.sample()
+            await self.sample(min(PUT, num_rows // SIZE // 8))
         for stage in ("reward", "advantage"):
             lease = await self.client.lease(stage, 50 * PUT, "worker")
             assert lease is not None
