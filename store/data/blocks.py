@@ -256,7 +256,7 @@ def _stay(block: Block) -> None:
 
 
 def _blocks_of(columns: dict[str, Cells]) -> set[Block]:
-    found = set()
+    found: set[Block] = set()
     for cells in columns.values():
         found.update((cells.block,) if isinstance(cells, Place) else [cell.block for cell in cells if cell is not None])
     return found

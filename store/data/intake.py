@@ -27,7 +27,7 @@ class Intake:
             return False
         if isinstance(parcel, Placed):
             return self._segments.is_over(parcel)
-        return parcel.batch.nbytes > self._inline_bytes
+        return bool(parcel.batch.nbytes > self._inline_bytes)
 
     async def ready(self, parcel: Parcel) -> Parcel:
         """As `block` takes it without keeping others waiting. Raises `StoreError`; then nothing of it is kept."""
