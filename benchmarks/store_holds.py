@@ -72,6 +72,25 @@ def _times() -> tuple[float, float]:
     return time.thread_time(), time.perf_counter()
 
 
+class Collections:
+    """The longest look of Python's collector for cycles, from its making to `close`, the filling of the store included."""
+
+    def __init__(self) -> None:
+        self.longest_ms, self._began = (0.0, 0.0), _times()
+        gc.callbacks.append(self._hear)
+
+    def _hear(self, phase: str, _: dict[str, int]) -> None:
+        now = _times()
+        if phase == "start":
+            self._began = now
+        else:
+            cpu_s, clock_s = (after - before for before, after in zip(self._began, now, strict=True))
+            self.longest_ms = max(self.longest_ms, (1000 * cpu_s, 1000 * clock_s))
+
+    def close(self) -> None:
+        gc.callbacks.remove(self._hear)
+
+
 class Filled:
     """A store with so many rows. Lifecycle: `fill`, then any calls, `end`."""
 
@@ -150,6 +169,7 @@ async def measure(num_rows: int, folder: Path) -> Measured:
     far = RowsNode("far", ("/nowhere", "/nowhere"), Address("127.0.0.1", 1))
     filled = Filled(folder, RowsNodes({"far": far}, b"token"))
     store, client = filled.store, filled.client
+    collections = Collections()
     await filled.fill(num_rows)
     hold = Probe().hold_ms
     found = {f"put of {SOME} groups": await hold(lambda: filled.put(SOME))}
@@ -187,6 +207,8 @@ async def measure(num_rows: int, folder: Path) -> Measured:
     for number in range(num_rows // ROWS_OF_A_SEGMENT):
         await filled.put_parcel(name, Placed(f"{name}-{number}", 0, 1, kinds, 2048, "far"))
     found["a node is lost"] = await hold(lambda: store.lost("far"))
+    collections.close()
+    found["Python's collector"] = collections.longest_ms
     store.ledger.check_invariants()
     await filled.end()
     return found

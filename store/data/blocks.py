@@ -129,16 +129,15 @@ class Blocks:
         for block in self._referring:
             block.is_gone = block.is_gone or is_gone(block.ref)
 
-    def lost(self, num_groups: int = 1000) -> Iterator[dict[int, dict[str, int]]]:
-        """Group -> column -> samples whose value is in a block that is gone: of some groups at a time. In between
-        anything may happen to the index."""
+    def lost(self, num_groups: int = 500) -> Iterator[dict[int, dict[str, int]]]:
+        """Group -> column -> samples whose value is in a block that is gone: of some groups at a time, perhaps none of
+        these. In between anything may happen to the index."""
         if not any(block.is_gone for block in self._referring):
             return
         first, end = next(iter(self._cells), 0), next(reversed(self._cells), -1) + 1
         for start in range(first, end, num_groups):
             groups = range(start, min(end, start + num_groups))
-            if lost := {group: gone for group in groups if (gone := self._lost_of(self._cells.get(group, {})))}:
-                yield lost
+            yield {group: gone for group in groups if (gone := self._lost_of(self._cells.get(group, {})))}
 
     def _lost_of(self, columns: dict[str, Cells]) -> dict[str, int]:
         lost = {}

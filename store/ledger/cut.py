@@ -45,13 +45,13 @@ class Cut:
 
     @property
     def groups(self) -> list[Group]:
-        """What has been copied, by number. Any thread, once all is."""
+        """What has been copied, by number. For any thread, once all is: sorting takes its time."""
         return [group for _, group in sorted(self._copied.items())]
 
     @property
     def with_source(self) -> list[int]:
-        """Numbers of those that have the source's values."""
-        return [group.id for group in self.groups if group.id not in self._lacking]
+        """Numbers of those that have the source's values, ascending."""
+        return sorted(self._copied.keys() - self._lacking)
 
     def _keep(self, group: Group) -> None:
         if not group.live or not self._next <= group.id < self._end or group.id in self._copied:

@@ -31,11 +31,15 @@ class Taken:
         self._cut = Cut(ledger.residents, lambda group: blocks.keep(group, self._copied))
         self._copying = asyncio.get_running_loop().create_task(self._copy())
 
-    async def state(self) -> snapshot.State:
-        """All of it, once it is copied."""
+    async def whole(self) -> None:
+        """Returns once all is copied."""
         await asyncio.shield(self._copying)
+
+    def write(self, root: str, number: int, keep: int, resolve: snapshot.Resolve | None) -> str:
+        """For a thread, once it is whole."""
         cut, spec = self._cut, self._ledger.spec
-        return snapshot.State(spec, self._scalars, cut.groups, cut.with_source, self._copied)
+        state = snapshot.State(spec, self._scalars, cut.groups, cut.with_source, self._copied)
+        return str(snapshot.write(root, number, state, resolve, keep=keep))
 
     def stop(self) -> None:
         """Copy no more. A second time changes nothing."""
@@ -78,9 +82,9 @@ class Saving:
 
     async def _write(self, taken: Taken, root: str, number: int, keep: int) -> str:
         try:
-            state = await taken.state()
+            await taken.whole()
             resolve = self._segments.reader() if self._segments is not None else None
-            return str(await asyncio.to_thread(snapshot.write, root, number, state, resolve, keep=keep))
+            return await asyncio.to_thread(taken.write, root, number, keep, resolve)
         except OSError as error:
             raise StoreError(f"{root}: the store's snapshot cannot be written: {error}") from None
         finally:

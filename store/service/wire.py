@@ -75,6 +75,7 @@ class Wire(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
+        self._scratch, self._large = bytearray(), None  # whatever still refers to this end
         self._on_lost(self._failure or exc)
 
     def get_buffer(self, sizehint: int) -> memoryview:
