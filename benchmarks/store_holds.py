@@ -73,7 +73,7 @@ def _times() -> tuple[float, float]:
 
 
 class Collections:
-    """The longest look of Python's collector for cycles, from its making to `close`, the filling of the store included."""
+    """The longest look of Python's collector for cycles, from its making to `close`."""
 
     def __init__(self) -> None:
         self.longest_ms, self._began = (0.0, 0.0), _times()
