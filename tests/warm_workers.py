@@ -101,9 +101,10 @@ QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFL
 """What vLLM reads while it is imported, as `vllm_setup.py` has it."""
 
 
-def warm_python(directory: Path, ends_with: int) -> Path:
+def warm_python(directory: Path, ends_with: int, python: str = sys.executable, modules: Sequence[str] = ()) -> Path:
     """The path of a command like `python`. `directory`: of a short path, for a socket. All processes that name the same
     one share a server, which the first of them starts. It ends with the process `ends_with`, and removes the directory.
+    `modules`: those that it imports in place of the usual ones, where `python` is of another environment.
     """
     directory.mkdir(mode=stat.S_IRWXU, exist_ok=True)
     path, command = directory / "socket", directory / EXECUTABLE
@@ -115,12 +116,11 @@ def warm_python(directory: Path, ends_with: int) -> Path:
                 f"from warm_client import run\nsys.exit(run({str(path)!r}, sys.argv[1:]))\n"
             )
             command.chmod(stat.S_IRWXU)
-            _start(path, ends_with)
+            _start(path, [python, __file__, str(path), str(ends_with), *modules])
     return command
 
 
-def _start(path: Path, ends_with: int) -> None:
-    words = [sys.executable, __file__, str(path), str(ends_with)]
+def _start(path: Path, words: Sequence[str]) -> None:
     server = subprocess.Popen(words, stdin=subprocess.DEVNULL, env={**QUIET, **os.environ})
     STARTED.append(server)
     deadline = time.monotonic() + START_S
@@ -131,16 +131,16 @@ def _start(path: Path, ends_with: int) -> None:
         time.sleep(0.05)
 
 
-def serve(path: str, ends_with: int) -> None:
+def serve(path: str, ends_with: int, modules: Sequence[str]) -> None:
     """Fork for whoever asks, as long as the process `ends_with` lives."""
     import importlib
 
     # Ray reads them while it is imported: a worker that will be told its job, and ends with the process of this number,
     # which every machine has. That it ends with its raylet is the caller's business. Agents see it by a pipe of theirs.
     os.environ.update(RAY_JOB_ID="ffffffff", RAY_RAYLET_PID="1", RAY_enable_pipe_based_agent_to_parent_health_check="1")
-    for name in MODULES:
+    for name in modules or MODULES:
         importlib.import_module(name)
-    if importlib.util.find_spec("vllm"):
+    if not modules and importlib.util.find_spec("vllm"):
         for name in VLLM_MODULES:
             importlib.import_module(name)
     assert threading.active_count() == 1, "a fork would lose threads"
@@ -226,9 +226,6 @@ def _process(pid: int) -> Iterator[int]:
 
 def become(caller: socket.socket) -> None:
     """Run the caller's program with its environment and its open files; end when the caller ends."""
-    import torch
-    from ray._raylet import Config
-
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     message, files, _, _ = socket.recv_fds(caller, MAX_REQUEST, MAX_FILES)
@@ -245,9 +242,10 @@ def become(caller: socket.socket) -> None:
         arguments = set_up(arguments[1:])
     if ahead_s := os.environ.get(CLOCK_AHEAD_S):
         _set_clock_ahead(float(ahead_s))
-    if threads := os.environ.get("OMP_NUM_THREADS"):  # torch reads it when it is loaded
-        torch.set_num_threads(int(threads))
-    Config.initialize("")  # Ray's C++ has read the server's environment; whether a cluster asks for a token is there
+    if (threads := os.environ.get("OMP_NUM_THREADS")) and (torch := sys.modules.get("torch")):
+        torch.set_num_threads(int(threads))  # it reads them when it is loaded
+    if raylet := sys.modules.get("ray._raylet"):  # Ray's C++ has read the server's environment;
+        raylet.Config.initialize("")  # whether a cluster asks for a token is there
     caller.send(str(os.getpid()).encode())
     threading.Thread(target=_end_with, args=(caller,), daemon=True).start()
     status = _status_of(arguments)
@@ -271,11 +269,12 @@ def _status_of(arguments: list[str]) -> int:
     import runpy
     import traceback
 
+    is_safe = "-P" in arguments[:1]
     while arguments[0].startswith("-") and arguments[0] not in ("-m", "-c"):
         del arguments[: 2 if arguments[0] == "-X" else 1]
     kind, program = (arguments[0], arguments[1]) if arguments[0] in ("-m", "-c") else ("", arguments[0])
     sys.argv = {"-m": arguments[1:], "-c": ["-c", *arguments[2:]], "": arguments}[kind]
-    sys.path[0] = os.getcwd() if kind else str(Path(program).parent)
+    sys.path[:1] = [] if is_safe else [os.getcwd() if kind else str(Path(program).parent)]
 
     try:
         if kind == "-m":
@@ -326,4 +325,4 @@ def set_up(arguments: Sequence[str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1], int(sys.argv[2]))
+    serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:])

@@ -19,26 +19,30 @@ from penstock.workers.prompts.environment_tasks import EnvironmentTasks
 from penstock.workers.prompts.opening import open_apart, open_rows
 from penstock.workers.protocols import Sampling
 from penstock.workers.trajectory.trajectory import COMPLETED, FAILED, Trajectory
+from tests.warm_workers import EXECUTABLE, warm_python
 from tests.workers.attempts.played import ScriptedEngines, make_runner
 from tests.workers.environments.adapters.adapted import adapter, heard
 
 PYTHON = Path(__file__).parents[4] / ".venv-verifiers/bin/python"
 HERE = str(Path(__file__).with_name("verifiers_tasks"))
+WARM = Path(f"/tmp/warm-{os.getpid()}-verifiers")
 Play = Callable[[int], Any]
 
 
 @pytest.fixture(autouse=True)
 def _package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its import takes four seconds of CPU: all tests but the first start forks of a process that has done it."""
     assert PYTHON.exists(), "no environment with verifiers: type `make .venv-verifiers/.locked`"
     monkeypatch.setenv("PYTHONPATH", HERE)
+    warm_python(WARM, os.getpid(), str(PYTHON), ["verifiers.v1", "verifiers.v1.utils.loaders"])
 
 
-def sums(taskset: Mapping[str, Any] | None = None, **options: Any) -> Any:
+def sums(taskset: Mapping[str, Any] | None = None, python: Path = WARM / EXECUTABLE, **options: Any) -> Any:
     env = {
         "taskset": {"id": "sums_tasks", **(taskset or {})},
         "agent": {"harness": {"id": "sums_tasks"}, "runtime": {"type": "subprocess"}},
     }
-    return adapter("verifiers", python=str(PYTHON), env=env, **options)
+    return adapter("verifiers", python=str(python), env=env, **options)
 
 
 @asynccontextmanager
@@ -62,7 +66,7 @@ def adds(prompt: str) -> str:
 
 def test_episodes_are_attempts_with_their_turns_and_their_rewards() -> None:
     async def play() -> list[Trajectory]:
-        async with served(sums(), lambda prompt: adds(prompt) if "1+2" in prompt else "no") as attempt:
+        async with served(sums(python=PYTHON), lambda prompt: adds(prompt) if "1+2" in prompt else "no") as attempt:
             return await asyncio.gather(*(attempt(index) for index in (1, 0, 1)))
 
     attempts = asyncio.run(play())
@@ -99,7 +103,7 @@ def test_a_taskset_without_end_is_drawn_from_as_far_as_is_asked_for() -> None:
 def test_no_held_out_task_is_trained_on() -> None:
     """Both are drawn from the same tasks."""
     agent = "{harness: {id: sums_tasks}, runtime: {type: subprocess}}"
-    options = f"{{python: {PYTHON}, env: {{taskset: {{id: many_tasks, kind: large}}, agent: {agent}}}}}"
+    options = f"{{python: {WARM / EXECUTABLE}, env: {{taskset: {{id: many_tasks, kind: large}}, agent: {agent}}}}}"
     words = ["environment.name=verifiers", "data.source=environment", f"environment.options={options}"]
     config = load_config([*words, "evaluation.every_steps=10", "evaluation.num_problems=300"])
     held_out, train = open_rows(config, held_out=True), open_rows(config)
@@ -158,7 +162,7 @@ def test_an_episode_that_nobody_wants_any_more_is_ended(tmp_path: Path, monkeypa
 
 
 def test_what_cannot_be_made_is_told_before_a_run() -> None:
-    broken = adapter("verifiers", python=str(PYTHON), env={"taskset": {"id": "no_such_taskset"}})
+    broken = adapter("verifiers", python=str(WARM / EXECUTABLE), env={"taskset": {"id": "no_such_taskset"}})
     with pytest.raises(ConfigError, match=r"verifiers cannot make this environment: [\s\S]*no_such_taskset"):
         next(broken.tasks(1))
     with pytest.raises(ConfigError, match=r"python=no-such-python: .* pip install verifiers"):
