@@ -7,7 +7,7 @@ from typing import Any
 
 from penstock.conf.errors import PartnerGone
 from penstock.conf.run import RunConfig
-from penstock.store.service.messages import CALLS
+from penstock.store.service.messages import CALLS, MANY
 from penstock.store.service.store import Store
 
 
@@ -27,7 +27,7 @@ class MortalStore(Store):
 
     def __getattribute__(self, name: str) -> Any:
         method = super().__getattribute__(name)
-        return method if name not in CALLS else lambda *arguments: self._mortal(method(*arguments))
+        return method if name not in (*CALLS, MANY) else lambda *arguments: self._mortal(method(*arguments))
 
     async def _mortal(self, call: Awaitable[Any]) -> Any:
         """Its result, or the news of the death."""
