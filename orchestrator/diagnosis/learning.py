@@ -14,7 +14,7 @@ SAME = 1e-9
 
 def no_spread(seen: Seen, config: DiagnosisConfig, max_staleness: int) -> Finding | None:
     spread, mean, best = seen.last("reward/std"), seen.last("reward/mean"), seen.last("reward/max")
-    if len(spread) < seen.window or max(spread) > SAME:
+    if len(spread) < seen.window or max(spread) > SAME or not best:
         return None
     risen = mean and (first := seen.first("reward/mean")) and mean[-1] > first[0] + SAME
     return Finding(

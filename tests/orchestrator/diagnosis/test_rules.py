@@ -149,6 +149,8 @@ def test_nothing_is_said_of_few_steps_or_of_numbers_that_are_not_there() -> None
     for step in range(50):
         seen.add({"step": step, "reward/std": None})
     assert findings(seen, CONFIG, 0) == []
+    same = {"reward/std": 0.0}
+    assert told(lambda step: {**same, "reward/mean": None, "reward/max": None}) == {}
 
 
 KEYS = sorted(sound(1))
