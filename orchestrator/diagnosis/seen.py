@@ -47,11 +47,11 @@ class Seen:
         return self._first.get(key, [])
 
     def grown(self, key: str) -> float:
-        """By how much a counter that only grows has grown within the window."""
+        """By how much a counter that only grows has grown within the window. 0 where it began anew."""
         newest = next(_each(reversed(self._last), key), None)
         if newest is None:
             return 0.0
-        return newest - (next(_each(self._last, key)) if len(self._last) > self.window else 0.0)
+        return max(0.0, newest - (next(_each(self._last, key)) if len(self._last) > self.window else 0.0))
 
     def is_throughout(self, key: str) -> bool:
         """All of the last steps have it."""
