@@ -14,6 +14,7 @@ samples, so it is the first one without a result. "together": the samples share 
 import asyncio
 import ctypes
 import faulthandler
+import io
 import json
 import pickle
 import signal
@@ -167,6 +168,8 @@ def _loaded(spec: RewardSpec, timeout_s: float, send: Send) -> Runner | None:
 def main() -> None:
     die_with_parent()
     faulthandler.enable()  # a segmentation fault says where, in the log
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True)  # what was printed is in the log when a deadline kills this process
     connection = socket.socket(fileno=int(sys.argv[1]))
     # A reward's own subprocesses must not hold the pool's socket open.
     connection.set_inheritable(False)

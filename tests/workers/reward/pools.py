@@ -35,7 +35,7 @@ def act(response):
     if response == "text": return "1.0"
     if response == "print": print("hello"); print("hello", file=sys.stderr); os.write(1, b"raw"); return 1.0
     if response == "input": return float(len(sys.stdin.read()))
-    if response == "child": subprocess.run(["sleep", "600"])
+    if response == "child": subprocess.run(["sleep", "600.125"])  # nobody else's duration
     if response == "long": raise RuntimeError("no " * 10_000_000)
     if response == "unspeakable": raise Unspeakable
     if response == "surrogate": raise RuntimeError(chr(0xD800))
@@ -56,7 +56,7 @@ def verl(data_source, solution_str, ground_truth, extra_info=None): return {"sco
 def trl(prompts, completions, **columns): return [act(completion) for completion in completions]
 def wrong_length(completions, **columns): return [1.0] * (len(completions) + ("bad" in completions))
 def slow_for_many(completions, **columns):
-    time.sleep(0.2 * len(completions)); return [1.0] * len(completions)
+    time.sleep(600 if len(completions) > 2 else 0); return [1.0] * len(completions)
 async def waiting(response, task):
     if response == "wait": await asyncio.sleep(600)
     await asyncio.sleep(0.05)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.conf.rollout import HIGHEST_TEMPERATURE
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.sampling import choose_tokens, draw_uniforms, sampling_logprobs
 
@@ -50,7 +51,7 @@ def test_greedy_takes_the_likeliest_and_reports_the_models_own_probability() -> 
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.floats(-8, 8), min_size=2, max_size=12),
-    st.floats(0.1, 3),
+    st.floats(0.1, HIGHEST_TEMPERATURE),
     st.integers(0, 6),
     st.floats(0.05, 1),
     st.floats(0, 0.5),
