@@ -37,6 +37,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import sysconfig
 
 from benchmarks.peers.channel import Channel
 
@@ -96,6 +97,8 @@ def main() -> None:
     }
     if arguments.vllm_from:
         sys.path.append(arguments.vllm_from)
+        # vLLM looks at models in a process of its own, which has the same two, in the same order.
+        os.environ["PYTHONPATH"] = os.pathsep.join([sysconfig.get_path("purelib"), arguments.vllm_from])
     channel = Channel()
     from benchmarks.peers.trl_rounds import train
 
