@@ -129,9 +129,10 @@ class Blocks:
         for block in self._referring:
             block.is_gone = block.is_gone or is_gone(block.ref)
 
-    def lost(self, num_groups: int = 500) -> Iterator[dict[int, dict[str, int]]]:
-        """Group -> column -> samples whose value is in a block that is gone: of some groups at a time, perhaps none of
-        these. In between anything may happen to the index."""
+    def lost(self, num_rows: int = 2048) -> Iterator[dict[int, dict[str, int]]]:
+        """Group -> column -> samples whose value is in a block that is gone: of about so many rows at a time, perhaps
+        none of these. In between anything may happen to the index."""
+        num_groups = max(1, num_rows // self.group_size)
         if not any(block.is_gone for block in self._referring):
             return
         first, end = next(iter(self._cells), 0), next(reversed(self._cells), -1) + 1

@@ -21,21 +21,14 @@ class Intake:
         """What lies there is not taken."""
         self.columns = {column.name: column for column in spec.columns}
 
-    def waits(self, parcel: Parcel) -> bool:
-        """Whether a file must be written or moved for it. Raises `StoreError`."""
-        if self._segments is None:
-            return False
-        if isinstance(parcel, Placed):
-            return self._segments.is_over(parcel)
-        return bool(parcel.batch.nbytes > self._inline_bytes)
-
     async def ready(self, parcel: Parcel) -> Parcel:
         """As `block` takes it without keeping others waiting. Raises `StoreError`; then nothing of it is kept."""
-        if not self.waits(parcel):
+        if self._segments is None:
             return parcel
-        assert self._segments is not None
         if isinstance(parcel, Placed):
             await self._segments.make_room(parcel)
+            return parcel
+        if parcel.batch.nbytes <= self._inline_bytes:
             return parcel
         return await self._segments.keep_apart(parcel.batch)
 

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from penstock.store.data.segment_book import writer_of
+from penstock.store.errors import StoreClosed
 
 T = TypeVar("T")
+CLOSED = "the store is closed: it writes and moves no files any more."
 COPIED_AT_ONCE = 1 << 20
 """Bytes."""
 
@@ -25,14 +27,19 @@ class Apart:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "segments")
+        self._is_closed = False
 
     async def run(self, work: Callable[[], T], undo: Callable[[T | None], None]) -> T:
         """What the work returns, or raises. `undo`: called on the loop, once it has ended, if nobody waits for it any
-        more; with its result, None if it has failed."""
+        more; with its result, None if it has failed. Raises `StoreClosed` where it will not be begun any more."""
+        if self._is_closed:
+            raise StoreClosed(CLOSED)
         running = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
+            if running.cancelled():
+                raise StoreClosed(CLOSED) from None
             running.add_done_callback(
                 lambda ended: undo(None if ended.cancelled() or ended.exception() else ended.result())
             )
@@ -40,6 +47,7 @@ class Apart:
 
     def close(self) -> None:
         """What is under way is waited for; what is not is not begun. A second time changes nothing."""
+        self._is_closed = True
         self._thread.shutdown(cancel_futures=True)
 
 

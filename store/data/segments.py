@@ -33,7 +33,7 @@ from penstock.store.data.payload import Payload
 from penstock.store.data.roots import claim_root, remove_root, sweep_stale
 from penstock.store.data.segment_book import Instructions, SegmentBook, writer_of
 from penstock.store.data.soon import Soon
-from penstock.store.errors import StoreError
+from penstock.store.errors import StoreClosed, StoreError
 
 SELF = ""
 """Among the readers: the store itself."""
@@ -98,17 +98,13 @@ class Segments:
         """Where it writes; the store's own node has no name."""
         return self._node_of.get(client, "")
 
-    def is_over(self, placed: Placed) -> bool:
-        """The batch would have to be moved to disk. Raises `StoreError` if there is none."""
-        if placed.node:
-            return False  # its node does so
-        size, on_disk = self._checked(placed)
-        return not on_disk and self.book.is_over(size)
-
     async def make_room(self, placed: Placed) -> None:
         """Move the batch to disk if it must be, before it is adopted: others are served meanwhile. Raises as `adopt`
         does."""
-        if not self.is_over(placed):
+        if placed.node:
+            return  # its node does so
+        size, on_disk = self._checked(placed)
+        if on_disk or not self.book.is_over(size):
             return
         name = placed.segment
         source, target = self.directory / name, self.spill / name
@@ -205,7 +201,7 @@ class Segments:
         near, far = [one for one in refs if not one.node], [one.segment for one in refs if one.node]
         try:
             batches = self._mappings.read_all(near)
-        except StoreError:
+        except BaseException:  # whatever the notes of a batch have led to
             self._mappings.skip(far)
             raise
         return Held(dict(zip(near, batches, strict=True)), self._pulls, lambda: self._mappings.skip(far))
@@ -261,13 +257,17 @@ class Segments:
 
     async def _look_for_files(self) -> None:
         """One look for all that have left meanwhile. What is being moved is seen to by who moves it."""
-        while self._departed:
-            departed, self._departed = self._departed, set()
-            looking = partial(written_by, departed, (self.directory, self.spill))
-            for file in await self._apart.run(looking, lambda _: None):
-                if file.name not in self.book.segments and file.name not in self._moving:
-                    _remove(file)
-        self._looking = None
+        try:
+            while self._departed:
+                departed, self._departed = self._departed, set()
+                looking = partial(written_by, departed, (self.directory, self.spill))
+                for file in await self._apart.run(looking, lambda _: None):
+                    if file.name not in self.book.segments and file.name not in self._moving:
+                        _remove(file)
+        except StoreClosed:
+            pass  # all files go
+        finally:
+            self._looking = None
 
     def node_lost(self, node: str) -> str | None:
         """A node of Ray's is gone; what segments say that lay there. None if no large batch did: those of nodes that

@@ -21,7 +21,8 @@ class Cut:
     def __init__(self, residents: Residents, kept: Callable[[int], None] = lambda group: None) -> None:
         """`kept`: called with each group's number when it is copied, before it changes."""
         self._residents, self._kept = residents, kept
-        self._next, self._end = next(iter(residents.groups), residents.next_group), residents.next_group
+        self._first, self._end = next(iter(residents.groups), residents.next_group), residents.next_group
+        self._next = self._first
         self._copied: dict[int, Group] = {}
         self._lacking: set[int] = set()
         residents.watchers.append(self._keep)
@@ -45,13 +46,14 @@ class Cut:
 
     @property
     def groups(self) -> list[Group]:
-        """What has been copied, by number. For any thread, once all is: sorting takes its time."""
-        return [group for _, group in sorted(self._copied.items())]
+        """What has been copied, by number. For any thread, once all is: sorting would keep Python's lock too long."""
+        return [self._copied[number] for number in range(self._first, self._end) if number in self._copied]
 
     @property
     def with_source(self) -> list[int]:
         """Numbers of those that have the source's values, ascending."""
-        return sorted(self._copied.keys() - self._lacking)
+        copied, lacking = self._copied, self._lacking
+        return [number for number in range(self._first, self._end) if number in copied and number not in lacking]
 
     def _keep(self, group: Group) -> None:
         if not group.live or not self._next <= group.id < self._end or group.id in self._copied:

@@ -18,8 +18,8 @@ from penstock.store.ledger.state import scalars
 from penstock.store.service import snapshot
 
 T = TypeVar("T")
-SLICE = 256
-"""Groups that are copied, or let go, at a time: a few milliseconds."""
+SLICE = 2048
+"""Rows whose groups are copied, or let go, at a time: a few milliseconds."""
 
 
 class Taken:
@@ -28,6 +28,7 @@ class Taken:
     def __init__(self, ledger: Ledger, blocks: Blocks) -> None:
         self._ledger, self._blocks = ledger, blocks
         self._scalars, self._copied = scalars(ledger), blocks.begin_copy()
+        self._slice = max(1, SLICE // ledger.spec.group_size)
         self._cut = Cut(ledger.residents, lambda group: blocks.keep(group, self._copied))
         self._copying = asyncio.get_running_loop().create_task(self._copy())
 
@@ -48,11 +49,11 @@ class Taken:
 
     async def let_go(self) -> None:
         self.stop()
-        while self._blocks.let_go(self._copied, SLICE):
+        while self._blocks.let_go(self._copied, self._slice):
             await asyncio.sleep(0)
 
     async def _copy(self) -> None:
-        while self._cut.copy(SLICE):
+        while self._cut.copy(self._slice):
             await asyncio.sleep(0)
 
 

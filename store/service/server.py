@@ -9,10 +9,11 @@ is hung up on before anything is read of it. Whoever comes over TCP has to know 
 """
 
 import asyncio
-import contextlib
 import socket
-from collections.abc import Sequence
+import types
+from collections.abc import Coroutine, Generator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -27,7 +28,7 @@ from penstock.store.data.segments import Segments
 from penstock.store.data.soon import Soon
 from penstock.store.errors import StoreError
 from penstock.store.service import peers
-from penstock.store.service.calls import Call, refs_of
+from penstock.store.service.calls import refs_of
 from penstock.store.service.messages import ANSWER, HELLO, MANY, SAID, Answer, Calls, Hello
 from penstock.store.service.wire import Wire
 
@@ -63,9 +64,6 @@ class Endpoint:
 class Served(Protocol):
     async def left(self, client: str) -> None:
         """The client's connection has ended."""
-
-    def waits(self, calls: Sequence[Call]) -> bool:
-        """Whether `many` of these has to wait for something."""
 
 
 class Server:
@@ -179,11 +177,13 @@ class Connection:
             return
         method, arguments = self._calls.call(said.request)
         answering = self._answer(self._client, said.number, method, arguments)
-        if method == MANY and not self._beginning and not self._store.waits(*arguments):  # no task of its own
-            with contextlib.suppress(StopIteration):
-                answering.send(None)  # runs to its end
-            return
-        self._beginning.add(said.number)
+        if method == MANY and not self._beginning:  # no task unless it has to wait, as for a file that is moved
+            try:
+                answering = _resumed(answering, answering.send(None))
+            except StopIteration:
+                return
+        else:
+            self._beginning.add(said.number)
         task = asyncio.ensure_future(answering)
         self._waiting.add(task)
         task.add_done_callback(self._waiting.discard)
@@ -232,3 +232,22 @@ class Connection:
             leaving = asyncio.ensure_future(self._store.left(self._client))
             self._waiting.add(leaving)
             leaving.add_done_callback(self._waiting.discard)
+
+
+async def _resumed(begun: Coroutine[Any, Any, None], awaited: Any) -> None:
+    """Go on, in a task, with what has begun outside of one. `awaited`: what it waits for."""
+    await _rest(begun, awaited)
+
+
+@types.coroutine
+def _rest(begun: Coroutine[Any, Any, None], awaited: Any) -> Generator[Any, Any, None]:
+    while True:
+        try:
+            value = yield awaited
+            go_on = partial(begun.send, value)
+        except BaseException as error:  # noqa: BLE001 - a task that is cancelled, for one: it is theirs to handle
+            go_on = partial(begun.throw, error)
+        try:
+            awaited = go_on()
+        except StopIteration:
+            return

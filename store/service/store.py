@@ -104,6 +104,8 @@ class Store:
         self.loop: asyncio.AbstractEventLoop | None = None
         """That it lives in."""
         self._saving = Saving(self.ledger, self._blocks, segments)
+        self._losing: asyncio.Task[None] | None = None
+        """What lay on nodes that are gone, some groups at a time."""
         self._meter = StoreMeter(self.ledger, meters or Meters())
 
     async def spec(self) -> StoreSpec:
@@ -127,16 +129,9 @@ class Store:
         if self.segments is not None:
             self.segments.left(client)
 
-    def waits(self, calls: Sequence[Call]) -> bool:
-        """Whether one of several calls has to wait until a file is written or moved."""
-        parcels = [arguments[0].parcel for method, arguments in calls if method == "write"]
-        try:
-            return any(map(self._intake.waits, parcels))
-        except StoreError:  # its call says so
-            return False
-
     async def many(self, calls: list[Call]) -> list[Result]:
-        """Several calls that wait for nobody, in one message; each stands for itself."""
+        """Several calls in one message; each stands for itself. They wait for nobody, and for files of large batches at
+        most."""
         results: list[Result] = []
         for method, arguments in calls:
             try:
@@ -289,10 +284,16 @@ class Store:
         """A node, by Ray's id, is gone: what lay there is made again, and nothing is taken from there any more. See
         `ledger/losses.py`."""
         lost = self.segments.node_lost(node) if self.segments is not None else None
-        if lost is None:
-            return
-        self._intake.lost_nodes.add(lost)
-        self._blocks.mark_gone(lambda placed: placed.node == lost)
+        if lost is not None:
+            self._intake.lost_nodes.add(lost)
+            self._blocks.mark_gone(lambda placed: placed.node == lost)
+            self._losing = asyncio.get_running_loop().create_task(self._lose(self._losing))
+        if self._losing is not None:
+            await asyncio.shield(self._losing)  # it goes on if who has told of it is gone
+
+    async def _lose(self, before: "asyncio.Task[None] | None") -> None:
+        if before is not None:
+            await asyncio.wait([before])
         for cells in self._blocks.lost():
             self._pump.carry_out(self.ledger.lost(cells, self._clock()))
             await asyncio.sleep(0)  # who is given lost rows meanwhile cannot read them, and asks again

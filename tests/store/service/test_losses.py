@@ -11,6 +11,7 @@ import pytest
 
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
+from penstock.store.data.blocks import Blocks
 from penstock.store.errors import LeaseExpired, RowsLost, StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
@@ -37,6 +38,11 @@ def with_an_engine(tmp_path: Path, body: Body, **changes: Any) -> None:
                 await asyncio.to_thread(node.close)
 
     serve(tmp_path, served, node="a", nodes=nodes, **changes)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    while not holds():
+        await asyncio.sleep(0)
 
 
 async def leased(client: StoreClient, stage: str, units: int = 100) -> Lease:
@@ -181,5 +187,24 @@ def test_the_batch_trained_last_is_shown_without_the_rows_that_it_has_lost(tmp_p
         await store.lost("b")
         assert (await near.last_batch(["response_ids", "reward"])).row_ids.tolist() == [0, 1]
         assert {"response_ids", "reward"} <= set((await near.last_batch()).names)
+
+    with_an_engine(tmp_path, body)
+
+
+def test_a_lost_node_is_heard_of_whole_though_who_told_of_it_goes(tmp_path: Path) -> None:
+    """The command is killed between two slices, and the next one tells of the node again."""
+
+    async def body(store: Store, near: StoreClient, engine: StoreClient) -> None:
+        long = {"prompt_ids": [7] * LONG, "task": "{}"}
+        await engine.put_groups([long] * 10)
+        store._blocks.lost = lambda: Blocks.lost(store._blocks, 4)  # type: ignore[method-assign]
+        telling = asyncio.ensure_future(store.lost("b"))
+        await until(lambda: store.ledger.counters["dropped/node_lost"] > 0)
+        assert not telling.done()
+        telling.cancel()
+        await asyncio.gather(telling, return_exceptions=True)
+        await near.lost("b")
+        assert store.ledger.counters["dropped/node_lost"] == 10 * store.ledger.spec.group_size
+        assert not store.ledger.residents.groups
 
     with_an_engine(tmp_path, body)

@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from penstock.store.client.client import StoreClient
 from penstock.store.data import segments as segments_module
+from penstock.store.data.layout import Placed
 from penstock.store.data.moving import move
-from penstock.store.errors import StoreError
+from penstock.store.errors import StoreClosed, StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.players import group, values_of
@@ -94,6 +96,49 @@ def test_results_that_must_be_moved_hold_up_the_calls_of_their_client_alone(tmp_
     serve(tmp_path, body, shared_bytes=1000)
 
 
+def test_results_that_travel_together_are_answered_however_many_of_them_must_be_moved(tmp_path: Path) -> None:
+    """Each has room by itself, and the second none after the first."""
+
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, _ = await visit(endpoint)
+        await client.put_groups([group(number) for number in range(3)])
+        leases = [await client.lease("rollout", 1, "a") for _ in range(3)]
+
+        async def write(lease: Any) -> None:
+            values = values_of("rollout", lease) | {"response_text": ["x" * 5000] * 2}
+            await client.write(lease, lease.rows.row_ids, values)
+
+        async with asyncio.timeout(WAIT_S):
+            await asyncio.gather(client.renew(leases[0]), *map(write, leases))
+        assert store.ledger.counters["completed/rollout"] == 6
+        assert (await client.stats())["store/spilled_bytes"] > 0
+        assert len(files_in(tmp_path / "shm")) == 1
+        assert len(files_in(tmp_path / "disk")) == 2
+
+    serve(tmp_path, body, shared_bytes=16_000)
+
+
+def test_a_refused_result_holds_up_none_that_travel_with_it(tmp_path: Path) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        client, link = await visit_from_afar(endpoint)
+        await client.put_groups([group(), group(1)])
+        bad, good = await client.lease("rollout", 1, "a"), await client.lease("rollout", 1, "a")
+        assert bad is not None
+        assert good is not None
+        large = await client._prepare(
+            good, good.rows.row_ids, values_of("rollout", good) | {"response_text": ["x" * 5000] * 2}
+        )
+        nowhere = Placed("gone-0", 0, 2, (), 100)
+        lost = replace(large, lease_id=bad.id, row_ids=bad.rows.row_ids.tolist(), parcel=nowhere)
+        async with asyncio.timeout(WAIT_S):
+            (_, refused), (_, taken) = await link.call("many", [("write", (lost,)), ("write", (large,))])
+        assert isinstance(refused, StoreError)
+        assert taken is None
+        assert store.ledger.counters["completed/rollout"] == 2
+
+    serve(tmp_path, body)
+
+
 def test_a_client_that_goes_while_its_batch_is_moved_leaves_no_file(tmp_path: Path, gate: Gate) -> None:
     async def body(store: Store, endpoint: Endpoint) -> None:
         client, link = await visit(endpoint)
@@ -122,5 +167,26 @@ def test_a_batch_that_the_disk_does_not_take_is_refused_and_its_file_goes_back(t
         assert store.segments is not None
         assert store.segments.book.bytes == 0
         assert await client.put_groups(LARGE) == [0]
+
+    serve(tmp_path, body, shared_bytes=1000)
+
+
+def test_a_move_that_the_stores_end_comes_before_is_refused_by_name_and_who_leaves_then_costs_nothing(
+    tmp_path: Path, gate: Gate
+) -> None:
+    async def body(store: Store, endpoint: Endpoint) -> None:
+        clients = [(await visit(endpoint))[0] for _ in range(2)]
+        assert store.segments is not None
+        moving = [asyncio.ensure_future(client.put_groups(LARGE)) for client in clients]
+        await until(lambda: gate.reached.is_set() and len(store.segments._moving) == 2)
+        closing = asyncio.create_task(asyncio.to_thread(store.segments._apart.close))
+        await until(lambda: store.segments._apart._thread._shutdown)
+        gate.opened.set()
+        await closing
+        answers = await asyncio.gather(*moving, return_exceptions=True)
+        assert [type(answer) for answer in answers] == [list, StoreClosed]
+        store.segments._departed.add("somebody")
+        await store.segments._look_for_files()
+        assert store.segments._looking is None
 
     serve(tmp_path, body, shared_bytes=1000)
