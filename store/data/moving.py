@@ -1,4 +1,4 @@
-"""What is done with the files of segments in a thread: written, moved to disk, looked for. One thing after the other.
+"""Files of segments are written, moved to disk, looked for and removed in a thread, one after the other.
 
     result = await apart.run(work, undo)    the event loop goes on meanwhile
 
@@ -44,6 +44,12 @@ class Apart:
                 lambda ended: undo(None if ended.cancelled() or ended.exception() else ended.result())
             )
             raise
+
+    def begin(self, work: Callable[[], None]) -> bool:
+        """Nobody waits for it, and it does not fail. False, and nothing is done, after `close`."""
+        if not self._is_closed:
+            self._thread.submit(work)
+        return not self._is_closed
 
     def close(self) -> None:
         """What is under way is waited for; what is not is not begun. A second time changes nothing."""

@@ -148,13 +148,10 @@ def _check_room(batches: Sequence[pa.RecordBatch], names: list[str], places: np.
     most = sum(sizes.values()) + sum(sizes[source] * count for source, _, _, count in copied.tolist())
     if 8 * most <= MOST_ENTRIES:  # a byte has one entry, or eight bits
         return
-    for name in names:
-        kind = batches[next(iter(sizes))].schema.field(name).type
-        if not (pa.types.is_list(kind) or pa.types.is_string(kind)):
-            continue
-        entries = sum(_entries(batches[source].column(name), places[places[:, 0] == source]) for source in sizes)
+    for name, unit in [(name, unit) for name in names for unit in ("entries", "bytes")]:
+        there = [(_ends(batches[source].column(name), unit), places[places[:, 0] == source]) for source in sizes]
+        entries = sum(_entries(ends, spots) for ends, spots in there if ends is not None)
         if entries > MOST_ENTRIES:
-            unit = "bytes" if pa.types.is_string(kind) else "entries"
             raise TooLarge(
                 f"column {name!r} of these {places[:, 3].sum()} rows has {entries} {unit} together, and a read has at "
                 f"most {MOST_ENTRIES}. Lease fewer rows at a time; or write values that large to files, and their "
@@ -162,16 +159,24 @@ def _check_room(batches: Sequence[pa.RecordBatch], names: list[str], places: np.
             )
 
 
-def _entries(column: pa.Array, places: np.ndarray) -> int:
-    """Of the values of a column with offsets that lie at these places."""
-    ends = _ends(column)
+def _entries(ends: np.ndarray, places: np.ndarray) -> int:
+    """Of the values that lie at these places."""
     _, start, stride, count = places.T.astype(np.int64)
     each = ends[start + np.where(stride, count, 1)].astype(np.int64) - ends[start]
     return int((each * np.where(stride, 1, count)).sum())
 
 
-def _ends(column: pa.Array) -> np.ndarray:
-    """Where each value of a column with offsets begins and ends: `[N + 1]`."""
+def _ends(column: pa.Array, unit: str) -> np.ndarray | None:
+    """Where each value of a column begins and ends: `[N + 1]`, in entries of lists or in bytes of strings, those in
+    lists too. None if it has none of these."""
+    if pa.types.is_list(column.type):
+        inner = _ends(column.values, unit)
+        return _offsets(column) if unit == "entries" else None if inner is None else inner[_offsets(column)]
+    return _offsets(column) if unit == "bytes" and pa.types.is_string(column.type) else None
+
+
+def _offsets(column: pa.Array) -> np.ndarray:
+    """`[N + 1]`."""
     offsets = column.buffers()[1]
     ends = np.frombuffer(offsets, np.int32) if offsets is not None else np.zeros(1, np.int32)
     return ends[column.offset : column.offset + len(column) + 1]

@@ -53,11 +53,13 @@ WIDE = 1 << 20
 
 
 @pytest.mark.parametrize("num_rows", [3, 2**31 // WIDE, 3000])
-@pytest.mark.parametrize("kind", ["string", "list"])
+@pytest.mark.parametrize("kind", ["string", "list", "list of strings"])
 def test_a_read_that_arrow_has_no_room_for_is_refused_by_its_column(kind: str, num_rows: int) -> None:
     """One value for all rows of a group: it is multiplied only where it is read."""
     lists = pa.ListArray.from_arrays(pa.array([0, WIDE], pa.int32()), pa.array(np.zeros(WIDE, np.int8)))
-    batch = pa.record_batch({"task": pa.array(["x" * WIDE]) if kind == "string" else lists})
+    texts = ["x" * (WIDE - WIDE // 2), "x" * (WIDE // 2)]
+    kinds = {"string": pa.array(["x" * WIDE]), "list": lists, "list of strings": pa.array([texts])}
+    batch = pa.record_batch({"task": kinds[kind]})
     places = np.asarray([[0, 0, 0, num_rows]])
     if num_rows == 3:
         assert rows_at([batch], ["task"], places).num_rows == 3

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,17 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from penstock.store.data import segments as segments_module
 from penstock.store.data.arena import SHARE, SPARE_BYTES, SPARES, Arena, lay_by, num_spares
 from penstock.store.data.file_memory import map_file
 from penstock.store.data.intake import Intake
+from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings
-from penstock.store.data.segment_book import POOLED_SHARE
+from penstock.store.data.segment_book import POOLED_SHARE, Instructions
 from penstock.store.data.segments import Segments
 from penstock.store.errors import StoreError, UnknownColumn, WrongType
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
-from tests.store.visitors import files_in, serve, visit
+from tests.store.visitors import far_nodes, files_in, serve, visit
 
 KB = 1000
 BUDGET = 100 * KB
@@ -205,6 +208,49 @@ def test_where_one_of_several_batches_cannot_be_read_none_is_held(tmp_path: Path
             await asyncio.sleep(0.005)
 
     asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_batch_whose_note_makes_no_sense_leaves_nobody_else_held(tmp_path: Path) -> None:
+    """One that lies on another node, leased together with it."""
+
+    async def main() -> None:
+        far, nodes = far_nodes(tmp_path, "b")
+        segments = Segments(str(tmp_path / "shm"), str(tmp_path / "disk"), BUDGET, nodes)
+        segments.entered("writer", lambda: None)
+        segments.entered("other", lambda: None, "b")
+        numbers = pa.record_batch({"x": pa.array(np.zeros(KB, np.int32))})
+        wrong = replace(arena_of(segments).place(numbers), columns=(("x", "list<item: int32>", ((0, 8), (0, 8))),))
+        elsewhere = Placed("other-0", 0, 1, (("x", "int32", ((0, 4),)),), 10, "b")
+        for placed in (wrong, elsewhere):
+            segments.adopt(placed)
+        with pytest.raises(ValueError, match="buffer is smaller"):
+            segments.hold([wrong, elsewhere])
+        while any(+segment.uses for segment in segments.book.segments.values()):
+            await asyncio.sleep(0.005)
+        segments.close()
+        for node in far.values():
+            node.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_large_files_are_removed_in_a_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    removed: list[tuple[int, bool]] = []
+
+    def remove(*files: Path) -> None:
+        removed.append((len(files), threading.current_thread() is threading.main_thread()))
+
+    monkeypatch.setattr(segments_module, "_remove", remove)
+    monkeypatch.setattr(segments_module, "REMOVED_HERE", 100 * KB)
+    segments = segments_in(tmp_path, 10 * BUDGET)
+    arena = arena_of(segments)
+    for num_kb in (5, 60):
+        placed = [arena.place(batch(num_kb * KB)) for _ in range(2)]
+        for one in placed:
+            segments.adopt(one)
+        segments._carry_out(Instructions(removed=[(one.segment, False) for one in placed]))
+    segments._apart.close()
+    assert removed == [(2, True), (2, False)]
 
 
 @pytest.mark.parametrize(

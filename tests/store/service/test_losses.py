@@ -207,4 +207,4 @@ def test_a_lost_node_is_heard_of_whole_though_who_told_of_it_goes(tmp_path: Path
         assert store.ledger.counters["dropped/node_lost"] == 10 * store.ledger.spec.group_size
         assert not store.ledger.residents.groups
 
-    with_an_engine(tmp_path, body)
+    with_an_engine(tmp_path, body, max_active_groups=10)
