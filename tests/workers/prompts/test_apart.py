@@ -193,8 +193,19 @@ def test_rows_of_one_prompt_are_one_problem_and_conversations_are_told_by_all_th
         return Row(prompt, None, 0, "", messages=[{"role": "user", "content": text} for text in said], **more)
 
     assert problem_of(row("a", extra={"id": 1})) == problem_of(row("a", extra={"id": 2}, response="b"))
-    told = [row("a"), row("b"), row("a", "a"), row("a", "b", "a"), row("", problem=[1]), row("", problem=["1"])]
+    told = [row("a"), row("b"), row("a", "a", "a"), row("a", "b", "a"), row("", problem=[1]), row("", problem=["1"])]
     assert len({problem_of(one) for one in told}) == len(told)
+
+
+def test_a_question_is_the_same_problem_as_text_and_as_messages_with_or_without_a_system_message() -> None:
+    def row(*said: tuple[str, str]) -> Row:
+        return Row("3?", None, 0, "", messages=[{"role": role, "content": text} for role, text in said])
+
+    asked, system, other = ("user", "3?"), ("system", "Be brief."), ("system", "Be kind.")
+    same = [row(), row(asked), row(system, asked), row(other, asked), row(system, other, asked)]
+    assert len({problem_of(one) for one in same}) == 1
+    others = [row(asked, ("assistant", "3"), asked), row(asked, system), row(system), row(other), same[0]]
+    assert len({problem_of(one) for one in others}) == len(others)
 
 
 def test_a_list_of_tasks_is_used_whole_and_a_generator_that_makes_more_is_told() -> None:
