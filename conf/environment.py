@@ -25,7 +25,8 @@ class GatewayConfig:
     sampling: str = "run"
     """Whose temperature, top_p, top_k and min_p count where a client over HTTP sends some. run: those of
     rollout.sampling; others are ignored and counted (environment/ignored_temperature, …), as clients send their own
-    defaults. client: the client's; the trainer computes log-probabilities at the temperature of each turn."""
+    defaults. client: the client's; the trainer computes log-probabilities at the temperature of each turn. Evaluation's
+    greedy attempts are greedy in both."""
     tools: str = "hermes"
     """With format=template, how the model writes tool calls: hermes (Qwen, Hermes), llama3_json, mistral, pythonic, or
     none."""

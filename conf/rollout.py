@@ -10,6 +10,8 @@ from penstock.conf.errors import ConfigError
 ENGINES = ("vllm", "hf", "scripted")
 HIGHEST_TEMPERATURE = 2.0
 """vLLM takes no higher one."""
+LOWEST_TEMPERATURE = 0.01
+"""Above greedy. vLLM raises lower ones to it, so that tokens would be drawn at another temperature than was said."""
 AUTO = "auto"
 """For num_workers: as many as the cluster has room for."""
 
@@ -19,7 +21,7 @@ class SamplingConfig:
     """The sampling distribution. Log-probabilities are recorded under it, after temperature and truncation."""
 
     temperature: float = 1.0
-    """> 0, and at most 2, as vLLM takes no higher one. Evaluation is greedy whatever this says."""
+    """At least 0.01 and at most 2, as vLLM takes no others. Evaluation is greedy whatever this says."""
     top_p: float = 1.0
     """Nucleus. Below 1 the trainer's log-probabilities (full distribution) differ from the engine's by construction."""
     top_k: int = 0
@@ -36,8 +38,7 @@ class SamplingConfig:
     """Give each sample a seed of its own, derived from the run's, the group's and its index."""
 
     def __post_init__(self) -> None:
-        above("rollout.sampling.temperature", self.temperature, 0.0)
-        within("rollout.sampling.temperature", self.temperature, 0.0, HIGHEST_TEMPERATURE)
+        within("rollout.sampling.temperature", self.temperature, LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
         within("rollout.sampling.top_p", self.top_p, 1e-6, 1.0)
         at_least("rollout.sampling.top_k", self.top_k, 0)
         within("rollout.sampling.min_p", self.min_p, 0.0, 1.0)

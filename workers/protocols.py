@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from penstock.conf.errors import SamplingError
-from penstock.conf.rollout import HIGHEST_TEMPERATURE, SamplingConfig
+from penstock.conf.rollout import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SamplingConfig
 from penstock.store.data.rows import Rows
 
 LARGEST_TOP_K = 2**31 - 1
@@ -46,6 +46,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         self._number("temperature", float, 0, HIGHEST_TEMPERATURE)
+        is_drawn = self.temperature == 0 or self.temperature >= LOWEST_TEMPERATURE
+        self._need(is_drawn, "temperature", f"must be 0, which is greedy, or at least {LOWEST_TEMPERATURE}.")
         self._number("top_p", float, 0, 1)
         self._need(self.top_p > 0, "top_p", "must be greater than 0: no token would be left.")
         self._number("min_p", float, 0, 1)

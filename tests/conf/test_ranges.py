@@ -55,6 +55,7 @@ OUT_OF_RANGE = [
     (RewardConfig, "reward.max_error_share", 1.5),
     (RewardConfig, "reward.error_window", 0),
     (SamplingConfig, "rollout.sampling.temperature", 0.0),
+    (SamplingConfig, "rollout.sampling.temperature", 0.005),
     (SamplingConfig, "rollout.sampling.top_p", 0.0),
     (SamplingConfig, "rollout.sampling.top_p", 1.1),
     (SamplingConfig, "rollout.sampling.top_k", -1),

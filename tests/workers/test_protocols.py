@@ -12,11 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError, SamplingError
+from penstock.conf.rollout import LOWEST_TEMPERATURE
 from penstock.workers.protocols import LARGEST_TOP_K, Sampling
 
 WRONG: list[tuple[str, Any]] = [
     ("temperature", -1),
     ("temperature", 2.5),
+    ("temperature", LOWEST_TEMPERATURE / 2),
     ("temperature", math.nan),
     ("temperature", True),
     ("temperature", "hot"),
@@ -52,6 +54,11 @@ def test_what_no_engine_can_take_is_refused_by_name_and_value(name: str, value: 
     assert isinstance(error.value, DataError)
     assert error.value.field == name
     assert str(pickle.loads(pickle.dumps(error.value))) == str(error.value)
+
+
+def test_the_lowest_temperature_is_vllms_own_and_greedy_is_beside_it() -> None:
+    """vLLM samples at it where it is asked for a lower one, and the trainer would compute at that."""
+    assert [Sampling(temperature=value).temperature for value in (0, LOWEST_TEMPERATURE)] == [0.0, 0.01]
 
 
 def test_numbers_of_other_kinds_become_pythons_own() -> None:

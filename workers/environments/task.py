@@ -24,8 +24,9 @@ class Task:
     """The conversation that a row of a dataset begins with: `data.system_prompt`, what was said before, the question.
     Empty for a task of the environment's own."""
     problem: Any = None
-    """What tells it from other tasks, as JSON; None: its data, or its seed where it has none. No step trains on a
-    problem that evaluation measures."""
+    """What tells it from other tasks, as JSON; None: its data, or its seed where it has none. Where these say it of one
+    setting of the environment's options alone, those belong in here, too. No step trains on a problem that evaluation
+    measures."""
 
     @property
     def identity(self) -> Any:

@@ -26,7 +26,7 @@ from penstock.workers.trajectory.turn import Turn
 OPTIONS = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "structure")
 """In which a request may differ from the run."""
 DISTRIBUTION = OPTIONS[:4]
-"""What a client chooses only with `environment.gateway.sampling=client`."""
+"""What a client chooses only with `environment.gateway.sampling=client`, and never in a greedy attempt."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,8 @@ class Session:
         clients_sample: bool = False,
     ) -> None:
         """`sampling`: of the run, with the attempt's seed. `counts`: of the whole actor, for metrics.
-        `clients_sample`: what a client asks for goes before the run's `DISTRIBUTION`."""
+        `clients_sample`: what a client asks for goes before the run's `DISTRIBUTION`, unless that is greedy: it is
+        evaluation's then."""
         self._engines, self._form, self._sampling, self._limits = engines, form, sampling, limits
         self._counts = counts if counts is not None else Counter()
         self._clients_sample = clients_sample
@@ -247,7 +248,7 @@ class Session:
     def _taken(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """What counts of a client's options; the rest is counted as ignored. Raises `SamplingError` for either."""
         self._asked(options, None)
-        if self._clients_sample:
+        if self._clients_sample and self._sampling.temperature > 0:
             return dict(options)
         for name in DISTRIBUTION:
             self._counts[f"ignored_{name}"] += options.get(name) not in (None, getattr(self._sampling, name))

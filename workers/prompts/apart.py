@@ -3,11 +3,14 @@
     held-out rows ─▶ Apart: a digest of each problem ─▶ the source of prompts passes over rows that are among them
                                                      ─▶ a look before the start: how many are, and an error for most
 
-A problem is what the model reads: two rows with the same prompt are the same one, whatever else they hold. A task of an
-environment is told from others by its data, or by what it says itself (`Task.problem`).
+A problem is what the model is asked: two rows with the same conversation are the same one, whatever else they hold, be
+it text or messages and whatever the system message before it. `data.prompt_template` is part of it: where the parts of
+a mixture have others than the held-out rows, the same question is another problem. A task of an environment is told
+from others by its data, or by what it says itself (`Task.problem`).
 """
 
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Iterable
 
@@ -54,8 +57,13 @@ class Apart:
         return found
 
 
+def _asked(task: Task) -> list[dict[str, str]]:
+    """The conversation after its system messages, or these where there is no more."""
+    said = [dict(message) for message in task.messages] or [{"role": "user", "content": task.prompt}]
+    return list(itertools.dropwhile(lambda message: message["role"] == "system", said)) or said
+
+
 def problem_of(task: Task) -> bytes:
     """What tells a row's problem from others."""
-    said = [dict(message) for message in task.messages]
-    what = [task.prompt, said] if task.problem is None else task.problem
+    what = _asked(task) if task.problem is None else task.problem
     return hashlib.blake2b(json.dumps(what, sort_keys=True, default=str).encode(), digest_size=16).digest()

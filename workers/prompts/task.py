@@ -28,7 +28,7 @@ class Task:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """The row's own columns, or what the environment's verifier needs."""
     problem: Any = None
-    """What tells it from other problems, as JSON; None: its prompt."""
+    """What tells it from other problems, as JSON; None: its prompt, or its conversation after the system message."""
 
     def to_json(self, **more: Any) -> str:
         """The `task` column: the row's own columns with `prompt`, `answer`, `index` and `more`."""

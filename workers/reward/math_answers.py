@@ -1,11 +1,13 @@
-"""Writes a final answer as math_verify is to read it: thousands without separators, lists as formulas. Pure.
+r"""Writes a final answer as math_verify is to read it: thousands without separators, lists as formulas. Pure.
 
     1,234       ─▶ 1234             (1,234, 5)      ─▶ $(1234, 5)$
     1,2         ─▶ $1,2$            (1,234)         ─▶ $(1,234)$      a point
     1 and 2     ─▶ $1, 2$           It is (1, 2).   ─▶ $(1, 2)$
+    \[1,234\]   ─▶ \[1234\]         $1$, 2          ─▶ $1, 2$
 
 A comma stands between thousands where groups of three digits follow it, as far as the number goes. In brackets whose
-commas are all without blanks it stands between the entries.
+commas are all without blanks it stands between the entries. Brackets with words in them hold none, and those of `\[`
+and `\(` are none.
 """
 
 import re
@@ -15,8 +17,11 @@ _GROUPED = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!,?\d)")
 _LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,)(?=\d{3}(?!\d))")
 _MIXED = re.compile(r"(-?\d+)\s+(\d+)/(\d+)")
 _OPEN, _CLOSED = "([{", ")]}"
-_OF_A_COMMAND = re.compile(r"(?:\\[a-zA-Z]+|[\w}^])$")
-"""Before a brace that holds a command's argument, and no set."""
+_DELIMITER = re.compile(r"(?<!\\)\\[\[\]()]")
+"""`\\[`, `\\(` and their ends: as a dollar they begin and end a formula."""
+_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_OF_A_COMMAND = re.compile(r"[\w}^]")
+"""The character before a brace that holds a command's argument, and no set."""
 MOST_CHARACTERS = 200
 """Of an answer that is nothing but a formula, and on each side of a number in it."""
 _AND = re.compile(r"\s*,?\s+(?:and|or)\s+")
@@ -30,7 +35,8 @@ def final_answer(text: str) -> str:
 def ungrouped(text: str) -> str:
     """The text with numbers such as 1,234 as 1234. "1,2", "1, 234" and the point "(1,234)" stay as they are."""
     text = _LATEX_COMMA.sub(",", text)
-    return _GROUPED.sub(lambda number: number[0] if _is_in_list(text, number) else number[0].replace(",", ""), text)
+    seen = _DELIMITER.sub("$$", text)
+    return _GROUPED.sub(lambda number: number[0] if _is_in_list(seen, number) else number[0].replace(",", ""), text)
 
 
 def plain(text: str) -> str:
@@ -41,31 +47,43 @@ def plain(text: str) -> str:
 def formula(text: str) -> str:
     """A list, an interval or a mixed number as LaTeX: the whole answer, or a list that ends a sentence. Empty where
     there is none, and for what is LaTeX already."""
-    bare = text.strip().rstrip(".")
-    if "$" in bare or "\\boxed" in bare or "\\(" in bare:
+    bare = _undelimited(text.strip().rstrip("."))
+    if "$" in bare or "\\boxed" in bare or _DELIMITER.search(bare):
         return ""
     if mixed := _MIXED.fullmatch(bare):
         return f"${mixed[1]}\\frac{{{mixed[2]}}}{{{mixed[3]}}}$"
     joined = _AND.sub(", ", bare) if len(bare) <= MOST_CHARACTERS else bare
-    if len(bare) > MOST_CHARACTERS or re.search(r"[a-zA-Z]{2}", re.sub(r"\\[a-zA-Z]+", "", joined)):
+    if len(bare) > MOST_CHARACTERS or _has_words(joined):
         return _last_list(bare)
     return f"${joined}$" if "," in joined or ";" in joined or joined[:1] in tuple(_OPEN) else ""
 
 
+def _undelimited(text: str) -> str:
+    """A list whose entries are formulas of their own, as "$1$, 2" or "$1$ and $2$", without the dollars."""
+    outside = _AND.sub(", ", " ".join(text.split("$")[::2]))
+    is_list = "$" in text and len(text) <= MOST_CHARACTERS and text.count("$") % 2 == 0 and re.search("[,;]", outside)
+    return text.replace("$", "") if is_list and not re.search("[a-zA-Z]", outside) else text
+
+
+def _has_words(text: str) -> bool:
+    return re.search(r"[a-zA-Z]{2}", _COMMAND.sub("", text)) is not None
+
+
 def _last_list(text: str) -> str:
-    """The list in brackets that a sentence ends with. A number in brackets is none."""
+    """The list in brackets that a sentence ends with. A number in brackets is none, nor are words."""
     start = max(map(text.rfind, _OPEN))
     inside = text[start + 1 : -1]
     is_list = start >= 0 and text[-1] in _CLOSED and re.fullmatch(r"[^()\[\]{}]+", inside) and re.search("[,;]", inside)
-    return f"${text[start:]}$" if is_list and not _GROUPED.fullmatch(inside) else ""
+    return f"${text[start:]}$" if is_list and not _GROUPED.fullmatch(inside) and not _has_words(inside) else ""
 
 
 def _is_in_list(text: str, number: re.Match[str]) -> bool:
     """Whether the innermost brackets around it have entries of which none is set apart by a blank."""
     start, end = _around(text, number.start(), number.end())
-    if start < 0 or (text[start] == "{" and _OF_A_COMMAND.search(text[:start])):
+    if start < 0 or (text[start] == "{" and start > 0 and _OF_A_COMMAND.match(text[start - 1])):
         return False
-    return not re.search(r"[,;]\s|;", text[start + 1 : end])
+    inside = text[start + 1 : end]
+    return not re.search(r"[,;]\s|;", inside) and not _has_words(inside)
 
 
 def _around(text: str, start: int, end: int) -> tuple[int, int]:

@@ -3,12 +3,15 @@
     JSON with a score ─▶ else, in the text without its scale:
     after a word like "score" ─▶ out of the highest ─▶ alone on its line ─▶ the only number ─▶ else no verdict
 
-The last of a kind counts. An answer that may be read in two ways is an error, so that no verdict is made up.
+The last of a kind counts, but those out of the highest have to agree. An answer that may be read in two ways is an
+error, so that no verdict is made up.
 """
 
 import json
 import math
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +28,9 @@ _LABELLED = re.compile(
 )
 _GROUPED = re.compile(r"[-+]?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", re.ASCII)
 _PLAIN = str.maketrans({"*": "", "`": "", "#": "", "~": "", "_": " ", "−": "-", "–": "-", "—": "-"})
+_HIGHEST = r"max(?:imum)?\.?(?:\s+possible)?(?:\s+(?:score|rating|grade|mark|point)s?)?(?:\s+of|\s+is)?\s*[:=]?"
 FRACTIONS = ("/", "of")
+_JSON = json.JSONDecoder(parse_int=float, strict=False)
 
 
 def verdict(text: str, low: float, high: float) -> float:
@@ -45,16 +50,31 @@ def verdict(text: str, low: float, high: float) -> float:
 
 
 def _in_json(text: str) -> float | str:
-    """The score of an object or of a bare number; or the text in which it is to be looked for."""
-    try:
-        value: Any = json.loads(text, parse_int=float)
-    except (ValueError, RecursionError):
-        return text
-    if isinstance(value, dict) and "score" in value:
-        value = value["score"]
-        if not isinstance(value, float | str):
-            raise ValueError(f"the judge has said no number: {text!r:.200}")
+    """The score of the last object that has one, or a bare number; or the text in which it is to be looked for."""
+    scored = [value["score"] for value in _objects(text) if "score" in value]
+    if scored and not isinstance(scored[-1], float | str):
+        raise ValueError(f"the judge has said no number: {text!r:.200}")
+    value: Any = scored[-1] if scored else _bare(text)
     return value if isinstance(value, float | str) else text
+
+
+def _bare(text: str) -> Any:
+    """What a text is that is JSON as a whole."""
+    try:
+        return _JSON.decode(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _objects(text: str) -> Iterator[dict[str, Any]]:
+    """Those in a text, without those inside of others."""
+    start = text.find("{")
+    while start >= 0:
+        end = start + 1
+        with suppress(ValueError, RecursionError):
+            value, end = _JSON.raw_decode(text, start)
+            yield value
+        start = text.find("{", end)
 
 
 @dataclass(frozen=True)
@@ -73,10 +93,10 @@ def _in_text(text: str, low: float, high: float, whole: str) -> float:
     if not tokens:
         raise ValueError(f"the judge has said no number: {whole!r:.200}")
     chosen = next(
-        (kind[-1:] for kind in (
-            [token.value for token in tokens if token.is_labelled],
+        (kind for kind in (
+            [token.value for token in tokens if token.is_labelled][-1:],
             [token.value for token in tokens if token.is_fraction and token.value is not None],
-            [token.value for token in tokens if token.is_alone],
+            [token.value for token in tokens if token.is_alone][-1:],
         ) if kind),
         [token.value for token in tokens],
     )  # fmt: skip
@@ -135,7 +155,7 @@ def _without_scale(text: str, low: float, high: float) -> str:
     scale = (
         rf"(?<![\w.,/-]){lowest}{worst}\s*(?:-|to|\.\.+|and)\s*{highest}{best}"
         rf"|(?<=[\[(]){lowest}{worst}\s*,\s*{highest}{best}"
-        rf"|(?<!\d)(?<!\d )(?:out\s+of|scale\s+of|max(?:imum)?(?:\s+of|\s+is)?:?)\s*{highest}"
+        rf"|(?<!\d)(?<!\d )(?:out\s+of|scale\s+of|{_HIGHEST})\s*{highest}|(?<=[\[(])of\s+{highest}"
     )
     return re.sub(scale, " ", text, flags=re.ASCII | re.IGNORECASE)
 

@@ -13,9 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.data import DataConfig
+from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import ConfigError, DataError
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.configuration.compose import load_config
+from penstock.workers.environments.environment import make_environment
 from penstock.workers.environments.task import Task
 from penstock.workers.prompts import opening
 from penstock.workers.prompts.apart import Apart, problem_of
@@ -193,8 +195,46 @@ def test_rows_of_one_prompt_are_one_problem_and_conversations_are_told_by_all_th
         return Row(prompt, None, 0, "", messages=[{"role": "user", "content": text} for text in said], **more)
 
     assert problem_of(row("a", extra={"id": 1})) == problem_of(row("a", extra={"id": 2}, response="b"))
-    told = [row("a"), row("b"), row("a", "a"), row("a", "b", "a"), row("", problem=[1]), row("", problem=["1"])]
+    told = [row("a"), row("b"), row("a", "a", "a"), row("a", "b", "a"), row("", problem=[1]), row("", problem=["1"])]
     assert len({problem_of(one) for one in told}) == len(told)
+
+
+def test_a_question_is_the_same_problem_as_text_and_as_messages_with_or_without_a_system_message() -> None:
+    def row(*said: tuple[str, str]) -> Row:
+        return Row("3?", None, 0, "", messages=[{"role": role, "content": text} for role, text in said])
+
+    asked, system, other = ("user", "3?"), ("system", "Be brief."), ("system", "Be kind.")
+    same = [row(), row(asked), row(system, asked), row(other, asked), row(system, other, asked)]
+    assert len({problem_of(one) for one in same}) == 1
+    others = [row(asked, ("assistant", "3"), asked), row(asked, system), row(system), row(other), same[0]]
+    assert len({problem_of(one) for one in others}) == len(others)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "other"),
+    [
+        ("gymnasium", {"id": "FrozenLake-v1"}, {"id": "Taxi-v4"}),
+        ("gymnasium", {"id": "FrozenLake-v1"}, {"id": "FrozenLake-v1", "kwargs": {"map_name": "8x8"}}),
+        ("textarena", {"id": "TicTacToe-v0"}, {"id": "Nim-v0"}),
+        ("verifiers", {"env": {"taskset": {"id": "sums"}}}, {"env": {"taskset": {"id": "products"}}}),
+        ("verifiers", {"env": {"taskset": {"id": "sums"}}}, {"env": {"taskset": {"id": "sums", "split": "test"}}}),
+    ],
+)
+def test_tasks_of_one_number_or_seed_are_told_apart_by_what_they_are_of(
+    name: str, options: dict[str, Any], other: dict[str, Any], tmp_path: Path
+) -> None:
+    (python := tmp_path / "python").write_text("#!/bin/sh\necho '{\"tasks\": 3}'\n")
+    python.chmod(0o755)
+
+    def problems_of(chosen: dict[str, Any]) -> set[bytes]:
+        chosen = {**chosen, "python": str(python)} if name == "verifiers" else chosen
+        environment: Any = make_environment(EnvironmentConfig(name=name, options=chosen))
+        rows = EnvironmentTasks(environment.tasks(7), 3, name)
+        return {problem_of(rows.row(index)) for index in range(3)}
+
+    assert len(problems_of(options)) == 3
+    assert problems_of(options) == problems_of(dict(options))
+    assert not problems_of(options) & problems_of(other)
 
 
 def test_a_list_of_tasks_is_used_whole_and_a_generator_that_makes_more_is_told() -> None:

@@ -1,6 +1,7 @@
 """The rewards that come with Penstock."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from penstock.conf.errors import DataError
 from penstock.workers.problems.reasoning_gym import Problems
 from penstock.workers.reward.functions import digits, label, math_verify, reasoning_gym
+from penstock.workers.reward.math_answers import ungrouped
 
 GSM8K = Path(__file__).parents[3] / ".." / "shared" / "data" / "gsm8k" / "train.jsonl"
 
@@ -89,10 +91,29 @@ def test_math_verify_compares_final_answers(response, answer, reward):
         ("#### 1 2", "12", 0.0),
         ("#### 34/7", "3 4/7", 0.0),
         ("#### x=1,y=2", "x = 1, y = 2", 1.0),
+        (r"\[1,234\]", "1234", 1.0),
+        (r"Hence \[1,234,567\]", "1234567", 1.0),
+        (r"Hence \(1,234,567\)", "1234567", 1.0),
+        (r"\[(1,2)\]", "(1,2)", 1.0),
+        (r"\[(1,234)\]", "(1, 234)", 1.0),
+        (r"\[1,2\]", "1, 2", 1.0),
+        ("1234", r"\[1,234\]", 1.0),
+        ("He paid (in all 1,234 dollars)", "1234", 1.0),
+        ("He paid (in all 1,234 dollars)", "(1, 234)", 0.0),
+        (r"#### $\frac{1}{2}$, 3", "1/2, 3", 1.0),
+        ("#### $1$ and $2$", "1, 2", 1.0),
+        ("#### $1$, $2$", "2", 0.0),
+        (r"#### \{1,234\}", "{1, 234}", 1.0),
     ],
 )
 def test_math_verify_takes_a_comma_for_thousands_only_where_it_stands_between_them(response, answer, reward):
     assert math_verify(response, answer) == reward
+
+
+def test_thousands_are_found_in_a_time_that_grows_with_the_text_alone():
+    started = time.perf_counter()
+    assert ungrouped("{1,234}" * 10_000) == "{1,234}" + "{1234}" * 9_999
+    assert time.perf_counter() - started < 5
 
 
 NUMBERS = st.integers(-(10**7), 10**7)

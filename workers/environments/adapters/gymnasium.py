@@ -73,6 +73,7 @@ class Gymnasium:
             importlib.import_module("minigrid")
         self._id, self._kwargs, self._prompt, self._penalty = id, dict(kwargs or {}), prompt, penalty
         self._threads = threads
+        self._game = [id, dict(self._kwargs)]
         made = self._made()
         space, known = made.action_space, KNOWN.get(id.rpartition(":")[2].partition("-")[0], Known(()))
         is_number = isinstance(made.observation_space, self._gymnasium.spaces.Discrete)
@@ -101,7 +102,7 @@ class Gymnasium:
             )
 
     def tasks(self, seed: int) -> Iterator[Task]:
-        return (Task(str(index), seed + index) for index in itertools.count())
+        return (Task(str(index), seed + index, problem=[*self._game, seed + index]) for index in itertools.count())
 
     async def run(self, task: Task, ctx: Context) -> None:
         made = await self._call(self._made)

@@ -65,7 +65,8 @@ class TextArena:
         for index in itertools.count():
             opponent = self._opponents[index % len(self._opponents)]
             seat = index // len(self._opponents) % SEATS
-            yield Task(str(index), seed + index, {"opponent": opponent, "seat": seat}, problem=seed + index)
+            problem = [self._id, self._kwargs, seed + index]
+            yield Task(str(index), seed + index, {"opponent": opponent, "seat": seat}, problem=problem)
 
     async def run(self, task: Task, ctx: Context) -> None:
         game, draws = Game(self._id, self._kwargs, task.seed), random.Random(f"{task.seed}/opponent")

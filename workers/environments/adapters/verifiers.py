@@ -59,6 +59,7 @@ class Verifiers:
         program = str(Path(python).absolute()) if os.sep in python else python
         self._command = [program, "-P", str(EPISODES), json.dumps(dict(env))]
         self._seat = seat
+        self._taskset = env.get("taskset", env)
         self._episodes: _Episodes | None = None
         self._starting = asyncio.Lock()
 
@@ -74,7 +75,10 @@ class Verifiers:
             raise ConfigError(f"environment.options.env: verifiers cannot make this environment: {tail}") from error
         count, draws = json.loads(said)["tasks"], random.Random(seed)
         indices = _shuffled(draws, range(count)) if count is not None else _shuffled_thousands(draws)
-        tasks = (Task(str(number), seed + number, {"index": index}) for number, index in enumerate(indices))
+        tasks = (
+            Task(str(number), seed + number, {"index": index}, problem=[self._taskset, index])
+            for number, index in enumerate(indices)
+        )
         return tasks if count is None else list(tasks)
 
     async def run(self, task: Task, ctx: Context) -> None:

@@ -101,6 +101,22 @@ def test_what_a_client_sends_does_not_replace_the_runs_sampling_and_is_counted()
     play(scenario())
 
 
+def test_a_greedy_attempt_is_greedy_whatever_a_client_may_choose() -> None:
+    """Evaluation's, with `environment.gateway.sampling=client`."""
+
+    async def scenario() -> None:
+        greedy = Sampling(temperature=0.0, max_tokens=100)
+        async with gateway(["x"] * 2, sampling=greedy, clients_sample=True) as open_gateway:
+            await open_gateway.chat(temperature=0.7, top_p=0.9, max_tokens=7)
+            await open_gateway.chat(temperature=0)
+            found = [(one.temperature, one.top_p, one.max_tokens) for one in open_gateway.engines.samplings]
+            assert found == [(0.0, 1.0, 7), (0.0, 1.0, 100)]
+            ignored = {name: n for name, n in open_gateway.session._counts.items() if name.startswith("ignored_") and n}
+            assert ignored == {"ignored_temperature": 1, "ignored_top_p": 1}
+
+    play(scenario())
+
+
 def test_sampling_is_what_was_asked_for_within_what_the_run_allows() -> None:
     async def scenario() -> None:
         async with gateway(["abcdef", "one. two", "x"], clients_sample=True) as open_gateway:
