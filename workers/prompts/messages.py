@@ -11,6 +11,8 @@ from typing import Any
 from penstock.conf.errors import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
+NOT_READ = {"assistant": ("tool_calls", "function_call"), "tool": ("tool_call_id", "name")}
+"""What a model should see of a message beside its text, and would not."""
 Message = dict[str, str]
 
 
@@ -20,7 +22,8 @@ def is_conversation(value: Any) -> bool:
 
 
 def messages_of(value: Sequence[Any], where: str) -> list[Message]:
-    """In their order, roles and texts alone. Raises `DataError`."""
+    """In their order, roles and texts alone. Raises `DataError`, also for what says which tools were called: without it
+    a conversation is another one."""
     if not value:
         raise DataError(f"{where} holds no message.")
     found = []
@@ -28,6 +31,11 @@ def messages_of(value: Sequence[Any], where: str) -> list[Message]:
         role, content = message["role"], message["content"]
         if role not in ROLES:
             raise DataError(f"{where}: message {number} is of role {role!r}. Known: {', '.join(ROLES)}.")
+        if lost := next((key for key in NOT_READ.get(role, ()) if message.get(key)), None):
+            raise DataError(
+                f"{where}: message {number} has {lost}, which is not supported in data: the model would not see it. "
+                "Write calls and what they return into the contents, or leave such rows out."
+            )
         if not isinstance(content, str):
             raise DataError(f"{where}: the content of message {number} is {type(content).__name__}, where text is due.")
         found.append({"role": role, "content": content})

@@ -2,8 +2,12 @@
 
 import asyncio
 import atexit
+import math
 import os
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
 
+from penstock.workers.contained import TookTooLong
 from penstock.workers.sandbox.outcome import Outcome
 from penstock.workers.sandbox.sandbox import Sandbox
 
@@ -20,7 +24,20 @@ async def python(code: str) -> str:
     Args:
         code: The whole program. Only what it prints is returned.
     """
-    return said(await _sandbox().run_python(code))
+    return await _python_within(math.inf, code)
+
+
+async def _python_within(timeout_s: float, code: str) -> str:
+    sandbox = _sandbox()
+    outcome = await sandbox.run_python(code, wall_s=timeout_s)
+    if outcome.reason == "timeout_wall" and timeout_s < sandbox.limits.wall_s:
+        raise TookTooLong(f"it took longer than {timeout_s:g} s")
+    return said(outcome)
+
+
+TIMED: Mapping[Any, Callable[..., Awaitable[Any]]] = {python: _python_within}
+"""Tools that wait for their turn, as they are called with the seconds that they may take from then on before their own
+arguments. Raise `TookTooLong`."""
 
 
 def _sandbox() -> Sandbox:

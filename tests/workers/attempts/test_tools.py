@@ -10,6 +10,9 @@ import pytest
 
 from penstock.conf.errors import ResourceError
 from penstock.workers.protocols import Sampling
+from penstock.workers.sandbox.limits import Limits
+from penstock.workers.sandbox.outcome import Outcome
+from penstock.workers.sandbox.tools import python
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 
 
@@ -103,6 +106,31 @@ def test_tools_that_hang_for_good_take_no_thread_from_others() -> None:
     over.set()
     assert told.splitlines() == ["Error: hangs did not return within 0.2 s."] * 5 + ["2"]
     assert counts["tools_timeout"] == 5
+
+
+class OneAtATime:
+    """A sandbox with one worker, whose programs say how long they take."""
+
+    limits = Limits()
+
+    def __init__(self) -> None:
+        self._free = asyncio.Lock()
+
+    async def run_python(self, source: str, wall_s: float) -> Outcome:
+        async with self._free:
+            takes_s = float(source)
+            await asyncio.sleep(min(takes_s, wall_s))
+        return Outcome("done", "", 0, takes_s, 0.1, "exited" if takes_s < wall_s else "timeout_wall")
+
+
+def test_the_time_of_a_program_begins_when_a_sandbox_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = OneAtATime()
+    monkeypatch.setattr("penstock.workers.sandbox.tools._sandbox", lambda: sandbox)
+    calls = ",".join(["python(code='0.4')"] * 3)
+    told, counts = called(f"[{calls}]", [python], tool_timeout_s=0.9)
+    assert (told, counts["tools_timeout"]) == ("done\ndone\ndone", 0)
+    told, counts = called("[python(code='60')]", [python], tool_timeout_s=0.2)
+    assert (told, counts["tools_timeout"]) == ("Error: python did not return within 0.2 s.", 1)
 
 
 def test_a_tools_time_begins_when_it_runs() -> None:

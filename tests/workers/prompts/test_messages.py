@@ -154,6 +154,27 @@ def test_what_is_out_of_order_is_told_by_its_number(messages: list[Any], told: s
         messages_of(messages, "rows.jsonl:7")
 
 
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ({"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add"}}]}, "tool_calls"),
+        ({"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add"}}]}, "tool_calls"),
+        ({"role": "assistant", "content": "", "function_call": {"name": "add"}}, "function_call"),
+        ({"role": "tool", "content": "4", "tool_call_id": "1"}, "tool_call_id"),
+        ({"role": "tool", "content": "4", "name": "add"}, "name"),
+    ],
+)
+def test_calls_of_tools_are_refused_by_name_and_not_left_out(message: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError, match=f"rows.jsonl:7: message 3 has {told}, which is not supported"):
+        messages_of([*ASKED, message], "rows.jsonl:7")
+    empty: dict[str, Any] = {"role": message["role"], "content": "4", told: type(message[told])()}
+    assert messages_of([empty, {**empty, told: None}], "") == [{"role": message["role"], "content": "4"}] * 2
+
+
+def test_a_users_name_is_left_out() -> None:
+    assert messages_of([{**ASKED[1], "name": "Ann"}], "") == ASKED[1:]
+
+
 def test_a_response_to_nothing_and_a_response_of_the_user_are_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="begins with a response to nothing"):
         opened(tmp_path, {"prompt": [ANSWERED]}, prompt="prompt", answer=None)

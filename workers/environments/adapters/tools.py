@@ -42,8 +42,8 @@ class Tools:
         max_rounds: int = 16,
     ) -> None:
         """`tools`: `file.py:function`, typed and with a docstring, or python, which runs programs in a sandbox.
-        `system`: a first message, for rows without one. `prompt`: the column with the question, as text or as messages;
-        prompt stands for the row's conversation, with `data.system_prompt`. `reward`: as `reward.function`, with
+        `system`: a first message, for rows without one and without `data.system_prompt`. `prompt`: the column with the
+        question, as text or as messages; prompt stands for the row's conversation. `reward`: as `reward.function`, with
         `reward_options`; null: other stages score the row. `max_rounds`: of calls; what the model says after so many is
         its answer. Raises `ConfigError`."""
         if max_rounds < 0:
@@ -73,8 +73,10 @@ class Tools:
                 f"{suggest(self._prompt, task.data)}"
             )
         messages = [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
-        if self._system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": self._system})
+        if messages[0]["role"] != "system":
+            of_row = [dict(message) for message in task.messages[:1] if message["role"] == "system"]
+            own = [{"role": "system", "content": self._system}] if self._system else []
+            messages = [*(of_row or own), *messages]
         return messages
 
 

@@ -17,6 +17,7 @@ from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tools.description import Described
 from penstock.workers.environments.tools.threads import ToolThreads
 from penstock.workers.gateway.formats.format import Message, Tools
+from penstock.workers.sandbox.tools import TIMED
 from penstock.workers.trajectory.turn import ToolCall, Turn
 
 
@@ -92,6 +93,9 @@ class Toolbox:
 
     def _caller(self, described: Described) -> Call:
         function = described.function
+        if inspect.iscoroutinefunction(function) and (timed := TIMED.get(function)):
+            timeout_s = self._limits.tool_timeout_s
+            return lambda arguments: contained(timed(timeout_s, **described.arguments(arguments)))
         if inspect.iscoroutinefunction(function):
             return self._in_time(lambda arguments: function(**described.arguments(arguments)))
 

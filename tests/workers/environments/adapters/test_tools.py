@@ -93,6 +93,19 @@ def test_a_row_begins_with_its_system_prompt_and_what_was_said_before() -> None:
     assert heard(attempt, "system") == ["Mine."]
 
 
+def test_the_system_prompt_of_the_data_is_before_the_text_of_another_column() -> None:
+    row = {**ROW, "question": "3+1?"}
+    said = [{"role": "system", "content": "Short."}, {"role": "user", "content": "2+2?"}]
+    environment = adapter("tools", system="Mine.", prompt="question")
+    attempt, _ = played(environment, Task("0", 0, row, said), ["4"])
+    assert (heard(attempt, "system"), heard(attempt), attempt.reward) == (["Short."], ["3+1?"], 1.0)
+    attempt, _ = played(environment, Task("0", 0, row, said[1:]), ["4"])
+    assert heard(attempt, "system") == ["Mine."]
+    own = {**ROW, "question": [{"role": "system", "content": "Own."}, {"role": "user", "content": "3+1?"}]}
+    attempt, _ = played(environment, Task("0", 0, own, said), ["4"])
+    assert heard(attempt, "system") == ["Own."]
+
+
 def test_the_sandbox_is_a_tool() -> None:
     (tool,) = adapter("tools", tools=["python"], reward=None)._tools
     assert tool.__module__ == "penstock.workers.sandbox.tools"
