@@ -46,7 +46,7 @@ class Played:
     reward: float
     """By the environment."""
     text: str
-    """Of the last answer, for reward functions."""
+    """Of the last answer, without thinking and calls, for reward functions."""
 
     @classmethod
     def of(cls, attempt: Trajectory) -> "Played | None":
