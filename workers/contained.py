@@ -1,8 +1,9 @@
-"""Runs code of users so that it can end nothing but itself.
+"""Runs code of users so that what leaves its tasks ends nothing but them.
 
 In asyncio a `SystemExit` that leaves a task ends the whole loop, and a `CancelledError` that nobody has asked for looks
 like a wish from outside. Here both become `CodeEnded`, an error like any other. What a user's code starts in tasks of
-its own is contained as well, on loops whose task factory is `containing`.
+its own is contained as well, on loops whose task factory is `containing`. Callbacks that it gives the loop
+(`call_soon`, `add_done_callback`) are not: a `SystemExit` in one of them ends the loop.
 """
 
 import asyncio
@@ -37,6 +38,12 @@ async def contained(call: Awaitable[T], timeout_s: float | None = None) -> T:
     if not done:
         raise TookTooLong(f"it took longer than {timeout_s:g} s")
     return result_of(task)
+
+
+async def called(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
+    """What a user's function gives. As a coroutine, so that a plain function that raises where it is called is
+    contained as well."""
+    return await function(*arguments)
 
 
 def started(call: Awaitable[T]) -> asyncio.Task[T]:

@@ -21,8 +21,8 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import DataError, PenstockError
 from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.workers.contained import CodeEnded, contained, heard, result_of, started
-from penstock.workers.environments.context import Context
+from penstock.workers.contained import CodeEnded, called, contained, heard, result_of, started
+from penstock.workers.environments.context import Context, finite
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.tools.calling import Toolbox
 from penstock.workers.environments.tools.threads import ToolThreads
@@ -46,7 +46,7 @@ class Played:
     reward: float
     """By the environment."""
     text: str
-    """Of the last answer, for reward functions."""
+    """Of the last answer, without thinking and calls, for reward functions."""
 
     @classmethod
     def of(cls, attempt: Trajectory) -> "Played | None":
@@ -126,16 +126,16 @@ class Runner:
         if score is None or not kept:
             return found
         try:
-            rewards = await contained(score(task, [found[index] for index in kept]), self._config.timeout_s)
+            rewards = await contained(_compared(score, task, [found[index] for index in kept]), self._config.timeout_s)
             for index, reward in zip(kept, rewards, strict=True):
-                found[index] = found[index].with_reward(float(reward))
+                found[index] = found[index].with_reward(reward)
         except Exception as error:  # noqa: BLE001 - it is the environment's, whatever it raises
             for index in kept:
                 found[index] = found[index].ended(_failure(error))
         return found
 
     async def _played(self, task: Task, ctx: Context, session: Session) -> Outcome:
-        playing = started(self.environment.run(task, ctx))
+        playing = started(called(self.environment.run, task, ctx))
         try:
             done, _ = await asyncio.wait([playing], timeout=self._config.timeout_s)
         except asyncio.CancelledError:
@@ -184,7 +184,7 @@ class Runner:
         for sandbox in self._sandboxes.values():
             sandbox.close()
         if hasattr(self.environment, "aclose"):
-            await contained(self.environment.aclose())
+            await contained(called(self.environment.aclose))
 
     def _sandbox(self, limits: Limits | None) -> Sandbox:
         limits = limits or Limits.of(self._config.sandbox)
@@ -194,6 +194,11 @@ class Runner:
 
     def _toolbox(self, tools: Any) -> Toolbox:
         return Toolbox(tools, self._config, self._threads, self._counts)
+
+
+async def _compared(score: Callable[..., Any], task: Task, attempts: list[Trajectory]) -> list[float]:
+    """What `score_group` gives. Raises `ValueError` for what is no finite number."""
+    return [finite(reward) for reward in await score(task, attempts)]
 
 
 def _raised(playing: "asyncio.Task[None]") -> Exception | None:

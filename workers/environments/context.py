@@ -1,5 +1,6 @@
 """What an environment has of the run while it plays one attempt."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +12,14 @@ from penstock.workers.gateway.session import Session
 from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory.turn import Turn
+
+
+def finite(reward: Any) -> float:
+    """A reward that an environment gives. Raises `ValueError` for what is no finite number."""
+    number = float(reward)
+    if not math.isfinite(number):
+        raise ValueError(f"a reward is a finite number, not {reward!r}")
+    return number
 
 
 class Context:
@@ -73,9 +82,7 @@ class Context:
     def reward(self, value: float, turn: Turn | None = None) -> None:
         """Add to the attempt's reward; with `turn`, to that turn's. Raises `ValueError` for what is no finite
         number."""
-        number = float(value)
-        if number != number or number in (float("inf"), float("-inf")):
-            raise ValueError(f"a reward is a finite number, not {value!r}")
+        number = finite(value)
         self.total_reward += number
         if turn is not None:
             self.turn_rewards[turn.id] = self.turn_rewards.get(turn.id, 0.0) + number

@@ -4,7 +4,9 @@ killed, so that a grader that hangs or crashes costs one attempt. Used by adapte
 
 import asyncio
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import DataError
@@ -25,10 +27,17 @@ class Scoring:
     """
 
     def __init__(
-        self, function: str | Callable[..., Any], options: Mapping[str, Any] | None = None, timeout_s: float = 10.0
+        self,
+        function: str | Callable[..., Any],
+        options: Mapping[str, Any] | None = None,
+        timeout_s: float = 10.0,
+        *,
+        files: Sequence[str] = (),
     ) -> None:
-        """Raises `ConfigError` for a function that is not found or takes what nobody provides."""
+        """`files`: Python files that answers' classes are of. Raises `ConfigError` for a function that is not found or
+        takes what nobody provides."""
         spec = RewardSpec.of(function, dict(options or {}))
+        spec = replace(spec, imports=tuple(str(Path(file).expanduser().resolve()) for file in files))
         spec.check()
         self._function = function if isinstance(function, str) else name_of(function)
         self._pool = RewardPool(spec, num_processes=NUM_PROCESSES, timeout_s=timeout_s)

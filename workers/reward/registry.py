@@ -72,7 +72,8 @@ class RewardSpec:
     """A callable by cloudpickle, instead of `function`."""
     options: dict[str, Any] = field(default_factory=dict)
     imports: tuple[str, ...] = ()
-    """Files that register rewards, run before the function is looked up (`imports` of the run)."""
+    """Files that are run before the function is looked up: those that register rewards (`imports` of the run), or that
+    have the classes of what is scored."""
 
     @classmethod
     def of(
@@ -99,10 +100,10 @@ class RewardSpec:
 
     def resolve(self) -> Scorer:
         """Import what is named and adapt it. Raises `ConfigError`."""
-        if self.pickled:
-            return adapt(importlib.import_module("cloudpickle").loads(self.pickled), self.options)
         for path in self.imports:
             import_file(path, "imports")
+        if self.pickled:
+            return adapt(importlib.import_module("cloudpickle").loads(self.pickled), self.options)
         return adapt(find_reward(self.function), self.options)
 
     def warm(self) -> None:

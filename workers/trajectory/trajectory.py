@@ -51,8 +51,8 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """The last answer, which reward functions are given."""
-        return self.turns[-1].text
+        """The last answer, which reward functions are given: what was said, without thinking and calls."""
+        return self.turns[-1].answer
 
     def with_reward(self, reward: float) -> "Trajectory":
         """The same, with another reward for the whole."""

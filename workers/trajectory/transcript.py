@@ -4,13 +4,16 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from penstock.workers.encodable import encodable
+
 MAX_CHARACTERS = 4_000
 """Of one message: a tool may have returned a megabyte."""
 
 
 def as_json(messages: Sequence[Mapping[str, Any]]) -> str:
     """[{role, content, …}, …] with long contents cut."""
-    return json.dumps([{name: _cut(value) for name, value in message.items()} for message in messages], default=str)
+    shown = [{name: _cut(value) for name, value in message.items()} for message in messages]
+    return json.dumps(encodable(shown), default=str)
 
 
 def _cut(value: Any) -> Any:

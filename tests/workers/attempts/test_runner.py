@@ -7,7 +7,7 @@ import pytest
 
 from penstock.conf.errors import DeadlineExceeded
 from penstock.metering.meters import Meters
-from penstock.workers.contained import containing
+from penstock.workers.contained import CodeEnded, containing
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.errors import LimitReached
 from penstock.workers.protocols import Sampling
@@ -263,6 +263,18 @@ def test_a_comparison_that_raises_fails_all_of_the_group() -> None:
     assert [attempt.outcome.detail for attempt in found] == ["RuntimeError: no judge"] * 2
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), float("-inf")])
+def test_a_comparison_that_gives_no_finite_number_fails_all_of_the_group(reward: float) -> None:
+    class Broken(Compared):
+        async def score_group(self, task: Task, attempts: Any) -> list[float]:
+            return [1.0, reward]
+
+    runner = make_runner(Broken(), ScriptedEngines(say("a")))
+    found = asyncio.run(runner.group(TASK, [Sampling(max_tokens=8)] * 2))
+    assert [attempt.outcome.kind for attempt in found] == [FAILED] * 2
+    assert f"a reward is a finite number, not {reward}" in found[0].outcome.detail
+
+
 def test_attempts_are_measured_by_their_outcome() -> None:
     async def fails(ctx: Any) -> None:
         await talk(ctx, 1)
@@ -320,6 +332,41 @@ def test_an_environment_that_would_end_more_than_itself_fails_its_attempt(
     for attempt in asyncio.run(scenario()):
         assert (attempt.outcome.kind, attempt.outcome.reason) == (FAILED, "environment_error")
         assert what.__name__ in attempt.outcome.detail
+
+
+class Plain:
+    """What is due as coroutines is plain functions. `where`: in which of them it raises."""
+
+    def __init__(self, what: type[BaseException], where: str) -> None:
+        self._what, self._where = what, where
+
+    def run(self, task: Task, ctx: Any) -> Any:
+        if self._where == "run":
+            raise self._what("of its own")
+        return ctx.sample(asked("hello"))
+
+    def score_group(self, task: Task, attempts: Any) -> Any:
+        raise self._what("of its own")
+
+
+@pytest.mark.parametrize("what", [ValueError, asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["run", "score_group"])
+def test_a_plain_function_that_would_end_more_than_itself_fails_its_attempt(
+    what: type[BaseException], where: str
+) -> None:
+    runner = make_runner(Plain(what, where), ScriptedEngines(say("yes")))
+    for attempt in asyncio.run(runner.group(TASK, [Sampling(max_tokens=8)] * 2)):
+        assert (attempt.outcome.kind, attempt.outcome.reason) == (FAILED, "environment_error")
+        assert what.__name__ in attempt.outcome.detail
+
+
+def test_the_end_of_an_environment_is_contained_where_it_is_a_plain_function() -> None:
+    class Ends(Played):
+        def aclose(self) -> Any:
+            raise SystemExit("of its own")
+
+    with pytest.raises(CodeEnded, match="SystemExit"):
+        asyncio.run(make_runner(Ends(talk), ScriptedEngines(say("yes"))).close())
 
 
 def test_an_attempt_that_is_cancelled_from_outside_is_cancelled() -> None:

@@ -1,5 +1,6 @@
 import json
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -22,6 +23,15 @@ def test_a_row_has_what_was_sampled_in_the_order_of_its_segments() -> None:
     assert np.allclose(columns["behavior_logprobs"][0], [-0.01, -0.02, -2.01, -1.01])
     assert columns["response_text"] == ["three"]
     assert columns["reward"] == [1.5]
+
+
+def test_rewards_read_what_was_said_last_and_not_what_was_thought() -> None:
+    said = {"role": "assistant", "reasoning_content": "Maybe it is 7", "content": "It is 4."}
+    last = replace(turn(0, [1], [2], text="<think>\nMaybe it is 7\n</think>\n\nIt is 4."), message=said)
+    assert Trajectory([last]).text == "It is 4."
+    assert row_columns([Trajectory([last], said=[said])])["response_text"] == ["It is 4."]
+    only_thought = replace(last, message={"role": "assistant", "reasoning_content": "Maybe it is 7", "content": ""})
+    assert Trajectory([only_thought]).text == ""
 
 
 def test_each_token_has_the_temperature_of_its_turn() -> None:

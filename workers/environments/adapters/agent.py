@@ -55,7 +55,7 @@ class Agent:
         self._function = find_function(function, "environment.options.function") if function else None
         self._command = list(command or ())
         self._env = {str(name): value for name, value in (env or {}).items()}
-        self._scoring = Scoring(as_reward(reward)) if reward else None
+        self._scoring = Scoring(as_reward(reward), files=_files(function)) if reward else None
         if self._function is not None and not inspect.iscoroutinefunction(self._function):
             raise ConfigError(f"environment.options.function={function}: an async function is due.")
 
@@ -90,6 +90,12 @@ class Agent:
         names = (*INHERITED, *(name for name, value in self._env.items() if value is None))
         inherited = {name: os.environ[name] for name in names if name in os.environ}
         return inherited | {name: str(value) for name, value in self._env.items() if value is not None}
+
+
+def _files(function: str | None) -> list[str]:
+    """That what the function answers may be of."""
+    place = (function or "").rpartition(":")[0]
+    return [place] if place.endswith(".py") else []
 
 
 def row_of(task: Task) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from penstock.conf.errors import ConfigError, DataError, suggest
+from penstock.workers.encodable import encodable
 from penstock.workers.gateway.formats.format import Message, Read, Tools
 from penstock.workers.gateway.formats.template import as_message
 from penstock.workers.gateway.formats.thinking import split_thinking
@@ -30,14 +31,14 @@ class RenderedFormat:
         self._renderer = _renderer(tokenizer, family, template_kwargs or {})
 
     def prompt_ids(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        return list(self._written(self._renderer.render_ids, list(messages), tools, add_generation_prompt=True))
+        return list(self._written(self._renderer.render_ids, encodable(messages), tools, add_generation_prompt=True))
 
     def next_prompt_ids(
         self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
         so_far = [*turn.prompt_ids, *turn.output_ids]
         bridge = self._renderer.bridge_to_next_turn
-        rendered = self._written(bridge, list(turn.prompt_ids), tools, list(turn.output_ids), list(new))
+        rendered = self._written(bridge, list(turn.prompt_ids), tools, list(turn.output_ids), encodable(new))
         if rendered is None:
             return None
         ids = list(rendered.token_ids)
@@ -63,7 +64,7 @@ class RenderedFormat:
 
     def _written(self, write: Callable[..., Any], first: Any, tools: Tools, *more: Any, **named: Any) -> Any:
         try:
-            return write(first, *more, tools=_or_none(tools), **named)
+            return write(first, *more, tools=_or_none(encodable(tools)), **named)
         except (ValueError, TypeError, KeyError) as error:
             raise DataError(f"the model's chat format does not take this conversation: {error}.") from error
 

@@ -19,6 +19,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from penstock.conf.errors import DataError, ModelError
+from penstock.workers.encodable import encodable
 from penstock.workers.gateway.formats.format import SHORT_ID, Message, Read, Tools
 from penstock.workers.gateway.formats.thinking import EMPTY, begins_thinking, split_thinking
 from penstock.workers.gateway.formats.tool_calls import READERS, Call, made
@@ -144,8 +145,7 @@ class TemplateFormat:
         return str(text)
 
     def _encode(self, text: str) -> list[int]:
-        whole = text.encode("utf-8", "replace").decode()  # half of a sign of two, which a harness has cut
-        return list(self._tokenizer(whole, add_special_tokens=False)["input_ids"])
+        return list(self._tokenizer(encodable(text), add_special_tokens=False)["input_ids"])
 
 
 def as_message(call: ToolCall) -> Mapping[str, Any]:

@@ -2,14 +2,10 @@
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from penstock.workers.gateway.http.errors import BadRequest
-
-_LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Or one that is whole: then the text is encoded to see."""
 
 
 def parsed(body: bytes) -> "Fields":
@@ -18,19 +14,9 @@ def parsed(body: bytes) -> "Fields":
         value = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is no JSON: {error}.") from None
-    if _LONE_SURROGATE.search(body) and not _is_text(value):
-        raise BadRequest("the body has half of a surrogate pair (\\ud800 to \\udfff), which is no text.")
     if not isinstance(value, Mapping):
         raise BadRequest(f"the body is a JSON object, not {_kind(value)}.")
     return Fields(value)
-
-
-def _is_text(value: Any) -> bool:
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 class Fields:

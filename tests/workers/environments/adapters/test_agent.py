@@ -109,6 +109,20 @@ def test_a_function_may_answer_with_what_is_no_text(tmp_path: Path) -> None:
     assert attempt(function=function, reward=reward).reward == 1.0
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_an_answer_may_be_of_a_class_of_the_agents_own_file(own: bool, tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(
+        "from dataclasses import dataclass\n\n"
+        "@dataclass\nclass Answer:\n    value: int\n\n"
+        "async def solve(question):\n    return Answer(42)\n"
+        "def grade(answer, task):\n    return float(isinstance(answer, Answer) and answer.value == 42)\n"
+    )
+    (tmp_path / "grade.py").write_text("def grade(answer, task):\n    return float(answer.value == 42)\n")
+    reward = "agent.py" if own else "grade.py"
+    found = attempt(function=f"{tmp_path}/agent.py:solve", reward=f"{tmp_path}/{reward}:grade")
+    assert (found.outcome.detail, found.reward) == ("", 1.0)
+
+
 def test_a_reward_that_fits_no_signature_is_refused_at_the_start(tmp_path: Path) -> None:
     (tmp_path / "grade.py").write_text("def one(answer):\n    return 1.0\n")
     with pytest.raises(ConfigError, match=r"environment\.options\.reward=.*\(answer, task\)"):

@@ -44,6 +44,20 @@ def test_a_tool_cycle_goes_on_and_a_question_begins_anew_as_the_family_has_it() 
     asyncio.run(scenario())
 
 
+def test_half_a_sign_that_a_harness_has_cut_is_no_error() -> None:
+    cut = {"role": "user", "content": "cut \ud83d"}
+    tool = {"type": "function", "function": {**ADD["function"], "description": "Adds \ud83d"}}
+
+    async def scenario() -> None:
+        attempt = make_session(Saying(["4", "5"]), QWEN3)
+        first = await attempt.sample([cut], [tool])
+        second = await attempt.sample([cut, first.message, {"role": "tool", "tool_call_id": "1", "content": "\ud83d"}])
+        assert "cut ?" in text_of(first.prompt_ids)
+        assert text_of(second.prompt_ids).count("?") == 2
+
+    asyncio.run(scenario())
+
+
 def test_an_answer_that_was_cut_short_is_closed_and_goes_on() -> None:
     async def scenario() -> None:
         attempt = make_session(Saying(["<think>so</think>abcd", "c"]), QWEN3)

@@ -12,6 +12,8 @@ import pytest
 from penstock.conf.errors import DataError, DeadlineExceeded
 from penstock.workers.gateway.errors import AttemptOver
 from penstock.workers.trajectory.segments import segments_of
+from penstock.workers.trajectory.trajectory import Trajectory, row_columns
+from tests.workers.gateway.chat_models import text_of
 from tests.workers.gateway.http.serving import USER, Gateway, gateway, play, until
 
 ASKED = {"model": "policy", "messages": [USER], "max_tokens": 100}
@@ -131,8 +133,8 @@ def test_a_retry_of_what_was_answered_gets_the_same_turn(path: str, streamed: bo
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("top_k", 10**30), ("temperature", 2.5), ("top_p", 0), ("temperature", -1), ("metadata", {"a": "\ud800"}),
-        ("input", "\ud800"), ("structured_outputs", {"regex": "\ud800"}),
+        ("top_k", 10**30), ("temperature", 2.5), ("top_p", 0), ("temperature", -1),
+        ("structured_outputs", {"regex": "\ud800"}),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("streamed", [False, True])
@@ -141,7 +143,51 @@ def test_a_request_that_no_engine_can_take_is_a_bad_one(path: str, field: str, v
         async with gateway(["one"]) as open_gateway:
             status, said = await post(open_gateway, path, ASKED | {"input": "?", "stream": streamed} | {field: value})
             assert (status, open_gateway.engines.prompts) == (400, [])
-            assert field in said["error"]["message"] or "surrogate" in said["error"]["message"]
+            assert field in said["error"]["message"] or "can be encoded" in said["error"]["message"]
+
+    play(scenario())
+
+
+@pytest.mark.parametrize(("path", "field"), [("/chat/completions", "stop"), ("/messages", "stop_sequences")])
+def test_half_a_sign_in_a_stop_string_is_a_bad_request(path: str, field: str) -> None:
+    async def scenario() -> None:
+        async with gateway(["one"]) as open_gateway:
+            status, said = await post(open_gateway, path, ASKED | {field: ["\ud83d"]})
+            assert (status, open_gateway.engines.prompts) == (400, [])
+            assert "can be encoded" in said["error"]["message"]
+
+    play(scenario())
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("is_escaped", [True, False])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_half_a_sign_that_a_harness_has_cut_is_sampled_on(path: str, is_escaped: bool, streamed: bool) -> None:
+    cut, tools = "cut \ud83d", [{"type": "function", "function": {"name": "add", "description": "cut \ud83d"}}]
+    words = {"role": "user", "content": cut}
+
+    async def scenario() -> None:
+        async with gateway(["one", "two"]) as open_gateway:
+            messages = [words]
+            for said in ("one", "two"):
+                body = {"model": "policy", "max_tokens": 9, "stream": streamed, "metadata": {"user_id": cut}}
+                body |= {"messages": messages, "input": messages} | (
+                    {"tools": tools} if path == "/chat/completions" else {}
+                )
+                text = json.dumps(body, ensure_ascii=is_escaped).encode("utf-8", "surrogatepass")
+                headers = {"authorization": f"Bearer {open_gateway.key}", "content-type": "application/json"}
+                async with (
+                    aiohttp.ClientSession() as client,
+                    client.post(open_gateway.url + path, data=text, headers=headers) as got,
+                ):
+                    assert (got.status, bool(await got.text())) == (200, True)
+                messages = [*messages, {"role": "assistant", "content": said}, words]
+            session = open_gateway.session
+            assert [turn.parent for turn in session.turns] == [None, 0]
+            assert "cut ?" in text_of(open_gateway.engines.prompts[0])
+            columns = row_columns([Trajectory(session.turns, said=session.last_messages)])
+            assert columns["response_text"] == ["two"]
+            assert json.loads(columns["transcript"][0])[0]["content"] == "cut ?"
 
     play(scenario())
 
