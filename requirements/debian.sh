@@ -8,6 +8,7 @@
 set -euo pipefail
 
 missing=()
+PATH=$PATH:/usr/sbin:/sbin  # where tc and ip are, which ordinary users' PATH lacks
 
 program() {  # program NAME PACKAGE
   command -v "$1" >/dev/null || [[ " ${missing[*]-} " == *" $2 "* ]] || missing+=("$2")

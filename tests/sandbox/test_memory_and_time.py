@@ -2,6 +2,9 @@
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -213,3 +216,20 @@ def test_the_watch_counts_what_rises_and_forgets_what_is_lost(monkeypatch):
         assert watch.look() == 10 * len(look) + 3 * 2 * 100
         seen.append(watch.cpu_s)
     assert seen == [1.5, 1.5, 3.75, 4.25]
+
+
+def test_memory_counts_where_the_first_thread_of_a_process_has_ended():
+    program = (
+        "import ctypes, threading, time\n"
+        "def fill():\n"
+        "    kept = bytearray(b'x') * (64 << 20); print(flush=True); time.sleep(600)\n"
+        "threading.Thread(target=fill).start()\n"
+        "ctypes.CDLL(None).syscall(60, 0)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        while "Z" not in Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0]:
+            time.sleep(0.005)
+        assert 64 * MIB < usage.memory_of(process.pid) < 128 * MIB
+        process.kill()
+    assert usage.memory_of(process.pid) == 0

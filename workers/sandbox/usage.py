@@ -58,15 +58,26 @@ def descendants(pid: int) -> list[int]:
 def memory_of(pid: int) -> int:
     """Bytes; 0 for a process that is gone. One that may not be looked into counts with its whole address space: it may
     have seen to that itself, and a container without `CAP_SYS_PTRACE` refuses it for all."""
-    kib = 0
+    process = Path(f"/proc/{pid}")
     with suppress(FileNotFoundError, ProcessLookupError):
-        try:
-            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except PermissionError:
-            return int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * PAGE_BYTES
-        for line in text.splitlines():
-            name, *words = line.split()
-            kib += int(words[0]) if name in COUNTED else 0
+        for place in (
+            process,
+            *process.glob("task/*"),
+        ):  # where the first thread has ended, another tells
+            with suppress(ProcessLookupError):
+                return _memory_in(place)
+    return 0
+
+
+def _memory_in(place: Path) -> int:
+    try:
+        text = (place / "smaps_rollup").read_text()
+    except PermissionError:
+        return int((place / "statm").read_text().split()[0]) * PAGE_BYTES
+    kib = 0
+    for line in text.splitlines():
+        name, *words = line.split()
+        kib += int(words[0]) if name in COUNTED else 0
     return kib << 10
 
 

@@ -35,6 +35,8 @@ class Copy:
         self._has: dict[str, object] = {}
         """By name, what was seen of the file that is here."""
         self._num_outside = 0
+        self._untaken: set[str] = set()
+        """Names that have been told of."""
         self._stops = threading.Event()
 
     def look(self) -> bool:
@@ -44,7 +46,13 @@ class Copy:
         records = sorted(filter(RECORD.fullmatch, new))
         samples = sorted(filter(SAMPLES.fullmatch, new), key=_step, reverse=True)
         for name in [*records, *samples[:SAMPLES_AT_ONCE]]:
-            self._bring(name)
+            try:
+                self._bring(name)
+            except (CheckpointError, OSError) as error:  # such as one below another that is a file; the others come
+                if name not in self._untaken:
+                    _LOG.warning("%s: %.200r cannot be copied: %s", self.url, name, error)
+                self._untaken.add(name)
+                continue
             self._has[name] = there[name]
         for name in self._has.keys() - there.keys():
             (self.directory / name).unlink(missing_ok=True)

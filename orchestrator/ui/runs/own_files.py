@@ -7,6 +7,7 @@ waits for a pipe. What is read has a most of bytes, of depth and of kinds, so th
 import errno
 import json
 import os
+import re
 import stat
 import sys
 from collections.abc import Mapping
@@ -29,6 +30,7 @@ MOST_STATE_BYTES = 1 << 25
 """`state.json` of a thousand engines has some MiB."""
 MOST_TOKENIZER_BYTES = 1 << 27
 MOST_LEVELS = 64
+LONG_NUMBER = re.compile(r"[-+.\d][\d_:.xa-f]{400,}", re.IGNORECASE)
 """Lists and mappings in each other, in YAML. PyYAML's parser in C calls itself for each, and some ten thousand end the
 process."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -135,7 +137,7 @@ def read_config(run: Path) -> dict[str, Any]:
     try:
         _check(text)
         found = yaml.load(text, LOADER)
-    except (yaml.YAMLError, ValueError):  # ValueError: a date or a number that is none
+    except (yaml.YAMLError, ValueError, OverflowError):  # a date or a number that is none, or that no float holds
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -145,13 +147,16 @@ LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 def _check(text: str) -> None:
     """Raise `ValueError` for YAML of which a small file can make a large value or an end of the process: aliases, many
-    levels; and for types by name, for which the loader raises whatever Python does. No run writes any of these."""
+    levels; long numbers, whose reading takes its time; and types by name, for which the loader raises whatever Python
+    does. No run writes any of these."""
     level = 0
     for event in yaml.parse(text, LOADER):
         if isinstance(event, yaml.AliasEvent):
             raise ValueError(f"*{event.anchor}: an alias.")
         if isinstance(event, yaml.NodeEvent) and getattr(event, "tag", None) not in (None, "!"):
             raise ValueError(f"{event.tag}: a type by name.")
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and LONG_NUMBER.fullmatch(event.value):
+            raise ValueError(f"{event.value[:20]}…: a number of {len(event.value)} characters.")
         level += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if level > MOST_LEVELS:
             raise ValueError(f"more than {MOST_LEVELS} levels.")

@@ -92,6 +92,21 @@ def test_a_url_that_cannot_be_read_is_told(tmp_path: Path) -> None:
         pass
 
 
+def test_a_key_below_another_keeps_no_other_run_out_and_is_told_once(
+    there: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_run(there / "sums", "start")
+    put(there)
+    store = fsspec.filesystem("memory").store
+    for name in ("a/config.yaml", "a/config.yaml/logs/x.log"):
+        store[f"/bucket/runs/{name}"] = MemoryFile(path=f"/bucket/runs/{name}", data=b"x")
+    copy = Copy(URL, tmp_path / "here")
+    for _ in range(2):
+        copy.look()
+    assert "sums" in [line.id for line in Runs(tmp_path / "here").lines()]
+    assert ["cannot be copied" in record.getMessage() for record in caplog.records] == [True]
+
+
 def test_a_key_that_leads_elsewhere_is_left_out_and_told_once(
     there: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
