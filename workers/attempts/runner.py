@@ -3,7 +3,7 @@
     completed   `run` returned
     truncated   a limit was reached: turns, tokens, context or time; or one cut the last turn
     rejected    the environment did not want it to count
-    failed      it raised, or had the policy sample nothing
+    failed      it raised, had the policy sample nothing, or its time was over while its answer was scored
 
 What is truncated is trained as far as it went. Rejected and failed attempts are not, and never count as a reward of
 zero. Used by `worker.py`, and by evaluation.
@@ -143,8 +143,11 @@ class Runner:
             raise
         if not done:
             text = f"the attempt took longer than {self._config.timeout_s:g} s (environment.timeout_s)"
+            is_scoring = ctx.is_scoring
             session.end(LimitReached("time", text))
             await self._ended(playing)
+            if is_scoring and session.turns:
+                return Outcome(FAILED, "timeout_in_reward", f"{text}, and its answer was not scored yet")
             return Outcome(TRUNCATED, "time", text) if session.turns else Outcome(FAILED, "timeout", text)
         error = _raised(playing)
         if isinstance(error, LimitReached) or (error is None and session.limit):

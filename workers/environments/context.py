@@ -2,8 +2,8 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from penstock.workers.environments.tools.calling import Toolbox
 from penstock.workers.gateway.errors import Rejected
@@ -12,6 +12,8 @@ from penstock.workers.gateway.session import Session
 from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.trajectory.turn import Turn
+
+T = TypeVar("T")
 
 
 def finite(reward: Any) -> float:
@@ -49,6 +51,7 @@ class Context:
         self.api_key = api_key
         """For it, and for this attempt alone."""
         self.total_reward = 0.0
+        self._num_scoring = 0
         self.turn_rewards: dict[int, float] = {}
 
     async def sample(
@@ -86,6 +89,19 @@ class Context:
         self.total_reward += number
         if turn is not None:
             self.turn_rewards[turn.id] = self.turn_rewards.get(turn.id, 0.0) + number
+
+    async def scored(self, score: Awaitable[T]) -> T:
+        """What somebody else says of an answer: where time runs out while the attempt waits for that, it has failed
+        and is not trained as one that was wrong."""
+        self._num_scoring += 1
+        try:
+            return await score
+        finally:
+            self._num_scoring -= 1
+
+    @property
+    def is_scoring(self) -> bool:
+        return self._num_scoring > 0
 
     def reject(self, reason: str, detail: str = "") -> None:
         """End the attempt, which is not trained and counted as dropped/rejected_<reason>."""

@@ -69,7 +69,7 @@ class Agent:
         if self._scoring is None:
             ctx.reward(is_right(answer, task.data))
         else:
-            ctx.reward(await self._scoring.score(answer, task.data))
+            ctx.reward(await ctx.scored(self._scoring.score(answer, task.data)))
 
     async def aclose(self) -> None:
         if self._scoring is not None:

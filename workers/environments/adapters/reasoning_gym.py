@@ -60,7 +60,7 @@ class ReasoningGym:
         ]
         for number in range(self._attempts):
             turn = await ctx.sample(messages)
-            score = await self._scoring.score(turn.answer, task.data)
+            score = await ctx.scored(self._scoring.score(turn.answer, task.data))
             if score >= 1 or number == self._attempts - 1:
                 ctx.reward(score * self._discount**number, turn=turn)
                 return

@@ -59,7 +59,7 @@ class Tools:
         messages = self._opening(task)
         answer = await answered(ctx, messages, tools, self._max_rounds)
         if self._scoring is not None:
-            ctx.reward(await self._scoring.score(answer.answer, task.data))
+            ctx.reward(await ctx.scored(self._scoring.score(answer.answer, task.data)))
 
     async def aclose(self) -> None:
         if self._scoring is not None:
