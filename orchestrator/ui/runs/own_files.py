@@ -30,9 +30,10 @@ MOST_STATE_BYTES = 1 << 25
 """`state.json` of a thousand engines has some MiB."""
 MOST_TOKENIZER_BYTES = 1 << 27
 MOST_LEVELS = 64
-LONG_NUMBER = re.compile(r"[-+.\d][\d_:.xa-f]{400,}", re.IGNORECASE)
 """Lists and mappings in each other, in YAML. PyYAML's parser in C calls itself for each, and some ten thousand end the
 process."""
+LONG_NUMBER = re.compile(r"[-+.\d][\d_:.xa-f]{400,}", re.IGNORECASE)
+"""PyYAML reads numbers of base 60, in a time that grows with the square of their digits."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
