@@ -13,6 +13,7 @@ Qwen3 writes it into the last answer alone, and without it nothing that was said
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -128,11 +129,13 @@ class TemplateFormat:
             written = _with_short_ids(written)
         try:
             return self._applied(written, tools, to_speak)
-        except DataError:
+        except DataError as error:
             bare = _without_words_beside_calls(written)
-            if bare == written:
-                raise
-            return self._applied(bare, tools, to_speak)
+            for other in (bare, _with_something_said(written), _with_something_said(bare)):
+                if other != written:
+                    with suppress(DataError):
+                        return self._applied(other, tools, to_speak)
+            raise error
 
     def _applied(self, messages: list[dict[str, Any]], tools: Tools, to_speak: bool) -> str:
         described = [dict(tool) for tool in tools] or None
@@ -179,3 +182,12 @@ def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any
 def _without_words_beside_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Some templates take one of both in an answer. What was sampled has both, as long as a conversation goes on."""
     return [dict(one) | ({"content": ""} if one.get("tool_calls") and one.get("content") else {}) for one in messages]
+
+
+def _with_something_said(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Some templates take no answer of nothing: a space stands for it. What goes on with its tokens has none."""
+
+    def is_of_nothing(one: Mapping[str, Any]) -> bool:
+        return one.get("role") == "assistant" and not one.get("content") and not one.get("tool_calls")
+
+    return [dict(one) | ({"content": " "} if is_of_nothing(one) else {}) for one in messages]

@@ -148,4 +148,25 @@ def test_what_the_configuration_tells_the_template_is_in_the_prompt() -> None:
 def test_a_conversation_that_a_real_template_does_not_take_is_the_askers_error() -> None:
     form = FAMILIES["mistral v3"].form
     with pytest.raises(DataError, match="does not take this conversation"):
-        form.prompt_ids([QUESTION, {"role": "assistant", "content": ""}], ())
+        form.prompt_ids([QUESTION, {"role": "critic", "content": "No."}], ())
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tools", [(), (ADD,)])
+def test_an_answer_of_nothing_ends_no_attempt(name: str, tools: Sequence[Any]) -> None:
+    family = FAMILIES[name]
+    session, messages = play(family, ["", family.said("It is 4."), ""], tools)
+    assert [turn.answer for turn in session.turns] == ["", family.space + "It is 4.", ""]
+    put_between = []
+    for turn in session.turns:
+        if turn.parent is not None:
+            before = session.turns[turn.parent]
+            so_far = [*before.prompt_ids, *before.output_ids]
+            assert turn.prompt_ids[: len(so_far)] == so_far
+            put_between.append(family.text(turn.prompt_ids[len(so_far) :]))
+    assert len({*put_between}) <= 1  # the same after something and after nothing
+    assert all("2 + 2?" in text for text in put_between)
+    if name.startswith("mistral"):
+        begins_anew = name in (TOOLS_MOVE if tools else SYSTEM_MOVES)
+        assert [turn.parent for turn in session.turns] == ([None] * 3 if begins_anew else [None, 0, 1])
+    assert family.form.prompt_ids(messages, tools)
