@@ -160,7 +160,7 @@ def _check_room(batches: Sequence[pa.RecordBatch], names: list[str], places: np.
 
 
 def _entries(ends: np.ndarray, places: np.ndarray) -> int:
-    """Of the values that lie at these places."""
+    """Number of entries, or of bytes, that the values at these places have."""
     _, start, stride, count = places.T.astype(np.int64)
     each = ends[start + np.where(stride, count, 1)].astype(np.int64) - ends[start]
     return int((each * np.where(stride, 1, count)).sum())

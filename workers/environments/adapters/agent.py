@@ -93,7 +93,7 @@ class Agent:
 
 
 def _files(function: str | None) -> list[str]:
-    """That what the function answers may be of."""
+    """Python files whose classes the answers of the function may be of."""
     place = (function or "").rpartition(":")[0]
     return [place] if place.endswith(".py") else []
 
