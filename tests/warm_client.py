@@ -24,10 +24,16 @@ def run(path: str, arguments: list[str]) -> int:
         "arguments": arguments, "environment": dict(os.environ), "directory": os.getcwd(), "files": files
     }  # fmt: skip
     server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
-    server.connect(path)
+    try:
+        server.connect(path)
+    except ConnectionRefusedError:
+        with open(path + ".log") as log:  # what the server has printed: a traceback, if it has ended by one
+            raise RuntimeError("the server of warm workers has been killed, or ended by this: " + log.read()) from None
     sent = b"".join(file.to_bytes(4, sys.byteorder) for file in files)
     server.sendmsg([marshal.dumps(request)], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, sent)])
     process = int(server.recv(64) or b"0")
+    if not process:
+        return SIGKILLED
     for number in (_signal.SIGTERM, _signal.SIGINT):
         _signal.signal(number, lambda number, _: os.kill(process, number))
     ended = select.select([server, *ends_with], [], [])[0]

@@ -121,13 +121,15 @@ def warm_python(directory: Path, ends_with: int, python: str = sys.executable, m
 
 
 def _start(path: Path, words: Sequence[str]) -> None:
-    server = subprocess.Popen(words, stdin=subprocess.DEVNULL, env={**QUIET, **os.environ})
+    with open(f"{path}.log", "wb") as log:
+        server = subprocess.Popen(words, stdin=subprocess.DEVNULL, stderr=log, env={**QUIET, **os.environ})
     STARTED.append(server)
     deadline = time.monotonic() + START_S
     while not path.exists():
         if server.poll() is not None or time.monotonic() > deadline:
             server.kill()
-            raise RuntimeError(f"the server of warm workers did not start; its exit status: {server.poll()}")
+            said = Path(f"{path}.log").read_text(errors="replace")
+            raise RuntimeError(f"the server of warm workers did not start; its exit status: {server.poll()}; {said}")
         time.sleep(0.05)
 
 
@@ -187,10 +189,11 @@ def fork_for(caller: socket.socket) -> int:
     if _is_with(pid, "pid"):
         with _process(pid) as there:
             forked = os.fork()
-            if forked == 0 and not _is_with(pid, "mnt"):  # it has mounted something for itself: `tests/tmpfs.py`
+            if forked == 0:
                 try:
-                    join(there, USERS | KINDS["mount"])
-                except OSError:
+                    if not _is_with(pid, "mnt"):  # it has mounted something for itself: `tests/tmpfs.py`
+                        join(there, USERS | KINDS["mount"])
+                except OSError:  # the caller has ended
                     os._exit(1)
         return forked
     with _process(pid) as there, _process(os.getpid()) as here:

@@ -5,6 +5,7 @@ it is, and its node's agent ends nobody else.
 import contextlib
 import os
 import time
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,9 +61,15 @@ def kill(process: ProcessId, timeout_s: float = END_S) -> bool:
     return not left
 
 
-def end_children() -> int:
-    """Of this process, with theirs: what users' code has left. Their number."""
-    left = _with_children(os.getpid())[1:]
+def children() -> frozenset[psutil.Process]:
+    """Processes that this one has started, and those that they have."""
+    return frozenset(_with_children(os.getpid())[1:])
+
+
+def end_children(but: Set[psutil.Process] = frozenset()) -> int:
+    """End what users' code has left: this process's children, with theirs. `but`: those of before that code, which are
+    somebody else's. The number of ended ones."""
+    left = children() - but
     for member in left:
         with contextlib.suppress(psutil.NoSuchProcess):
             member.kill()

@@ -73,14 +73,20 @@ def test_one_that_is_gone_needs_no_end() -> None:
     assert kill(gone)
 
 
-def test_what_users_code_has_left_is_ended_with_its_children() -> None:
+def test_what_users_code_has_left_is_ended_with_its_children_and_nothing_from_before() -> None:
     code = "import subprocess, time; subprocess.Popen(['sleep', '60']); print('ready', flush=True); time.sleep(60)"
     program = f"""
 import subprocess, sys
-from penstock.workers.processes import end_children
-child = subprocess.Popen([sys.executable, "-c", {code!r}], stdout=subprocess.PIPE)
-child.stdout.readline()
-print(end_children(), child.wait(10), flush=True)
+from penstock.workers.processes import children, end_children
+
+def start():
+    child = subprocess.Popen([sys.executable, "-c", {code!r}], stdout=subprocess.PIPE)
+    child.stdout.readline()
+    return child
+
+first, others = start(), children()
+second = start()
+print(end_children(but=others), second.wait(10), first.poll(), end_children(), first.wait(10), flush=True)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert done.stdout.split() == ["2", "-9"], done.stderr
+    assert done.stdout.split() == ["2", "-9", "None", "2", "-9"], done.stderr

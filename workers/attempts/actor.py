@@ -25,7 +25,7 @@ from penstock.workers.gateway.formats.choosing import make_format
 from penstock.workers.gateway.http.server import HttpServer
 from penstock.workers.gateway.ray_engines import ask
 from penstock.workers.gateway.session import Session, TurnLimits
-from penstock.workers.processes import ProcessId, end_children
+from penstock.workers.processes import ProcessId, children, end_children
 from penstock.workers.progress import SERVING, Phases, Progress
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.protocols import Sampling
@@ -75,6 +75,7 @@ class Environments:
         self._runner: Runner | None = None
         self._worker: EnvironmentWorker | None = None
         self._serving = Serving(self._serve)
+        self._others = children()  # of this process, which the environment did not start
 
     def __repr__(self) -> str:
         return self._spec.name
@@ -151,7 +152,7 @@ class Environments:
         await self._server.stop()
         if self._runner is not None:
             await self._runner.close()
-        end_children()
+        end_children(but=self._others)
 
     async def _serve(self, store: Any) -> None:
         assert self._worker is not None

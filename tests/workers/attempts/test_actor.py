@@ -1,19 +1,27 @@
 """What the shell around an environment makes of its configuration. No Ray: the actor is a class like any other."""
 
 import asyncio
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.conf.environment import EnvironmentConfig, GatewayConfig
 from penstock.conf.rollout import RolloutConfig
 from penstock.workers.attempts import actor
 from penstock.workers.attempts.actor import Environments, EnvironmentSpec
+from penstock.workers.processes import children
 from penstock.workers.protocols import Sampling
 from tests.workers.gateway.chat_models import Saying, tokenizer
 
 CODE = """
+import subprocess
+
 class Idle:
+    left = subprocess.Popen(["sleep", "600"])
+
     async def run(self, task, ctx):
         pass
 """
@@ -40,3 +48,36 @@ def test_the_configuration_decides_whose_temperature_counts(
             await environments.close()
 
     asyncio.run(scenario())
+
+
+def test_its_end_is_that_of_what_the_environment_has_started_and_of_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the process has started before is somebody else's: servers of its notebook, other tests' clusters."""
+    monkeypatch.setattr(actor, "load_tokenizer", lambda path: tokenizer())
+    (tmp_path / "leaves.py").write_text(CODE)
+
+    def sleeping() -> set[str]:
+        found = set()
+        for child in children():
+            with suppress(psutil.NoSuchProcess):  # nor one that has ended and is not awaited
+                found.add(" ".join(child.cmdline()))
+        return found
+
+    async def scenario() -> set[str]:
+        spec = EnvironmentSpec(
+            "Environment-0", 0, EnvironmentConfig(name=f"{tmp_path}/leaves.py:Idle"), RolloutConfig(), "", 0, 1, ()
+        )
+        environments = Environments(spec)
+        await environments.start()
+        before = sleeping()
+        await environments.close()
+        return before
+
+    with subprocess.Popen(["sleep", "601"]) as other:
+        try:
+            assert {"sleep 600", "sleep 601"} <= asyncio.run(scenario())
+            assert other.poll() is None
+            assert "sleep 600" not in sleeping()
+        finally:
+            other.kill()
