@@ -133,6 +133,21 @@ class PartnerGone(WorkerDied):
     """What this process works with is gone: another rank, the store. The cause is the other's own error."""
 
 
+DEVICE_FAILED = (
+    "cuda error", "cuda driver error", "nccl error", "nccl communicator", "ecc error", "cublas_status_", "cudnn_status_"
+)  # fmt: skip
+USERS_OWN = ("out of memory", "device-side assert", "alloc_failed", "no kernel image", "invalid ", "invalid_", "not_supported")
+"""What CUDA says of a program or a setting that would fail in the same way on any other GPU."""
+
+
+def is_device_failure(error: BaseException) -> bool:
+    """A GPU has failed, or the connection between GPUs, by what the error says: torch raises most of these as bare
+    `RuntimeError`s. The process is of no use afterwards, since CUDA repeats such an error at every call."""
+    text = str(error).lower()
+    failed, own = (any(word in text for word in words) for words in (DEVICE_FAILED, USERS_OWN))
+    return isinstance(error, RuntimeError) and failed and not own
+
+
 def suggest(word: str, known: Iterable[str]) -> str:
     """A half sentence for "unknown name" errors: the nearest known name, and all of them if they are few."""
     names = sorted(known)

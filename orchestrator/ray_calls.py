@@ -12,7 +12,14 @@ from typing import Any, TypeVar
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
-from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, WorkerDied, WorkerFailed
+from penstock.conf.errors import (
+    DeadlineExceeded,
+    PartnerGone,
+    PenstockError,
+    WorkerDied,
+    WorkerFailed,
+    is_device_failure,
+)
 from penstock.orchestrator.failures import CAUSE_GRACE_S, cause_of, is_cause
 
 MEMORY_KEYS = {
@@ -30,15 +37,16 @@ _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
 
 
 def translate(error: Exception, name: str) -> Exception:
-    """What an actor raised, without Ray's wrapping; its death, and whatever else Ray says of it, as `WorkerDied`.
-    Errors of this process are returned as they are."""
+    """What an actor raised, without Ray's wrapping; its death, the failure of its GPU, and whatever else Ray says of it,
+    as `WorkerDied`. Errors of this process are returned as they are."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, PenstockError):
             return cause
         if isinstance(cause, RayActorError):
             return PartnerGone(f"an actor that {name} depends on has died: {cause}")
-        return WorkerFailed(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
+        kind = WorkerDied if is_device_failure(cause) else WorkerFailed
+        return kind(f"{name} failed with {type(cause).__name__}: {cause}\n{_tail(str(error))}")
     if isinstance(error, RayActorError):
         return WorkerDied(
             f"{name} has died ({_reason(str(error))}). Its log is in Ray's session directory on its node "

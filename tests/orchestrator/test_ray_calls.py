@@ -121,6 +121,32 @@ def test_what_crossed_ray_has_one_of_penstocks_names() -> None:
     assert translate(own, "Rollout-0") is own
 
 
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be reported later", WorkerDied),
+        ("CUDA error: unspecified launch failure", WorkerDied),
+        ("CUDA error: an illegal memory access was encountered", WorkerDied),
+        ("CUDA error: the launch timed out and was terminated", WorkerDied),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm(...)`", WorkerDied),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3356, unhandled system error, NCCL version 2.27.5", WorkerDied),
+        ("NCCL communicator encountered error set by ProcessGroupNCCL: NCCL error: remote side aborted", WorkerDied),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB.", WorkerFailed),
+        ("CUDA error: out of memory", WorkerFailed),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", WorkerFailed),
+        ("CUDA error: device-side assert triggered", WorkerFailed),
+        ("CUDA error: no kernel image is available for execution on the device", WorkerFailed),
+        ("CUDA error: invalid device ordinal", WorkerFailed),
+        ("mat1 and mat2 shapes cannot be multiplied", WorkerFailed),
+    ],
+)
+def test_what_a_gpu_has_ended_is_a_death_and_what_a_program_does_to_it_is_not(said: str, expected: type) -> None:
+    error = translate(crossed(RuntimeError(said)), "Trainer-0")
+    assert type(error) is expected
+    assert said in str(error)
+    assert type(translate(crossed(ValueError(said)), "Trainer-0")) is WorkerFailed  # quoted by somebody's own error
+
+
 def test_an_actor_that_its_constructor_ended_is_told_with_what_that_raised() -> None:
     try:
         raise ValueError("no snapshot is there")

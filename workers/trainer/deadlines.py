@@ -8,11 +8,14 @@ for.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError
+from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, is_device_failure
 from penstock.workers.trainer.ranks import Ranks
 
 LATE = ("timed out", "timeout")
-LOST = ("connection closed", "connection reset", "connection refused", "broken pipe", "socket closed", "remote process")
+LOST = (
+    "connection closed", "connection reset", "connection refused", "broken pipe", "socket closed", "remote process",
+    "communicator was aborted",
+)  # fmt: skip
 
 
 @contextmanager
@@ -37,7 +40,7 @@ def named(error: RuntimeError, phase: str, ranks: Ranks, where: str) -> Penstock
     last = str(error).strip().splitlines()[-1][:200]
     if any(word in text for word in LOST):
         return PartnerGone(f"{place}: another rank is gone ({last}). What ended it is in its own error.")
-    if any(word in text for word in LATE):
+    if any(word in text for word in LATE) and not is_device_failure(error):  # of a kernel: "the launch timed out"
         return DeadlineExceeded(
             f"{place}: another rank did not answer within {ranks.timeout.total_seconds():g} s ({last}). Raise "
             "trainer.collective_timeout_s if it was only slow; else see what it did last."

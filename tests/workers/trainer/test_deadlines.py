@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from penstock.algorithms.losses import ppo_clip_loss
-from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
+from penstock.conf.errors import DeadlineExceeded, PartnerGone, PenstockError, WorkerDied
 from penstock.conf.trainer import TrainerConfig
 from penstock.workers.trainer.deadlines import named
 from penstock.workers.trainer.meeting import Meeting
@@ -75,6 +75,9 @@ def test_errors_that_are_no_collectives_stay_what_they_are() -> None:
     ranks = Ranks.join(0, 1, None, TIMEOUT_S, use_gpu=False)
     try:
         assert named(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), "forward", ranks, "") is None
+        assert named(RuntimeError("CUDA error: the launch timed out and was terminated"), "forward", ranks, "") is None
+        aborted = named(RuntimeError("NCCL communicator was aborted on rank 0."), "forward", ranks, "")
+        assert isinstance(aborted, PartnerGone)
         late = named(RuntimeError("[..] Timed out waiting 3000ms for recv"), "publication", ranks, "model.layers.3")
         assert isinstance(late, DeadlineExceeded)
         assert "publication, rank 0 of 1, at model.layers.3: another rank did not answer within 3 s" in str(late)
