@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from ray.exceptions import RayError
 
 from penstock.algorithms.graph.dataflow import Dataflow
-from penstock.conf.errors import PenstockError, TakenOver
+from penstock.conf.errors import DamagedCheckpoint, PenstockError, TakenOver
 from penstock.conf.run import RunConfig
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
 from penstock.orchestrator.checkpoint import Checkpoint
-from penstock.orchestrator.checkpointing.resuming import newest, rewind
+from penstock.orchestrator.checkpointing.resuming import fall_back, newest, rewind
 from penstock.orchestrator.cluster import is_elsewhere, namespace_of
 from penstock.orchestrator.controller import Controller, Outcome
 from penstock.orchestrator.evaluation import Evaluator
@@ -44,6 +44,7 @@ from penstock.orchestrator.takeover.left_behind import LeftBehind
 from penstock.orchestrator.takeover.ranks import take_up
 from penstock.orchestrator.takeover.run_state import Identity, RunState, pack
 from penstock.orchestrator.takeover.taken import Taken
+from penstock.store.errors import CorruptSnapshot
 
 
 class Training:
@@ -103,6 +104,8 @@ class Training:
                     finally:
                         step = controller.outcome.num_steps
             except PenstockError as error:
+                if self._fell_back(error):
+                    continue
                 if not self._may_return(error, step):
                     if self._cause is None:
                         raise
@@ -206,6 +209,16 @@ class Training:
         self._progress.note(f"returning to {place}: {first_line(failure)}")
         return True
 
+    def _fell_back(self, failure: PenstockError) -> bool:
+        """The checkpoint that the fleet was to start from is damaged, and the next will start from the one before."""
+        if self._resumed is None or not isinstance(failure, DamagedCheckpoint | CorruptSnapshot):
+            return False
+        own = fall_back(self._directory, self._config, self._resumed, failure, self._progress.note)
+        if own is not None:
+            self._first = own if self._first is self._resumed else self._first
+            self._begin_with(own)
+        return own is not None
+
     def _has_own(self) -> bool:
         """A checkpoint of this run that can be read."""
         with contextlib.suppress(PenstockError):
@@ -216,12 +229,16 @@ class Training:
         """Set the run's directory back, and choose what the next fleet begins with. Raises what the run returns for
         where that cannot be."""
         try:
-            own = rewind(self._directory, self._config)
+            own = rewind(self._directory, self._config, self._progress.note)
         except PenstockError as error:
             self._directory.event("return_failed", error=type(error).__name__, message=str(error))
             assert self._cause is not None
             raise self._cause from error
-        self._resumed = own if own is not None else self._first
+        self._begin_with(own if own is not None else self._first)
+
+    def _begin_with(self, resumed: Checkpoint | None) -> None:
+        """Of the next fleet."""
+        self._resumed = resumed
         self._namespace = namespace_of(self._directory.run_id)
         note_connection(self._directory, self._namespace)
 

@@ -245,6 +245,13 @@ def remove(place: str) -> None:
                 system.rm_file(path)
 
 
+def move(place: str, to: str) -> None:
+    """A directory to another name on the same file system. Raises `CheckpointError`."""
+    system, path = _open(place)
+    with _told(place, "moved"):
+        system.mv(path, _open(to)[1], recursive=True)
+
+
 def _open(place: str) -> tuple[Any, str]:
     """A file system, and the place in its own words."""
     if not is_url(place):  # whatever its name has: `~` and `::` mean something in URLs

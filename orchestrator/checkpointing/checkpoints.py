@@ -11,10 +11,11 @@ Written by `saving.py` while training goes on, opened by `resuming.py` and `expo
 
 import json
 from collections.abc import Collection, Iterable
+from itertools import count
 from pathlib import Path
 
 from penstock.conf.checkpoint import CheckpointConfig
-from penstock.conf.errors import CheckpointError
+from penstock.conf.errors import CheckpointError, DamagedCheckpoint
 from penstock.orchestrator.checkpoint import FORMAT, Checkpoint
 from penstock.workers.files import (
     SavedFile,
@@ -22,6 +23,7 @@ from penstock.workers.files import (
     fault_of,
     fault_of_size,
     list_names,
+    move,
     read_text,
     remove,
     upload_directory,
@@ -31,6 +33,7 @@ from penstock.workers.prompts.order import PromptCursor
 from penstock.workers.prompts.source import PromptStart
 
 PREFIX = "global_step_"
+ASIDE = "damaged_"
 MARKER = "COMPLETE"
 MANIFEST = "manifest.json"
 
@@ -100,9 +103,25 @@ class Checkpoints:
         complete = self.steps()
         return [step for step in self._all() if step not in complete]
 
-    def newest(self) -> Checkpoint | None:
-        steps = self.steps()
-        return open_checkpoint(self.directory(steps[-1])) if steps else None
+    def newest(self, damaged: list[tuple[int, DamagedCheckpoint]] | None = None) -> Checkpoint | None:
+        """The newest that is whole. `damaged`: steps of those after it, and what is wrong with them. Raises
+        `DamagedCheckpoint` if there are some and none is whole."""
+        faults = damaged if damaged is not None else []
+        for step in reversed(self.steps()):
+            try:
+                return open_checkpoint(self.directory(step))
+            except DamagedCheckpoint as error:
+                faults.append((step, error))
+        if faults:
+            raise faults[0][1]
+        return None
+
+    def put_aside(self, step: int) -> str:
+        """Give a damaged one a name under which it is none, for people to look at. Where it is now."""
+        name, taken = f"{ASIDE}{PREFIX}{step}", list_names(self.place)
+        free = next(free for free in (name, *(f"{name}_{number}" for number in count(2))) if free not in taken)
+        move(self.directory(step), f"{self.place}/{free}")
+        return f"{self.place}/{free}"
 
     def _all(self) -> list[int]:
         numbers = (name.removeprefix(PREFIX) for name in list_names(self.place) if name.startswith(PREFIX))
@@ -121,7 +140,8 @@ def open_checkpoint(place: str) -> Checkpoint:
     """The checkpoint in a directory, or the newest of a run's or of a `checkpoints/` directory. Its files are there in
     their sizes; checksums are for whoever reads them.
 
-    Raises `CheckpointError` that names what is wrong, and the one before if there is one.
+    Raises `CheckpointError` that names what is wrong, and the one before if there is one: `DamagedCheckpoint` for files
+    that are missing or cut.
     """
     place = place.rstrip("/")
     for below in (place, f"{place}/checkpoints"):
@@ -145,7 +165,9 @@ def open_checkpoint(place: str) -> Checkpoint:
         start = PromptStart(cursor, int(prompts["first_group"]))
         files = [SavedFile(**entry) for entry in values.pop("files")]
         checkpoint = Checkpoint(directory=place, prompts=start, files=files, **values)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpoint(f"{place}/{MANIFEST}: cannot be read ({error}). {way_out(place)}") from None
+    except OSError as error:
         raise CheckpointError(f"{place}/{MANIFEST}: cannot be read ({error}). {way_out(place)}") from None
     _check_sizes(checkpoint)
     return checkpoint
@@ -165,4 +187,4 @@ def _check_sizes(checkpoint: Checkpoint) -> None:
     for file in checkpoint.files:
         path = f"{checkpoint.trainer}/{file.name}"
         if fault := fault_of_size(path, file.num_bytes):
-            raise CheckpointError(f"{path} {fault}. {way_out(checkpoint.directory)}")
+            raise DamagedCheckpoint(f"{path} {fault}. {way_out(checkpoint.directory)}")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from penstock.conf.checkpoint import CheckpointConfig
-from penstock.conf.errors import CheckpointError, ConfigError, RunInUse
+from penstock.conf.errors import CheckpointError, ConfigError, DamagedCheckpoint, RunInUse
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints, open_checkpoint
 from penstock.orchestrator.checkpointing.resuming import finished_run, open_run
@@ -170,6 +170,57 @@ def test_resume_auto_goes_on_in_the_runs_directory_and_drops_the_lines_that_come
     assert [line["step"] for line in again.read_metrics()] == [0, 1, 2]
     assert [event["kind"] for event in again.read_events()] == ["start", "resume"]
     assert not (directory.checkpoints / "global_step_3").exists()
+
+
+def checkpointed(tmp_path, *steps):
+    """A run of the name "hurt" that was there, and its checkpoints."""
+    directory, _ = open_run(run_words(tmp_path, "name=hurt"))
+    for step in range(max(steps) + 1):
+        directory.log_metrics({"step": step})
+    directory.close()
+    checkpoints = Checkpoints(str(directory.checkpoints), CheckpointConfig())
+    for step in steps:
+        write(checkpoints, step)
+    return directory.checkpoints
+
+
+def test_damaged_ones_are_put_aside_and_the_one_before_them_is_taken(tmp_path):
+    place = checkpointed(tmp_path, 1, 2, 3)
+    (place / "damaged_global_step_3").mkdir()  # by an earlier accident
+    (place / "global_step_2" / "manifest.json").unlink()
+    (place / "global_step_3" / "trainer" / "rank_0.bin").write_bytes(b"w")
+    told = []
+    again, resumed = open_run(run_words(tmp_path, "name=hurt", "resume=auto"), tell=told.append)
+    assert resumed is not None
+    assert resumed.step == 1
+    assert [line["step"] for line in again.read_metrics()] == [0, 1]
+    names = ["damaged_global_step_2", "damaged_global_step_3", "damaged_global_step_3_2", "global_step_1"]
+    assert sorted(path.name for path in place.iterdir()) == names
+    assert (place / "damaged_global_step_3_2" / "trainer" / "rank_0.bin").read_bytes() == b"w"
+    events = [(event["kind"], event["step"]) for event in again.read_events()[1:]]
+    assert events == [("checkpoint_damaged", 3), ("checkpoint_damaged", 2), ("resume", 1)]
+    assert "the checkpoint of step 3 is damaged and was put aside as" in told[0]
+    assert "rank_0.bin has 1 bytes instead of 21" in told[0]
+    write(Checkpoints(str(place), CheckpointConfig()), 3)  # the step comes again
+
+
+def test_where_none_is_whole_the_newest_is_told_and_all_stay(tmp_path):
+    place = checkpointed(tmp_path, 1, 2)
+    for step in (1, 2):
+        (place / f"global_step_{step}" / "trainer" / "rank_0.bin").write_bytes(b"")
+    with pytest.raises(DamagedCheckpoint, match=r"global_step_2/trainer/rank_0\.bin has 0 bytes"):
+        open_run(run_words(tmp_path, "name=hurt", "resume=auto"))
+    assert sorted(path.name for path in place.iterdir()) == ["global_step_1", "global_step_2"]
+
+
+def test_one_that_cannot_be_read_for_now_is_not_put_aside(tmp_path):
+    place = checkpointed(tmp_path, 1, 2)
+    manifest = place / "global_step_2" / "manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        open_run(run_words(tmp_path, "name=hurt", "resume=auto"))
+    assert sorted(path.name for path in place.iterdir()) == ["global_step_1", "global_step_2"]
 
 
 def test_resume_never_says_how_to_go_on(tmp_path):

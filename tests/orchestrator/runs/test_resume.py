@@ -73,6 +73,24 @@ def test_a_run_that_goes_on_is_the_run_that_was_never_interrupted(words, tmp_pat
     assert main(["export", str(tmp_path / "parts"), str(tmp_path / "exported")]) == 2
 
 
+@pytest.mark.parametrize("part", ["trainer/rank_0.bin", "store"])
+def test_a_checkpoint_that_its_readers_find_damaged_is_put_aside_and_the_one_before_taken(words, tmp_path, part):
+    """Its sizes are right: a flipped bit shows when ranks or the store read it. The numbers are those of before."""
+    words = [*words, "checkpoint.every_steps=1", "name=hurt"]
+    before = metrics_of(run(load_config([*words, "trainer.max_steps=2"]), quiet=True).directory)
+    place = tmp_path / "hurt" / "checkpoints"
+    file = place / "global_step_2" / part
+    file = next(file.rglob("*.arrow")) if file.is_dir() else file
+    data = file.read_bytes()
+    file.write_bytes(bytes([data[0] ^ 1]) + data[1:])
+    again = metrics_of(run(load_config([*words, "trainer.max_steps=3", "resume=auto"]), quiet=True).directory)
+    assert [line["step"] for line in again] == [1, 2, 3]
+    assert again[1]["reward/mean"] == before[1]["reward/mean"]
+    assert again[1]["actor/grad_norm"] == before[1]["actor/grad_norm"]
+    names = sorted(path.name for path in place.iterdir())  # two are kept
+    assert names == ["damaged_global_step_2", "global_step_2", "global_step_3"]
+
+
 def test_finished_work_of_an_asynchronous_run_is_kept(words, tmp_path):
     """Groups that were sampled before the checkpoint are trained after it, within the staleness bound."""
     words = [*words, "checkpoint.every_steps=2", "max_staleness=2", "name=ahead"]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 
-from penstock.conf.errors import CheckpointError, suggest
+from penstock.conf.errors import CheckpointError, DamagedCheckpoint, suggest
 from penstock.workers.files import SavedFile, fault_of, read_text
 from penstock.workers.trainer.checkpointing.flat_shards import FlatLoadPlanner, values_of
 from penstock.workers.trainer.checkpointing.saver import CARRIED
@@ -62,7 +62,7 @@ def _check_fits(piece: Piece, saved: dict[str, Any], directory: str) -> None:
 
 
 def check_files(directory: str, files: Iterable[SavedFile]) -> None:
-    """Raise `CheckpointError` for the first file of a directory or URL that is not what was written."""
+    """Raise `DamagedCheckpoint` for the first file of a directory or URL that is not what was written."""
     for file in files:
         if fault := fault_of(directory, file):
-            raise CheckpointError(f"{directory}/{file.name} {fault}. Resume from the checkpoint before it.")
+            raise DamagedCheckpoint(f"{directory}/{file.name} {fault}. Resume from the checkpoint before it.")

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from penstock.conf.errors import CheckpointError
+from penstock.conf.errors import DamagedCheckpoint
 from penstock.network.names import checked
 from penstock.workers.direct_io import DirectReader, DirectWriter
 from penstock.workers.files import FarFile, SavedFile, is_url, open_file, read_text
@@ -106,7 +106,7 @@ class ShardWriter(StorageWriter):
 
 class ShardReader(StorageReader):
     """The same for reading, of what is asked for and no more. `directory`: may be an fsspec URL. `read_metadata` raises
-    `CheckpointError` for an index that `ShardWriter` does not write."""
+    `DamagedCheckpoint` for an index that `ShardWriter` does not write."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
@@ -120,7 +120,7 @@ class ShardReader(StorageReader):
             try:
                 self._metadata = _metadata_of(json.loads(read_text(f"{self._directory}/{INDEX}")))
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-                raise CheckpointError(
+                raise DamagedCheckpoint(
                     f"{self._directory}/{INDEX} cannot be read ({type(error).__name__}: {error}). Resume from another "
                     "checkpoint."
                 ) from None
