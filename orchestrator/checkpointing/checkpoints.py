@@ -63,6 +63,10 @@ class Checkpoints:
         if not exists(f"{self.directory(step)}/{MARKER}"):
             remove(self.directory(step))
 
+    def unseal(self, step: int) -> None:
+        """One that was complete counts no longer: the run has gone back behind its step, and writes it anew."""
+        remove(f"{self.directory(step)}/{MARKER}")
+
     def add_directory(self, step: int, name: str, directory: Path) -> None:
         """Bring a local directory to a place that is a URL."""
         upload_directory(directory, f"{self.directory(step)}/{name}")

@@ -54,8 +54,10 @@ class CheckpointWriter:
         self._directory, self._progress = directory, progress
         self._checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
         self._writing: asyncio.Task[PenstockError | None] | None = None
-        self._newest: int | None = None
-        """Step of the last that was begun."""
+        resumed = fleet.resumed
+        is_own = resumed is not None and resumed.directory == self._checkpoints.directory(resumed.step)
+        self._newest = resumed.step if is_own and resumed is not None else None
+        """Step of the last that was begun, or that the run goes on from: it is not written again."""
         self._places: dict[str, str] = {}
         """Where each rank writes it: its own disk, where it does not see the driver's."""
         self._left: set[int] = set()
@@ -78,7 +80,11 @@ class CheckpointWriter:
             return
         with contextlib.suppress(CheckpointError):  # a place that does not answer is told by the next one
             self._left |= set(await asyncio.to_thread(self._checkpoints.unfinished))
-            if step is not None and self.is_due(step) and step not in await asyncio.to_thread(self._checkpoints.steps):
+            if step is None:
+                return
+            if step in await asyncio.to_thread(self._checkpoints.steps):
+                self._newest = step
+            elif self.is_due(step):
                 await self.begin(step, metrics, is_last=True)
 
     async def begin(self, step: int, metrics: Mapping[str, Any], *, is_last: bool = False) -> float:
@@ -95,7 +101,7 @@ class CheckpointWriter:
             "checkpoint.directory answers."
         )
         try:
-            await asyncio.to_thread(self._clear, step)
+            await asyncio.to_thread(self._make_room, step)
             begun = await self._trainers_begin(step, patience_s)
         except (OSError, CheckpointError, ResourceError) as error:
             begun, why_not = False, f"{place}: cannot be written: {error}"
@@ -145,6 +151,11 @@ class CheckpointWriter:
         """What ranks have written, or have not, for others to collect. One that still writes removes it itself."""
         with contextlib.suppress(PenstockError):  # the nodes remove it at the end of the run
             await self._fleet.discard(directory, self._places)
+
+    def _make_room(self, step: int) -> None:
+        """Nothing of an earlier one of this step may be taken for a part of the new one."""
+        self._checkpoints.unseal(step)
+        self._clear(step)
 
     def _clear(self, step: int) -> None:
         """What failed ones have left, and what a run that died left of this step."""

@@ -64,7 +64,7 @@ class EmptyStore:
         return empty_snapshot(root, step)
 
 
-def saving(tmp_path, **config):
+def saving(tmp_path, resumed=None, **config):
     """A writer, its trainer, what it tells the run's directory, and the order of calls."""
     calls = []
     trainer, directory = LateTrainer(calls), Mock()
@@ -75,7 +75,7 @@ def saving(tmp_path, **config):
     run = RunConfig(algorithm=GrpoConfig(), checkpoint=checkpoint, trainer=TrainerConfig(max_steps=4))
     files = OneMachine(roles.__getitem__)
     places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
-    fleet = Some(role=roles.get, flow=flow, model_path="/", **places)
+    fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=resumed, **places)
     return CheckpointWriter(fleet, EmptyStore(calls), run, directory, Mock()), trainer, directory, calls
 
 
@@ -119,6 +119,54 @@ def test_one_of_which_a_rank_s_file_is_nowhere_to_be_seen_costs_itself_only(tmp_
     message = directory.event.call_args_list[0].kwargs["message"]
     assert "global_step_1/trainer/rank_0.bin is missing as this machine sees it" in message
     assert "that all nodes share" in message
+
+
+def sealed(tmp_path, step):
+    """The checkpoint of a command before: when it was sealed."""
+    directory = tmp_path / f"global_step_{step}"
+    (directory / "trainer").mkdir(parents=True)
+    (directory / "trainer" / "rank_0.bin").write_text("whole")
+    (directory / "COMPLETE").write_text(f"{step}\n")
+    return directory
+
+
+@pytest.mark.parametrize("way", ["resumed", "taken over"])
+def test_one_that_is_sealed_is_not_written_again_by_who_goes_on_from_it(tmp_path, way):
+    directory = sealed(tmp_path, 2)
+    resumed = Some(step=2, directory=str(directory)) if way == "resumed" else None
+    writer, _, _, calls = saving(tmp_path, resumed=resumed)
+    if way == "taken over":
+        asyncio.run(writer.adopt(2, {}))
+    assert not writer.is_due(2, is_last=True)
+    assert writer.is_due(3, is_last=True)
+    assert calls == []
+
+
+def test_one_of_another_run_is_none_of_this_ones(tmp_path):
+    resumed = Some(step=2, directory=str(sealed(tmp_path / "another", 2)))
+    assert saving(tmp_path, resumed=resumed)[0].is_due(2, is_last=True)
+
+
+def test_a_sealed_one_behind_which_the_run_has_gone_counts_no_longer_once_it_is_written_anew(tmp_path):
+    """Were the command to die here, a marker of before would stand for files that are half of one and half of another."""
+    directory = sealed(tmp_path, 2)
+    writer, trainer, _, _ = saving(tmp_path)
+
+    def begun(place):
+        assert not directory.exists()
+        return True
+
+    trainer.begin_saving = Remote(begun)
+    trainer.finish_saving = Remote(list)
+
+    async def run():
+        await writer.begin(2, {})
+        assert not (directory / "COMPLETE").exists()
+        await writer.finish(strict=True)
+
+    asyncio.run(run())
+    assert (directory / "COMPLETE").is_file()
+    assert not (directory / "trainer" / "rank_0.bin").exists()
 
 
 @pytest.mark.parametrize(("step", "is_last"), [(4, False), (2, True)])
