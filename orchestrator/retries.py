@@ -33,9 +33,9 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
     pause_s = FIRST_PAUSE_S
     for left in range(retries, -1, -1):
         began = time.monotonic()
-        code = _run(words)
+        code, is_wanted = _run(words)
         pause_s = FIRST_PAUSE_S if time.monotonic() - began >= LONG_S else pause_s
-        if code == 0 or not left or not _may_help(config, code):
+        if code == 0 or is_wanted or not left or not _may_help(config, code):
             return code
         print(
             f"{config.name} has ended ({_how(code)}); going on with it in {pause_s:g} s, {left} of --retries {retries} "
@@ -48,20 +48,24 @@ def run_with_retries(overrides: Sequence[str], retries: int) -> int:
     raise AssertionError("the last try returns")
 
 
-def _run(words: Sequence[str]) -> int:
-    """One try; its exit code, negative for a signal. Ctrl-C reaches it by itself, unless it is ignored here, and
-    SIGTERM is passed on."""
+def _run(words: Sequence[str]) -> tuple[int, bool]:
+    """One try: its exit code, negative for a signal, and whether somebody has wanted it to end. Ctrl-C reaches it by
+    itself, unless it is ignored here, and SIGTERM is passed on: to a process that may not have got as far as to hear
+    it, and dies of it as of any accident."""
+    wanted: list[int] = []
     process = subprocess.Popen([sys.executable, "-m", "penstock.orchestrator.cli", "run", *words])
 
-    def passed_on(number: int, _: FrameType | None) -> None:
-        process.send_signal(number)
+    def heard(number: int, _: FrameType | None) -> None:
+        wanted.append(number)
+        if number == signal.SIGTERM:
+            process.send_signal(number)
 
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
-    signal.signal(signal.SIGTERM, passed_on)
+    signal.signal(signal.SIGTERM, heard)
     if before[signal.SIGINT] != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: None)
+        signal.signal(signal.SIGINT, heard)
     try:
-        return process.wait()
+        return process.wait(), bool(wanted)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,6 +1,7 @@
 """`penstock run --retries N`: the command is taken up again when it is killed, and not where that is of no use. Real
 commands are killed in `tests/chaos`."""
 
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,9 +20,9 @@ def tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., list
     def go(codes: list[int], may_help: bool) -> list[list[str]]:
         words: list[list[str]] = []
 
-        def ended(told: list[str]) -> int:
+        def ended(told: list[str]) -> tuple[int, bool]:
             words.append(list(told))
-            return codes[len(words) - 1]
+            return codes[len(words) - 1], False
 
         monkeypatch.setattr(retries, "_run", ended)
         monkeypatch.setattr(retries, "_may_help", lambda config, code: may_help)
@@ -43,6 +44,34 @@ def test_tries_are_of_one_run_and_later_ones_go_on(tried: Callable[..., list[lis
 
 def test_there_are_no_more_than_were_asked_for(tried: Callable[..., list[list[str]]]) -> None:
     assert len(tried([1, 1, 1, 1], True)) == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_one_that_is_told_to_end_before_it_can_hear_it_is_not_tried_again(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It dies of the signal, as of an accident."""
+    started: list[list[str]] = []
+
+    class Deaf:
+        """A command that is still importing; a terminal sends Ctrl-C to both."""
+
+        def __init__(self, words: list[str]) -> None:
+            started.append(words)
+            self.code = 0
+
+        def send_signal(self, sent: int) -> None:
+            self.code = -sent
+
+        def wait(self) -> int:
+            signal.raise_signal(number)
+            return self.code or -number
+
+    monkeypatch.setattr(retries.subprocess, "Popen", Deaf)
+    before = signal.getsignal(number)
+    assert run_with_retries(["recipe=arithmetic", f"output_dir={tmp_path}"], 2) == -number
+    assert len(started) == 1
+    assert signal.getsignal(number) is before
 
 
 def test_what_would_come_again_is_told_once(tried: Callable[..., list[list[str]]]) -> None:
