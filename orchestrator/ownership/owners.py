@@ -103,17 +103,20 @@ class RunOwner:
     @classmethod
     def take(cls, namespace: str, lease_s: float) -> "tuple[RunOwner, Kept] | None":
         """That of a run whose command has died, with what it has left. None: there is none, or nothing to go on with;
-        then what there is of it ends. Raises `DeadlineExceeded`, `WorkerDied`."""
+        then what there is of it ends. Raises `WorkerDied`, and `DeadlineExceeded` for one that does not answer: that
+        ends too, or it would keep what the run has reserved."""
         try:
             handle = ray.get_actor(OWNER, namespace=namespace)
         except ValueError:
             return None
-        kept: Kept | None = _asked(handle.take.remote())
-        if kept is not None:
-            return cls(handle, kept.epoch, lease_s), kept
-        with contextlib.suppress(RayError):
-            ray.kill(handle)
-        return None
+        kept: Kept | None = None
+        try:
+            kept = _asked(handle.take.remote())
+        finally:
+            if kept is None:
+                with contextlib.suppress(RayError):
+                    ray.kill(handle)
+        return (cls(handle, kept.epoch, lease_s), kept) if kept is not None else None
 
     def make(self, cls: type, options: Mapping[str, Any], *arguments: Any) -> Any:
         refs = [ray.put(argument) for argument in arguments]

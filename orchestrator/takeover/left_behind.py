@@ -13,7 +13,7 @@ from typing import Any
 
 import ray
 
-from penstock.conf.errors import PenstockError
+from penstock.conf.errors import DeadlineExceeded, PenstockError
 from penstock.orchestrator.ownership.owners import RunOwner
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.takeover.run_state import Identity, RunState, unpack
@@ -43,8 +43,12 @@ def find(directory: RunDirectory, identity: Identity, lease_s: float, tell: Call
         return None
     if found["address"] != ray.get_runtime_context().gcs_address:
         return None
+    over = f"{directory.path.name}: its actors are there, but {{}}. They end, and it goes on from its checkpoint."
     try:
         taken = RunOwner.take(found["namespace"], lease_s)
+    except DeadlineExceeded as late:
+        tell(over.format(f"their owner does not answer ({late})"))
+        return None
     except PenstockError:  # it ends at this moment
         return None
     if taken is None:
@@ -53,7 +57,12 @@ def find(directory: RunDirectory, identity: Identity, lease_s: float, tell: Call
     state = unpack(kept.state, identity)
     if isinstance(state, str):
         owner.close()
-        tell(f"{directory.path.name}: its actors are there, but {state}. They end, and it goes on from its checkpoint.")
+        tell(over.format(state))
         return None
-    handles = owner.keep_only(state.fleet.all_names, state.fleet.reservation.groups)
+    try:
+        handles = owner.keep_only(state.fleet.all_names, state.fleet.reservation.groups)
+    except DeadlineExceeded as late:
+        owner.close()
+        tell(over.format(f"their owner does not answer ({late})"))
+        return None
     return LeftBehind(owner, state, handles, pickle.loads(kept.step) if kept.step is not None else {}, kept.silent_s)

@@ -1,16 +1,23 @@
 """Actors that belong to an owner: who may have more of them, and when they end. Over a real Ray."""
 
 import asyncio
+import json
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
 from penstock.conf.errors import TakenOver
+from penstock.orchestrator.ownership import owners
 from penstock.orchestrator.ownership.owners import RunOwner, ThisProcess
+from penstock.orchestrator.takeover.left_behind import find
 
 pytestmark = pytest.mark.ray
 
@@ -111,6 +118,30 @@ def test_what_has_nothing_to_go_on_with_ends_when_it_is_asked_for(namespace: str
     assert RunOwner.take(namespace, 60.0) is None
     wait_until_gone(namespace, "Alone", "Owner")
     owner.close()  # of one that is gone
+
+
+@ray.remote(num_cpus=0)
+class Hanging:
+    """An owner whose process is stopped, or whose node swaps."""
+
+    async def take(self) -> None:
+        await asyncio.sleep(3600)
+
+
+def test_one_that_does_not_answer_ends_too_and_keeps_no_place_from_the_next_fleet(
+    namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hanging = Hanging.options(name=owners.OWNER, namespace=namespace, lifetime="detached").remote()
+    monkeypatch.setattr(owners, "ANSWER_S", 0.5)
+    connection = {"address": ray.get_runtime_context().gcs_address, "namespace": namespace}
+    (tmp_path / "cluster.json").write_text(json.dumps(connection))
+    told: list[str] = []
+    directory = SimpleNamespace(cluster_file=tmp_path / "cluster.json", path=tmp_path / "words")
+    assert find(cast(Any, directory), cast(Any, None), 60.0, told.append) is None
+    assert "words: its actors are there, but their owner does not answer" in told[0]
+    with pytest.raises(RayError):
+        ray.get(hanging.take.remote(), timeout=60)
+    wait_until_gone(namespace, owners.OWNER)
 
 
 def test_without_one_actors_are_this_processes(cluster: str) -> None:
