@@ -42,6 +42,10 @@ class FaultsConfig:
     same command with resume=auto goes on with them, without losing a step. Until then they keep what they have
     reserved. 300: long enough for `--retries`, and for a person who is there. 0: they end with the command, and the run
     goes on from its newest checkpoint."""
+    preemption_s: float = 0.0
+    """After SIGTERM a run has so many seconds to end its step and take a checkpoint; then it ends as by Ctrl-C. Set it
+    to a little less than your scheduler waits before it kills: 30 s in Kubernetes and Slurm unless you ask for more, 120
+    on AWS's spot machines, 3 for `ray job stop`. 0: it ends at once, since nobody tells a run how long it has."""
     stall_s: float = 300.0
     """An engine that has samples in flight and makes no token for so many seconds counts as lost. Far more than the
     longest prefill; loading weights is not counted."""
@@ -76,6 +80,7 @@ class FaultsConfig:
         at_least("faults.max_returns", self.max_returns, 0)
         at_least("faults.store_snapshot_s", self.store_snapshot_s, 0)
         at_least("faults.lease_s", self.lease_s, 0)
+        at_least("faults.preemption_s", self.preemption_s, 0)
         if self.straggler_factor and not self.straggler_factor > 1:
             raise ConfigError(
                 f"faults.straggler_factor={self.straggler_factor}: half of all groups take longer than the median. "

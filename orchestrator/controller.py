@@ -44,6 +44,7 @@ from penstock.orchestrator.model_export import export_model
 from penstock.orchestrator.nodes.kept_states import KeptStates
 from penstock.orchestrator.observer import Observer
 from penstock.orchestrator.ownership.owners import ThisProcess
+from penstock.orchestrator.preemption import Preemption
 from penstock.orchestrator.ray_calls import answers, translate
 from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.reporting.metrics import StepArrays, update_metrics
@@ -126,6 +127,8 @@ class Controller:
         )  # fmt: skip
         self._engines = EngineDirectory(fleet)
         self._stop = False
+        time_s = faults.preemption_s if config.checkpoint.every_steps else 0.0
+        self._preemption = Preemption(time_s, progress.note)
         self._observer = Observer(
             fleet, config, flow, self.store, self._supervisor, self._watch, self._versions, self._counters, directory,
             progress, sinks,
@@ -134,24 +137,28 @@ class Controller:
     async def run(self) -> Outcome:
         """All steps. Raises the failure that explains the others."""
         try:
-            async with asyncio.TaskGroup() as tasks:
-                self._members.begin(tasks)
-                self._members.until_end(self._watch.run())
-                if self._taken is not None:
-                    await self._stores.adopt()
-                self._members.until_end(self._handover.run())
-                for work in self._observer.tasks():
-                    self._members.until_end(work)
-                self._members.until_end(self._stores.take_snapshots())
-                self._members.serve("prompts", "compute", "scorer", "reward")
-                await tasks.create_task(held_back(self._steps(tasks)))
-                await self._handover.leave()
-                self._supervisor.close()
-                self._members.close()
-                await self._supervisor.with_store(lambda: self.store.close("the run is complete"))
+            with self._preemption.heeded():
+                await self._run()
         except BaseExceptionGroup as failures:
             raise cause_of([translate(error, "Store") for error in leaves(failures)]) from None
         return self.outcome
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            self._members.begin(tasks)
+            self._members.until_end(self._watch.run())
+            if self._taken is not None:
+                await self._stores.adopt()
+            self._members.until_end(self._handover.run())
+            for work in self._observer.tasks():
+                self._members.until_end(work)
+            self._members.until_end(self._stores.take_snapshots())
+            self._members.serve("prompts", "compute", "scorer", "reward")
+            await tasks.create_task(held_back(self._steps(tasks)))
+            await self._handover.leave()
+            self._supervisor.close()
+            self._members.close()
+            await self._supervisor.with_store(lambda: self.store.close("the run is complete"))
 
     async def _steps(self, tasks: asyncio.TaskGroup) -> None:
         await (self._weights.connect() if self._taken is None else self._versions.with_ranks(self._weights.connect))
@@ -174,7 +181,9 @@ class Controller:
         unwritten = dict(self._taken.unwritten) if self._taken is not None else {}
         first = self._before if self._before in unwritten else self._before + 1
         self._stop = self._has_reached(self._taken.metrics) if self._taken is not None else False
-        for step in range(first, self.config.trainer.max_steps + 1 if not self._stop else first):
+        for step in range(first, self.config.trainer.max_steps + 1):
+            if self._stop or self._preemption.is_due:
+                break
             reports, phases = (unwritten[step], {}) if step in unwritten else await self._train(step)
             if finishing is not None:
                 await finishing
@@ -185,13 +194,16 @@ class Controller:
             if self.config.max_staleness == 0 or self._may_stop(step):
                 await finishing
             await self._observer.close(step)
-            if self._stop:
-                break
         if finishing is not None:
             await finishing
         await self._observer.finish()
-        if self._stop and self._saving.is_due(self.outcome.num_steps, is_last=True):
-            await self._saving.begin(self.outcome.num_steps, self.outcome.last_metrics, is_last=True)
+        done, is_over = self.outcome.num_steps, self._stop or self.outcome.num_steps == self.config.trainer.max_steps
+        if (self._stop or self._preemption.is_due) and done and self._saving.is_due(done, is_last=True):
+            await self._saving.begin(done, self.outcome.last_metrics, is_last=True)
+        if self._preemption.is_due and not is_over:
+            await self._saving.finish()
+            self.directory.event("preempted", step=done)
+            await self._preemption.leave()
         await self._end()
 
     def _take_wishes(self) -> None:

@@ -94,6 +94,7 @@ OUT_OF_RANGE = [
     (FaultsConfig, "faults.heartbeat_s", 0.0),
     (FaultsConfig, "faults.heartbeat_timeout_s", 0.0),
     (FaultsConfig, "faults.stall_s", 0.0),
+    (FaultsConfig, "faults.preemption_s", -1.0),
     (FaultsConfig, "faults.straggler_factor", 1.0),
 ]
 

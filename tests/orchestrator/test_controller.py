@@ -1,7 +1,8 @@
 """The loop over actors that are played: what it does in which order, and which failure it tells."""
 
 import asyncio
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from rich.console import Console
 
 from penstock.algorithms.catalogue import build_dataflow
 from penstock.conf.errors import CheckpointError, DataError, PartnerGone, PenstockError, WeightError, WorkerDied
+from penstock.orchestrator import cli
 from penstock.orchestrator import controller as controlling
 from penstock.orchestrator.checkpointing.checkpoints import Checkpoints
 from penstock.orchestrator.configuration.compose import load_config
@@ -167,6 +169,81 @@ def test_a_run_that_stops_early_exports_and_saves_the_model_that_was_measured(
     methods = [method for method, _ in play.said]
     assert "step" not in methods[methods.index("export") :]
     assert [line["step"] for line in play.directory.read_metrics()] == [0, 1, 2, 3, 4, 5, 6]
+
+
+@pytest.fixture
+def way_out() -> Iterator[None]:
+    """That of the command line at SIGTERM."""
+    before = signal.signal(signal.SIGTERM, cli._end)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def told_to_end_at(step: int, *then: Callable[[], Any]) -> Callable[..., Any]:
+    """A trainer's step during which SIGTERM comes. `then`: what it does afterwards."""
+
+    async def made(number: int, *arguments: Any) -> Any:
+        if number == step:
+            signal.raise_signal(signal.SIGTERM)
+            for each in then:
+                await each()
+        return report(number)
+
+    return made
+
+
+@pytest.mark.usefixtures("way_out")
+@pytest.mark.parametrize("max_staleness", [0, 2])
+def test_sigterm_has_the_step_end_and_a_checkpoint_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int
+) -> None:
+    words = ["checkpoint.every_steps=50", "faults.preemption_s=60", f"max_staleness={max_staleness}"]
+    play = Play(tmp_path, *words, "trainer.max_steps=20", trainer={"step": told_to_end_at(3)})
+    with pytest.raises(KeyboardInterrupt):
+        play.run(monkeypatch)
+    assert play.steps() == [1, 2, 3]
+    assert Checkpoints(str(play.directory.checkpoints), play.config.checkpoint).steps() == [3]
+    events = [(event["kind"], event["step"]) for event in play.directory.read_events()]
+    assert events[-2:] == [("checkpoint", 3), ("preempted", 3)]
+    assert "export" not in [method for method, _ in play.said]
+    assert [line["step"] for line in play.directory.read_metrics()] == [1, 2, 3]
+
+
+async def again() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+async def forever() -> None:
+    await asyncio.sleep(3600)
+
+
+@pytest.mark.usefixtures("way_out")
+@pytest.mark.parametrize(
+    ("word", "then"),
+    [
+        ("faults.preemption_s=0.05", [forever]),
+        ("faults.preemption_s=3600", [again, forever]),
+        ("faults.preemption_s=0", [forever]),
+    ],
+    ids=["the time is over", "a second one", "there is no time"],
+)
+def test_without_time_sigterm_is_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, word: str, then: list[Callable[[], Any]]
+) -> None:
+    play = Play(tmp_path, word, "trainer.max_steps=20", trainer={"step": told_to_end_at(2, *then)})
+    with pytest.raises(KeyboardInterrupt):
+        play.run(monkeypatch)
+    assert play.steps() == [1, 2]
+    assert not play.directory.checkpoints.exists()
+    assert signal.getsignal(signal.SIGTERM) is cli._end
+
+
+@pytest.mark.usefixtures("way_out")
+def test_sigterm_during_the_last_step_ends_nothing_sooner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    words = ["faults.preemption_s=3600", "trainer.max_steps=2"]
+    play = Play(tmp_path, *words, trainer={"step": told_to_end_at(2)})
+    assert play.run(monkeypatch).num_steps == 2
+    assert "export" in [method for method, _ in play.said]
 
 
 def test_without_checkpoints_none_is_taken_where_a_run_stops_early(

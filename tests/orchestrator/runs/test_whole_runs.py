@@ -129,8 +129,10 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(small_run, tmp
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_leave_no_process_and_a_valid_run_directory(small_run, tmp_path, warm_python, number):
-    """As users see them, and as schedulers do, for which a warm start will do. Ray has a handler of SIGTERM too."""
+    """As users see them, and as schedulers do, for which a warm start will do, and which give it time for a checkpoint.
+    Ray has a handler of SIGTERM too."""
     words = [*small_run, "rollout.engine=hf", "trainer.max_steps=100000", f"output_dir={tmp_path}", "name=stopped"]
+    words += ["checkpoint.every_steps=100000", f"faults.preemption_s={PATIENCE_S}"]
     python = [sys.executable] if number == signal.SIGINT else warm_python
     command = [*python, "-m", "penstock.orchestrator.cli", "run", *words]
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
@@ -152,6 +154,10 @@ def test_ctrl_c_and_sigterm_leave_no_process_and_a_valid_run_directory(small_run
     assert len(metrics_of(file.parent)) >= 1
     events = [json.loads(line)["kind"] for line in (file.parent / "events.jsonl").read_text().splitlines()]
     assert events[-1] == "interrupted"
+    assert ("preempted" in events) == (number == signal.SIGTERM)
+    saved = [path.parent.name for path in file.parent.glob("checkpoints/*/COMPLETE")]
+    last = metrics_of(file.parent)[-1]["step"]
+    assert saved == ([f"global_step_{last}"] if number == signal.SIGTERM else [])
     assert (file.parent / "report.html").exists()
     assert not list(Path("/dev/shm").glob("penstock-stopped-*"))
 
