@@ -171,7 +171,7 @@ class Growth:
         node, is_new = claim.node, claim.node.id not in self._agents.members
         try:
             if is_new:
-                self._agents.create([(node.id, node.address)])
+                self._agents.add(node.id, node.address, self._config.rollout.start_timeout_s)
             facts = self._agents.facts(self._config.rollout.start_timeout_s)
             self._cores[node.id] = facts[node.id].cores
             self._maker.bring_files_of(actor, node.id)

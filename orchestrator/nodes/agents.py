@@ -15,6 +15,7 @@ from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from penstock.conf.cluster import ClusterConfig
+from penstock.conf.errors import WorkerDied
 from penstock.network.handshake import new_token
 from penstock.orchestrator.nodes.kept_states import StateNodes
 from penstock.orchestrator.nodes.weight_relays import RelayNodes
@@ -42,7 +43,7 @@ class AgentsState:
 
 class NodeAgents:
     """Lifecycle: `create` on the run's nodes, or `adopt` those of a process that has died; `facts` once they are
-    needed, `close` after every other actor."""
+    needed, `add` on a node that joins, `close` after every other actor."""
 
     def __init__(
         self,
@@ -63,23 +64,42 @@ class NodeAgents:
         self._names: set[str] = set()
         """That agents ever had."""
         self._facts: dict[str, NodeFacts] = {}
+        self._is_closed = False
 
     def create(self, nodes: Sequence[tuple[str, str]]) -> None:
         """`nodes`: Ray's id and the address of each."""
         for node, address in nodes:
-            name = f"Agent-{address}"
-            if name in self._names:  # nodes that share a machine, or one that was lost there: its name is free late
-                name = f"{name}-{len(self._names)}"
-            self._names.add(name)
-            options = {
-                "name": name,
-                "namespace": self._namespace,
-                "num_cpus": 0,
-                "max_concurrency": MANY_CALLS,
-                "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-            }
-            arguments = self.root, self._token, self._config.ports, self._config.files_dir, self._spill_dir
-            self.members[node] = name, self._owner.make(Agent, options, *arguments)
+            self.members[node] = self._made(node, address)
+
+    def add(self, node: str, address: str, timeout_s: float) -> None:
+        """One more, while others serve: nobody sees it before its facts are known, as whoever does asks for them and
+        must not wait. Blocks. Raises what the agent raised, and `DeadlineExceeded`; then it is ended."""
+        name, handle = self._made(node, address)
+        try:
+            (found,) = get_all([(name, handle.facts.remote())], phase="start", timeout_s=timeout_s)
+            if self._is_closed:
+                raise WorkerDied(f"{name} has come too late: the run has ended.")
+        except BaseException:
+            with contextlib.suppress(RayError):
+                ray.kill(handle)
+            raise
+        self._facts = self._facts | {node: found}
+        self.members = self.members | {node: (name, handle)}
+
+    def _made(self, node: str, address: str) -> tuple[str, Any]:
+        name = f"Agent-{address}"
+        if name in self._names:  # nodes that share a machine, or one that was lost there: its name is free late
+            name = f"{name}-{len(self._names)}"
+        self._names.add(name)
+        options = {
+            "name": name,
+            "namespace": self._namespace,
+            "num_cpus": 0,
+            "max_concurrency": MANY_CALLS,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
+        }
+        arguments = self.root, self._token, self._config.ports, self._config.files_dir, self._spill_dir
+        return name, self._owner.make(Agent, options, *arguments)
 
     @property
     def state(self) -> AgentsState:
@@ -102,9 +122,10 @@ class NodeAgents:
         return self._facts
 
     def forget(self, node: str) -> None:
-        """The node has left, or its agent did not start."""
+        """The node has left, or cannot be made ready."""
         self._facts = {other: fact for other, fact in self._facts.items() if other != node}
-        _, handle = self.members.pop(node)
+        _, handle = self.members[node]
+        self.members = {other: member for other, member in self.members.items() if other != node}
         with contextlib.suppress(RayError):
             ray.kill(handle)
 
@@ -146,7 +167,7 @@ class NodeAgents:
 
     def close(self, grace_s: float) -> None:
         """Have them remove the run's directories. Never raises for one that is dead: its directory goes with it."""
-        refs = []
+        refs, self._is_closed = [], True
         for _, handle in self.members.values():
             with contextlib.suppress(RayError):
                 refs.append(handle.close.remote())
