@@ -11,6 +11,7 @@ from penstock.conf.weights import STREAMS, VLLM_LORA_RANKS, WeightsConfig
 class Ends(Protocol):
     """What it depends on. A `RunConfig` is one."""
 
+    placement: str
     weights: WeightsConfig
     trainer: TrainerConfig
     rollout: RolloutConfig
@@ -27,6 +28,11 @@ def choose_transport(config: Ends) -> str:
     if wanted in STREAMS:
         _check_stream(wanted, config)
     return wanted
+
+
+def takes_newcomers(config: Ends) -> bool:
+    """Engines and ranks may come and go: they have not met each other at the start."""
+    return config.placement != "colocated" and choose_transport(config) not in STREAMS
 
 
 def shares_gpus(config: Ends) -> bool:

@@ -16,6 +16,7 @@ from ray.exceptions import RayError
 from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.conf.errors import DamagedCheckpoint, PenstockError, TakenOver
 from penstock.conf.run import RunConfig
+from penstock.conf.transports import takes_newcomers
 from penstock.metering.meters import Meters
 from penstock.metering.ray_export import exporting
 from penstock.orchestrator.checkpoint import Checkpoint
@@ -27,7 +28,6 @@ from penstock.orchestrator.failures import first_line
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import End, Recoveries
 from penstock.orchestrator.fleet.fleet import Fleet
-from penstock.orchestrator.fleet.growth import takes_newcomers
 from penstock.orchestrator.fleet.thread_trial import try_threads
 from penstock.orchestrator.monitoring.logs import Logs
 from penstock.orchestrator.nodes.agents import NodeAgents

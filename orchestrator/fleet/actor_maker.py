@@ -11,7 +11,7 @@ from penstock.algorithms.graph.dataflow import Dataflow
 from penstock.algorithms.graph.stage import Stage
 from penstock.conf.reward import JUDGE, has_own_judge
 from penstock.conf.run import RunConfig
-from penstock.conf.transports import choose_transport
+from penstock.conf.transports import choose_transport, takes_newcomers
 from penstock.metering.ray_export import Origin
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.nodes.files import NodeFiles
@@ -190,6 +190,7 @@ class ActorMaker:
     def _trainer_spec(self, actor: ActorPlan) -> TrainerSpec:
         config, stage = self._config, self._flow.stage(str(actor.stage))
         assert stage.function is not None  # `Dataflow.check` has seen to it
+        are_replaced = takes_newcomers(config) or not any(other.role == "rollout" for other in self._plan)
         return TrainerSpec(
             model_path=self.local(actor.name, self._model_path),
             loss=stage.function,
@@ -198,7 +199,7 @@ class ActorMaker:
             is_saved=bool(config.checkpoint.every_steps),
             checkpoint_timeout_s=config.checkpoint.timeout_s,
             phase_timeout_s=config.weights.phase_timeout_s,
-            keeps_state=self._states_root if config.faults.keep_state else None,
+            keeps_state=self._states_root if config.faults.keep_state and are_replaced else None,
             after_step=self._resumed.step if self._resumed is not None else 0,
             leaves_out_beyond=config.max_staleness if config.old_turns_are_context else None,
             **self._of_rank(actor, stage),

@@ -16,8 +16,7 @@ from ray.exceptions import RayError
 
 from penstock.conf.errors import DeadlineExceeded, ResourceError, WorkerDied
 from penstock.conf.run import RunConfig
-from penstock.conf.transports import choose_transport
-from penstock.conf.weights import STREAMS
+from penstock.conf.transports import takes_newcomers
 from penstock.orchestrator.fleet.actor_maker import ActorMaker
 from penstock.orchestrator.nodes.agents import NodeAgents
 from penstock.orchestrator.placement.actors import ActorPlan
@@ -185,11 +184,6 @@ class Growth:
     def _accept(self, actor: ActorPlan, claim: Claim) -> None:
         self._reservation.accept(actor, claim)
         self._plan.append(actor)
-
-
-def takes_newcomers(config: RunConfig) -> bool:
-    """Engines and ranks may come and go: they have not met each other at the start."""
-    return config.placement != "colocated" and choose_transport(config) not in STREAMS
 
 
 def _give_back(finding: "asyncio.Future[Claim]") -> None:
