@@ -78,7 +78,7 @@ def run(
     check_run(config, flow, plan, tell)
     cluster = Cluster(_with_warm_start(plan, config), config)
     try:
-        directory, goes_on = open_run(config, partial(_left_behind, config, flow, cluster, tell), tell)
+        directory, goes_on = open_run(config, partial(_left_behind, config, flow, cluster, tell))
     except BaseException:
         cluster.close()
         raise

@@ -213,7 +213,7 @@ class Training:
         """The checkpoint that the fleet was to start from is damaged, and the next will start from the one before."""
         if self._resumed is None or not isinstance(failure, DamagedCheckpoint | CorruptSnapshot):
             return False
-        own = fall_back(self._directory, self._config, self._resumed, failure, self._progress.note)
+        own = fall_back(self._directory, self._config, self._resumed, failure)
         if own is not None:
             self._first = own if self._first is self._resumed else self._first
             self._begin_with(own)
@@ -229,7 +229,7 @@ class Training:
         """Set the run's directory back, and choose what the next fleet begins with. Raises what the run returns for
         where that cannot be."""
         try:
-            own = rewind(self._directory, self._config, self._progress.note)
+            own = rewind(self._directory, self._config)
         except PenstockError as error:
             self._directory.event("return_failed", error=type(error).__name__, message=str(error))
             assert self._cause is not None

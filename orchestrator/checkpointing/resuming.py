@@ -30,18 +30,16 @@ from penstock.workers.files import absolute, download, exists, is_url
 
 
 def open_run(
-    config: RunConfig,
-    find: Callable[[RunDirectory], LeftBehind | None] = lambda directory: None,
-    tell: Callable[[str], None] = lambda text: None,
+    config: RunConfig, find: Callable[[RunDirectory], LeftBehind | None] = lambda directory: None
 ) -> tuple[RunDirectory, Checkpoint | LeftBehind | None]:
     """The run's directory, locked, with its first event written, and what it goes on from. `find`: what a command that
-    has died has left of it. `tell`: for checkpoints that were damaged and put aside. What does not fit is told before anything is made or changed. Raises `ConfigError`,
+    has died has left of it. What does not fit is told before anything is made or changed. Raises `ConfigError`,
     `CheckpointError`, `RunInUse`, and what `find` raises."""
     if config.resume == "auto" and _there(config):
         place = RunPlace.of_run(config)
         directory = RunDirectory.open(place.path, place.url)
         directory.lock(directory.path, f"name={config.name}")
-        return _opened(directory, config, lambda: find(directory) or _rewound(directory, config, tell))
+        return _opened(directory, config, lambda: find(directory) or _rewound(directory, config))
     resumed = None
     if config.resume not in ("auto", "never"):
         resumed = open_checkpoint(absolute(config.resume))
@@ -80,41 +78,41 @@ def newest(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     return Checkpoints(checkpoint_place(config, directory), config.checkpoint).newest()
 
 
-def rewind(directory: RunDirectory, config: RunConfig, tell: Callable[[str], None]) -> Checkpoint | None:
+def rewind(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     """Set a run that this process drives back to its newest checkpoint that is whole; None: to its beginning. Nobody
     writes there any more. Raises `CheckpointError`, `ConfigError`."""
-    resumed = _rewound(directory, config, tell)
+    resumed = _rewound(directory, config)
     return _with_local_files(resumed, directory) if resumed is not None else None
 
 
 def fall_back(
-    directory: RunDirectory, config: RunConfig, damaged: Checkpoint, error: PenstockError, tell: Callable[[str], None]
+    directory: RunDirectory, config: RunConfig, damaged: Checkpoint, error: PenstockError
 ) -> Checkpoint | None:
     """Set the run back to the checkpoint before one that its actors have found damaged, which is put aside. None: that
     is another run's, or there is none before it. Raises as `rewind` does."""
     checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
     if damaged.directory != checkpoints.directory(damaged.step) or checkpoints.steps()[:1] == [damaged.step]:
         return None
-    _put_aside(checkpoints, damaged.step, error, directory, tell)
-    return rewind(directory, config, tell)
+    _put_aside(checkpoints, damaged.step, error, directory)
+    return rewind(directory, config)
 
 
-def _put_aside(
-    checkpoints: Checkpoints, step: int, error: PenstockError, directory: RunDirectory, tell: Callable[[str], None]
-) -> None:
+def _put_aside(checkpoints: Checkpoints, step: int, error: PenstockError, directory: RunDirectory) -> None:
     aside = checkpoints.put_aside(step)
     directory.event("checkpoint_damaged", step=step, path=aside, message=str(error))
-    tell(f"the checkpoint of step {step} is damaged and was put aside as {aside}; the one before is taken: {error}")
+    directory.losses.tell(
+        f"the checkpoint of step {step} is damaged and was put aside as {aside}; the one before is taken: {error}"
+    )
 
 
-def _rewound(directory: RunDirectory, config: RunConfig, tell: Callable[[str], None]) -> Checkpoint | None:
+def _rewound(directory: RunDirectory, config: RunConfig) -> Checkpoint | None:
     """Of the run in its own directory, which is set back to it."""
     checkpoints = Checkpoints(checkpoint_place(config, directory), config.checkpoint)
     checkpoints.sweep()
     damaged: list[tuple[int, DamagedCheckpoint]] = []
     resumed = checkpoints.newest(damaged)
     for step, error in damaged:
-        _put_aside(checkpoints, step, error, directory, tell)
+        _put_aside(checkpoints, step, error, directory)
     if resumed is None:
         directory.rewind(config, -1)
         return None

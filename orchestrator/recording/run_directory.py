@@ -150,9 +150,15 @@ class RunDirectory:
     def lock(self, place: Path, what: str) -> None:
         """Keep other processes out of `place` until `close`. Raises `RunInUse`, `ConfigError`."""
         try:
-            self._locks.append(RunLock.take(place, what))
+            lock = RunLock.take(place, what)
         except OSError as error:
             raise cannot_make(place, error) from None
+        self._locks.append(lock)
+        if not lock.keeps_out:
+            self.losses.tell(
+                f"{place} is on a file system without locks (flock): nothing keeps a second command out of it. See that "
+                f"there is none, or choose a place that has them for {what.partition('=')[0]}."
+            )
 
     def mirror(self, tracking: TrackingConfig) -> None:
         """From now on bring to its URL, if it has one, what is written here. The directory of a run before a run is

@@ -2,7 +2,7 @@
 
 The lock is the kernel's (`flock`), so that a killed process leaves none; the file says who holds it. Taken by
 `RunDirectory` and, for `checkpoint.directory`, by `checkpointing/resuming.py`. It holds between machines where their
-shared file system has such locks (NFSv4, Lustre); one that has none is used without. A place behind a URL cannot be
+shared file system has such locks (NFSv4, Lustre); one that has none is used without, and the run says so. A place behind a URL cannot be
 locked: two runs must not share one. With `filelock` most of this would remain: who holds it, file systems without
 locks, and a file that its last holder removes.
 """
@@ -24,8 +24,10 @@ FILE = "run.lock"
 class RunLock:
     """Held from `take` to `release`, or to the end of the process."""
 
-    def __init__(self, path: Path, descriptor: int, holder: dict[str, str | int]) -> None:
-        """`holder`: what the file says of this process."""
+    def __init__(self, path: Path, descriptor: int, holder: dict[str, str | int], keeps_out: bool) -> None:
+        """`holder`: what the file says of this process. `keeps_out`: no other process can take it meanwhile, which a
+        file system without locks cannot promise."""
+        self.keeps_out = keeps_out
         self._path, self._descriptor, self._holder = path, descriptor, holder
         self._is_lost = False
 
@@ -39,10 +41,11 @@ class RunLock:
             with suppress(FileNotFoundError):  # whoever held it has just removed the directory
                 descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
                 try:
-                    if _locked(descriptor, path, what) and _is_at(descriptor, path):
+                    keeps_out = _lock(descriptor, path, what)
+                    if _is_at(descriptor, path):
                         os.ftruncate(descriptor, 0)
                         os.pwrite(descriptor, json.dumps(me := _me()).encode() + b"\n", 0)
-                        return cls(path, descriptor, me)
+                        return cls(path, descriptor, me, keeps_out)
                 except BaseException:
                     os.close(descriptor)
                     raise
@@ -76,7 +79,8 @@ class RunLock:
             os.close(descriptor)
 
 
-def _locked(descriptor: int, path: Path, what: str) -> bool:
+def _lock(descriptor: int, path: Path, what: str) -> bool:
+    """False: the file system has no locks."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -84,7 +88,7 @@ def _locked(descriptor: int, path: Path, what: str) -> bool:
             f"{what}: {path.parent} is in use by {_holder(path)}. Wait for its end or end it, or choose another place."
         ) from None
     except OSError:
-        pass  # a file system without locks
+        return False
     return True
 
 

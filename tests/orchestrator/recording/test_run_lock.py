@@ -13,11 +13,15 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import RunInUse
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.run_lock import FILE, RunLock
 
 HOLDER = """
 import sys
 from pathlib import Path
+from penstock.orchestrator.configuration.compose import load_config
+from penstock.orchestrator.recording.run_directory import RunDirectory
 from penstock.orchestrator.recording.run_lock import RunLock
 lock = RunLock.take(Path(sys.argv[1]), "name=sums")
 print("held", flush=True)
@@ -74,6 +78,18 @@ def test_a_file_system_without_locks_is_used_without(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(fcntl, "flock", flock)
     RunLock.take(tmp_path, "name=a").release()
+
+
+def test_that_nobody_is_kept_out_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    directory = RunDirectory.create(load_config([f"output_dir={tmp_path}", "name=alone"]))
+    told: list[str] = []
+    directory.losses.tell_to(told.append)
+    directory.close()
+    assert f"{tmp_path}/alone is on a file system without locks (flock)" in told[0]
 
 
 def test_a_holder_that_has_not_written_its_name_yet_is_refused_all_the_same(tmp_path: Path) -> None:
