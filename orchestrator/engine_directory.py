@@ -21,8 +21,11 @@ class EngineDirectory:
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._told: dict[str, tuple[Any, list[tuple[str, Any]]]] = {}
-        """By environment: its handle, and what it knows."""
+        self._engines: list[tuple[str, Any]] = []
+        self._version = 0
+        """Of the list: engines are compared once a look, and not once for each environment."""
+        self._told: dict[str, tuple[Any, int]] = {}
+        """By environment: its handle, and the version that it knows."""
 
     async def run(self) -> None:
         while True:
@@ -32,10 +35,12 @@ class EngineDirectory:
     async def tell(self) -> None:
         """Those who do not know yet."""
         engines = self._fleet.role("rollout")
-        environments = self._fleet.role("environment")
-        behind = [(name, handle) for name, handle in environments if self._told.get(name) != (handle, engines)]
+        if engines != self._engines:
+            self._engines, self._version = engines, self._version + 1
+        version, environments = self._version, self._fleet.role("environment")
+        behind = [(name, handle) for name, handle in environments if self._told.get(name) != (handle, version)]
         calls = [(name, handle.engines.remote(engines)) for name, handle in behind]
         heard = await outcomes(calls, phase="tell the engines", timeout_s=TELL_S) if calls else []
         for (name, handle), answer in zip(behind, heard, strict=True):
             if not isinstance(answer, Exception):
-                self._told[name] = (handle, engines)
+                self._told[name] = (handle, version)
