@@ -140,7 +140,15 @@ class PartnerGone(WorkerDied):
 DEVICE_FAILED = (
     "cuda error", "cuda driver error", "nccl error", "nccl communicator", "ecc error", "cublas_status_", "cudnn_status_"
 )  # fmt: skip
-USERS_OWN = ("out of memory", "device-side assert", "alloc_failed", "no kernel image", "invalid ", "invalid_", "not_supported")
+USERS_OWN = (
+    "out of memory",
+    "device-side assert",
+    "alloc_failed",
+    "no kernel image",
+    "invalid ",
+    "invalid_",
+    "not_supported",
+)
 """What CUDA says of a program or a setting that would fail in the same way on any other GPU."""
 
 

@@ -44,8 +44,8 @@ class FaultsConfig:
     goes on from its newest checkpoint."""
     preemption_s: float = 0.0
     """After SIGTERM a run has so many seconds to end its step and take a checkpoint; then it ends as by Ctrl-C. Set it
-    to a little less than your scheduler waits before it kills: 30 s in Kubernetes and Slurm unless you ask for more, 120
-    on AWS's spot machines, 3 for `ray job stop`. 0: it ends at once, since nobody tells a run how long it has."""
+    to a little less than your scheduler waits before it kills: 30 s in Kubernetes and Slurm unless you ask for more,
+    120 on AWS's spot machines, 3 for `ray job stop`. 0: it ends at once, since nobody tells a run how long it has."""
     stall_s: float = 300.0
     """An engine that has samples in flight and makes no token for so many seconds counts as lost. Far more than the
     longest prefill; loading weights is not counted."""

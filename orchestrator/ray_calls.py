@@ -37,8 +37,8 @@ _F = TypeVar("_F", bound="asyncio.Future[Any] | concurrent.futures.Future[Any]")
 
 
 def translate(error: Exception, name: str) -> Exception:
-    """What an actor raised, without Ray's wrapping; its death, the failure of its GPU, and whatever else Ray says of it,
-    as `WorkerDied`. Errors of this process are returned as they are."""
+    """What an actor raised, without Ray's wrapping; its death, the failure of its GPU, and whatever else Ray says of
+    it, as `WorkerDied`. Errors of this process are returned as they are."""
     if isinstance(error, RayTaskError):
         cause = error.cause
         if isinstance(cause, PenstockError):

@@ -11,7 +11,7 @@ Written by `saving.py` while training goes on, opened by `resuming.py` and `expo
 
 import json
 from collections.abc import Collection, Iterable
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 
 from penstock.conf.checkpoint import CheckpointConfig
@@ -123,9 +123,10 @@ class Checkpoints:
     def put_aside(self, step: int) -> str:
         """Give a damaged one a name under which it is none, for people to look at. Where it is now."""
         name, taken = f"{ASIDE}{PREFIX}{step}", list_names(self.place)
-        free = next(free for free in (name, *(f"{name}_{number}" for number in count(2))) if free not in taken)
-        move(self.directory(step), f"{self.place}/{free}")
-        return f"{self.place}/{free}"
+        others = (f"{name}_{number}" for number in count(2))
+        aside = f"{self.place}/{next(free for free in chain([name], others) if free not in taken)}"
+        move(self.directory(step), aside)
+        return aside
 
     def _all(self) -> list[int]:
         numbers = (name.removeprefix(PREFIX) for name in list_names(self.place) if name.startswith(PREFIX))

@@ -156,8 +156,8 @@ class RunDirectory:
         self._locks.append(lock)
         if not lock.keeps_out:
             self.losses.tell(
-                f"{place} is on a file system without locks (flock): nothing keeps a second command out of it. See that "
-                f"there is none, or choose a place that has them for {what.partition('=')[0]}."
+                f"{place} is on a file system without locks (flock): nothing keeps a second command out of it. See "
+                f"that there is none, or choose a place that has them for {what.partition('=')[0]}."
             )
 
     def mirror(self, tracking: TrackingConfig) -> None:

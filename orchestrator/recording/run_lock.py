@@ -2,9 +2,9 @@
 
 The lock is the kernel's (`flock`), so that a killed process leaves none; the file says who holds it. Taken by
 `RunDirectory` and, for `checkpoint.directory`, by `checkpointing/resuming.py`. It holds between machines where their
-shared file system has such locks (NFSv4, Lustre); one that has none is used without, and the run says so. A place behind a URL cannot be
-locked: two runs must not share one. With `filelock` most of this would remain: who holds it, file systems without
-locks, and a file that its last holder removes.
+shared file system has such locks (NFSv4, Lustre); one that has none is used without, and the run says so. A place
+behind a URL cannot be locked: two runs must not share one. With `filelock` most of this would remain: who holds it,
+file systems without locks, and a file that its last holder removes.
 """
 
 import fcntl

@@ -148,7 +148,7 @@ def test_one_of_another_run_is_none_of_this_ones(tmp_path):
 
 
 def test_a_sealed_one_behind_which_the_run_has_gone_counts_no_longer_once_it_is_written_anew(tmp_path):
-    """Were the command to die here, a marker of before would stand for files that are half of one and half of another."""
+    """Were the command to die here, its marker would stand for files that are half of one and half of another."""
     directory = sealed(tmp_path, 2)
     writer, trainer, _, _ = saving(tmp_path)
 

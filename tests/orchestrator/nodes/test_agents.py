@@ -1,6 +1,5 @@
 """Agents of nodes that join while others serve."""
 
-from collections.abc import Iterator
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,9 @@ from penstock.conf.cluster import ClusterConfig
 from penstock.conf.errors import DeadlineExceeded, WorkerDied
 from penstock.orchestrator.nodes import agents as agents_of
 from penstock.orchestrator.nodes.agents import NodeAgents
+
+A, B = "a" * 56, "b" * 56
+"""As Ray names nodes."""
 
 
 class Owner:
@@ -29,10 +31,10 @@ class Owner:
 
 
 @pytest.fixture
-def killed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+def killed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     monkeypatch.setattr(agents_of.ray, "kill", lambda handle: names.append(handle.name))
-    yield names
+    return names
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def owner() -> Owner:
 def agents(owner: Owner) -> NodeAgents:
     """Of a run on one node, whose agent is there."""
     made = NodeAgents("run", "run", ClusterConfig(), None, owner)  # type: ignore[arg-type]
-    made.create([("a", "10.0.0.1")])
+    made.create([(A, "10.0.0.1")])
     owner.asked[0].set_result("facts of a")
     made.facts(1.0)
     return made
@@ -62,20 +64,20 @@ def test_one_that_joins_is_seen_by_nobody_before_its_facts_are_known(
 
     with monkeypatch.context() as patched:
         patched.setattr(agents_of, "get_all", answered)
-        agents.add("b", "10.0.0.2", 1.0)
-    assert seen == [{"a": "facts of a"}]
-    assert list(agents.members) == ["a", "b"]
-    assert agents.facts(0.0) == {"a": "facts of a", "b": "facts of b"}
+        agents.add(B, "10.0.0.2", 1.0)
+    assert seen == [{A: "facts of a"}]
+    assert list(agents.members) == [A, B]
+    assert agents.facts(0.0) == {A: "facts of a", B: "facts of b"}
 
 
 def test_one_that_does_not_start_is_ended_and_was_never_there(
     agents: NodeAgents, owner: Owner, killed: list[str]
 ) -> None:
     with pytest.raises(DeadlineExceeded, match=r"Agent-10\.0\.0\.2"):
-        agents.add("b", "10.0.0.2", 0.01)
+        agents.add(B, "10.0.0.2", 0.01)
     assert killed == ["Agent-10.0.0.2"]
-    assert list(agents.members) == ["a"]
-    assert agents.facts(0.0) == {"a": "facts of a"}
+    assert list(agents.members) == [A]
+    assert agents.facts(0.0) == {A: "facts of a"}
 
 
 def test_one_that_comes_when_the_run_has_ended_is_ended(
@@ -87,6 +89,6 @@ def test_one_that_comes_when_the_run_has_ended_is_ended(
 
     monkeypatch.setattr(agents_of, "get_all", ends)
     with pytest.raises(WorkerDied, match="the run has ended"):
-        agents.add("b", "10.0.0.2", 1.0)
+        agents.add(B, "10.0.0.2", 1.0)
     assert killed == ["Agent-10.0.0.2"]
-    assert list(agents.members) == ["a"]
+    assert list(agents.members) == [A]
