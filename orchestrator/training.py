@@ -45,6 +45,7 @@ from penstock.orchestrator.takeover.ranks import take_up
 from penstock.orchestrator.takeover.run_state import Identity, RunState, pack
 from penstock.orchestrator.takeover.taken import Taken
 from penstock.store.errors import CorruptSnapshot
+from penstock.store.service.snapshot import check as check_snapshot
 
 
 class Training:
@@ -104,7 +105,7 @@ class Training:
                     finally:
                         step = controller.outcome.num_steps
             except PenstockError as error:
-                if self._fell_back(error):
+                if self._fell_back(error, step):
                     continue
                 if not self._may_return(error, step):
                     if self._cause is None:
@@ -209,11 +210,17 @@ class Training:
         self._progress.note(f"returning to {place}: {first_line(failure)}")
         return True
 
-    def _fell_back(self, failure: PenstockError) -> bool:
-        """The checkpoint that the fleet was to start from is damaged, and the next will start from the one before."""
-        if self._resumed is None or not isinstance(failure, DamagedCheckpoint | CorruptSnapshot):
+    def _fell_back(self, failure: PenstockError, step: int) -> bool:
+        """The checkpoint that the fleet was to start from is damaged, and the next will start from the one before.
+        `step`: the last that was logged."""
+        if self._resumed is None or step > self._resumed.step:
             return False
-        own = fall_back(self._directory, self._config, self._resumed, failure)
+        damage: PenstockError | None = failure if isinstance(failure, DamagedCheckpoint) else None
+        try:
+            check_snapshot(self._resumed.store)  # a store that cannot read it dies of that, as of anything else
+        except CorruptSnapshot as error:
+            damage = damage or error
+        own = fall_back(self._directory, self._config, self._resumed, damage) if damage is not None else None
         if own is not None:
             self._first = own if self._first is self._resumed else self._first
             self._begin_with(own)

@@ -126,25 +126,27 @@ def snapshot_files(path: str | Path) -> dict[str, tuple[int, str]]:
     return found | {MANIFEST: (len(text), xxhash.xxh3_128_hexdigest(text))}
 
 
+def check(path: str | Path) -> None:
+    """Read a snapshot, or the newest one of a directory of them, to its end. Raises `CorruptSnapshot` that names the
+    first file at fault, and `StoreError` if there is none."""
+    path = _found(path)
+    for name, facts in _manifest(path)["files"].items():
+        _check(path, name, facts)
+
+
 def load(path: str | Path, spec: StoreSpec) -> Loaded:
     """Read a snapshot, or the newest one of a directory of them; nothing of it is used unless all of it is sound.
 
     Raises `CorruptSnapshot` that names the file at fault, and `StoreError` if it is of another dataflow.
     """
-    path = Path(path)
-    if not (path / MANIFEST).is_file():
-        found = snapshots(path)
-        if not found:
-            raise StoreError(f"{path}: no snapshot is there. A snapshot is a directory {PREFIX}N with a manifest.json.")
-        path = found[0]
+    path = _found(path)
     manifest = _manifest(path)
     if manifest["fits"] != fingerprint(spec):
         raise StoreError(
             f"{path} is of another dataflow: {_difference(manifest['fits'], fingerprint(spec))}. Restore it with the "
             "configuration that wrote it."
         )
-    for name, facts in manifest["files"].items():
-        _check(path, name, facts)
+    check(path)
     groups = _read_ipc(path / "groups.arrow")
     ledger = Ledger(spec)
     restore(ledger, manifest["ledger"], pa.Table.from_batches(groups).to_pylist())
@@ -246,6 +248,15 @@ def _read_ipc(file: Path) -> list[pa.RecordBatch]:
     with pa.memory_map(str(file)) as source:
         reader = pa.ipc.open_file(source)
         return [reader.get_batch(index) for index in range(reader.num_record_batches)]
+
+
+def _found(path: str | Path) -> Path:
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        return path
+    if not (found := snapshots(path)):
+        raise StoreError(f"{path}: no snapshot is there. A snapshot is a directory {PREFIX}N with a manifest.json.")
+    return found[0]
 
 
 def _manifest(path: Path) -> dict[str, Any]:
