@@ -1,5 +1,6 @@
 # The one entry for people and CI. `make demo` and `make test` need nothing but Python >= 3.11 and a package index.
 .DEFAULT_GOAL := help
+.NOTPARALLEL: # with -j too: only one apt-get runs at a time, and nothing is done once Debian packages are found missing
 .PHONY: help setup demo packages test escape soak chaos oracle check format bench-env bench clean
 
 BIN := .venv/bin

@@ -87,7 +87,7 @@ class Listener:
         self._socket = _bound(host, ports)
         self.address = Address(host, self._socket.getsockname()[1])
         self.refused = 0
-        """Connections of strangers."""
+        """Connections of strangers, and those that no thread could be had for."""
         self._lock = threading.Lock()
         self._open: dict[socket.socket, threading.Thread] = {}
         self._strangers = Strangers[socket.socket](MOST_STRANGERS)
@@ -128,10 +128,15 @@ class Listener:
                 if self._closed:
                     connected.close()
                     return
+                try:
+                    thread.start()  # under the lock: `close` waits for no thread that has not begun
+                except RuntimeError:  # there are too many threads; the next visitor may be let in again
+                    self.refused += 1
+                    connected.close()
+                    continue
                 self._open[connected] = thread
                 if (left := self._strangers.come(connected, host)) is not None:
                     hang_up(left)  # its own thread hears of that, counts it and closes it
-            thread.start()
 
     def _serve(self, connected: socket.socket) -> None:
         try:

@@ -8,8 +8,9 @@ import resource
 
 LOW = 4096
 """A hard limit below it is told."""
-OF_EACH = 2
-"""Connections of one client of the store: its calls, and its heartbeat."""
+OF_EACH = 6
+"""Connections of one client of the store: its calls, its heartbeat, and from another machine those that it keeps to
+read rows (`KEPT` in `store/data/far/pulls.py`)."""
 OWN = 64
 """What a process has open besides, at most."""
 

@@ -1,12 +1,16 @@
-"""An event loop whose clock jumps to the next timer: hours of waiting cost nothing, whatever the machine does.
+"""Event loops with clocks of their own, so that no test depends on how busy the machine is.
 
-Threads are not waited for by a clock that jumps, so that what is given to one runs at once instead.
+`run_virtually`: the clock jumps to the next timer, and hours of waiting cost nothing. Threads are not waited for by a
+clock that jumps, so that what is given to one runs at once instead.
+
+`run_ahead`: the machine's clock, which a test puts forward. A deadline may be so long then that a busy machine does not
+miss it, and passes all the same when the test wants that.
 """
 
 import asyncio
 import selectors
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 T = TypeVar("T")
 
@@ -40,6 +44,28 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         except Exception as error:  # noqa: BLE001 - whoever awaits it raises it
             future.set_exception(error)
         return future
+
+
+class LoopAhead(asyncio.SelectorEventLoop):
+    def __init__(self) -> None:
+        self.ahead_s = 0.0
+        super().__init__()
+
+    def time(self) -> float:
+        return super().time() + self.ahead_s
+
+
+def run_ahead(main: Coroutine[Any, Any, T]) -> T:
+    """As `asyncio.run`, for what calls `put_forward`."""
+    with asyncio.Runner(loop_factory=LoopAhead) as runner:
+        return runner.run(main)
+
+
+async def put_forward(seconds: float) -> None:
+    """The clock of the loop, once what others have sent by now has been read and acted upon."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+    cast(LoopAhead, asyncio.get_running_loop()).ahead_s += seconds
 
 
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:

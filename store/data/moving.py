@@ -45,11 +45,11 @@ class Apart:
             )
             raise
 
-    def begin(self, work: Callable[[], None]) -> bool:
-        """Nobody waits for it, and it does not fail. False, and nothing is done, after `close`."""
-        if not self._is_closed:
-            self._thread.submit(work)
-        return not self._is_closed
+    def begin(self, work: Callable[[], None]) -> None:
+        """Nobody waits for it, and it does not fail. Raises `StoreClosed` as `run` does."""
+        if self._is_closed:
+            raise StoreClosed(CLOSED)
+        self._thread.submit(work)
 
     def close(self) -> None:
         """What is under way is waited for; what is not is not begun. A second time changes nothing."""

@@ -8,12 +8,15 @@
 """
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 POOLED_SHARE = 8
 """One part in so many of the budget may lie idle with the writers, beside what is in use and what is laid by."""
+AT_ONCE = 256
+"""Segments of a client that has left, in one step."""
 
 
 class State(Enum):
@@ -143,19 +146,27 @@ class SegmentBook:
         segment.state = State.ENDED
         return self._settle(name, segment)
 
-    def left(self, client: str) -> Instructions:
-        """A client's process has ended: it reads nothing, and writes nothing again."""
+    def left(self, client: str) -> Iterator[Instructions]:
+        """A client's process has ended: it reads nothing, and writes nothing again. From the first step on nothing goes
+        back to it. What it held is let go of in steps; in between anything may happen, but that it enters again."""
         self._clients.discard(client)
-        instructions = Instructions()
-        for name in sorted(self._mapped.pop(client, set()) | self._written.get(client, set())):
-            segment = self.segments[name]
-            segment.seen.discard(client)
-            del segment.uses[client]
-            if segment.state is State.POOLED and writer_of(name) == client:
-                self._remove(name, segment, instructions)
-            else:
-                self._settle(name, segment, instructions)
-        return instructions
+        names = [*self._mapped.get(client, ()), *self._written.get(client, ())]
+        for start in range(0, len(names), AT_ONCE):
+            instructions = Instructions()
+            for name in names[start : start + AT_ONCE]:
+                if (segment := self.segments.get(name)) is not None:
+                    self._let_go(client, name, segment, instructions)
+            yield instructions
+        self._mapped.pop(client, None)
+
+    def _let_go(self, client: str, name: str, segment: Segment, instructions: Instructions) -> None:
+        """Harmless a second time."""
+        segment.seen.discard(client)
+        del segment.uses[client]
+        if segment.state is State.POOLED and writer_of(name) == client:
+            self._remove(name, segment, instructions)
+        else:
+            self._settle(name, segment, instructions)
 
     def _settle(self, name: str, segment: Segment, instructions: Instructions | None = None) -> Instructions:
         """Back to its writer, or away, once nobody needs it."""

@@ -86,6 +86,7 @@ class Segments:
         self._departed: set[str] = set()
         """Clients that have left files, perhaps, which are looked for next."""
         self._looking: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def entered(self, client: str, tell: Callable[[], None], node: str = "") -> None:
         """It may write and read from now on. `tell`: called when there is a notice for it. `node`: where it writes."""
@@ -244,14 +245,19 @@ class Segments:
         self._notices[client] = Notice()
         return notice
 
-    def left(self, client: str) -> None:
-        """A client's process has ended: it reads nothing, and what it wrote and never handed over goes."""
+    async def left(self, client: str) -> None:
+        """A client's process has ended: it reads nothing, and what it wrote and never handed over goes. Others are
+        served meanwhile."""
         self._notices.pop(client, None)
         self._tell.pop(client, None)
-        written = self.book.written_by(client)
-        self._carry_out(self.book.left(client))
-        if node := self._node_of.pop(client, ""):
-            self._orders.give(node, Sweep(client, [name for name in written if name in self.book.segments]))
+        node = self._node_of.pop(client, "")
+        for instructions in self.book.left(client):
+            self._carry_out(instructions)
+            await asyncio.sleep(0)
+            if self._is_closed:
+                return  # all files go
+        if node:
+            self._orders.give(node, Sweep(client, self.book.written_by(client)))
             return
         self._departed.add(client)
         if self._looking is None:
@@ -259,13 +265,18 @@ class Segments:
 
     async def _look_for_files(self) -> None:
         """One look for all that have left meanwhile. What is being moved is seen to by who moves it."""
+
+        def unknown(files: list[Path]) -> list[Path]:
+            return [file for file in files if file.name not in self.book.segments and file.name not in self._moving]
+
+        def look(writers: set[str]) -> list[Path]:
+            return unknown(written_by(writers, (self.directory, self.spill)))
+
         try:
             while self._departed:
                 departed, self._departed = self._departed, set()
-                looking = partial(written_by, departed, (self.directory, self.spill))
-                found = await self._apart.run(looking, lambda _: None)
-                known = self.book.segments.keys() | self._moving
-                self._remove([file for file in found if file.name not in known])
+                found = await self._apart.run(partial(look, departed), lambda _: None)
+                self._remove(unknown(found))  # again: some may have been handed over meanwhile
         except StoreClosed:
             pass  # all files go
         finally:
@@ -283,6 +294,7 @@ class Segments:
 
     def close(self) -> None:
         """Nobody reads or writes any more. A second time changes nothing."""
+        self._is_closed = True
         self._apart.close()
         self._mappings.close()
         self._orders.close()
@@ -323,8 +335,11 @@ class Segments:
 
     def _remove(self, files: list[Path]) -> None:
         """The kernel takes its time for the pages of large ones: 0.14 ms for each MiB of shared memory."""
-        if sum(map(_size, files)) < REMOVED_HERE or not self._apart.begin(partial(_remove, *files)):
+        if sum(map(_size, files)) < REMOVED_HERE:
             _remove(*files)
+            return
+        with suppress(StoreClosed):  # all files go
+            self._apart.begin(partial(_remove, *files))
 
     def _own_use_ended(self) -> None:
         if self._unuse_soon is not None:

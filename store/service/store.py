@@ -127,7 +127,7 @@ class Store:
         self._release_all(self._clients.left(client))
         self._waiters.left(client)
         if self.segments is not None:
-            self.segments.left(client)
+            await self.segments.left(client)
 
     async def many(self, calls: list[Call]) -> list[Result]:
         """Several calls in one message; each stands for itself. They wait for nobody, and for files of large batches at

@@ -20,6 +20,8 @@ from penstock.network.listener import MOST_STRANGERS, Listener, Strangers
 TOKEN = new_token()
 ECHO, HAND_OVER = 1, 2
 HOST = "127.0.0.1"
+PATIENCE_S = 60.0
+"""For what comes at once on a machine that is not busy."""
 
 
 def echo(connected: socket.socket) -> None:
@@ -37,14 +39,14 @@ def echo(connected: socket.socket) -> None:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    with Listener(HOST, TOKEN, {ECHO: echo}, handshake_s=0.5) as listener:
+    with Listener(HOST, TOKEN, {ECHO: echo}, handshake_s=PATIENCE_S) as listener:
         yield listener
 
 
 def test_frames_and_the_bytes_of_a_file_arrive(listener: Listener, tmp_path: Path) -> None:
     content = os.urandom(3_000_000)
     (tmp_path / "values").write_bytes(content)
-    with connect(listener.address, ECHO, TOKEN, 5.0) as connection, (tmp_path / "values").open("rb") as file:
+    with connect(listener.address, ECHO, TOKEN, PATIENCE_S) as connection, (tmp_path / "values").open("rb") as file:
         receiving = bytearray(2_000_000)
         sender = threading.Thread(
             target=lambda: (
@@ -61,7 +63,7 @@ def test_frames_and_the_bytes_of_a_file_arrive(listener: Listener, tmp_path: Pat
 
 def test_a_file_that_ends_too_soon_is_an_error(listener: Listener, tmp_path: Path) -> None:
     (tmp_path / "short").write_bytes(b"abc")
-    with connect(listener.address, ECHO, TOKEN, 5.0) as connection, (tmp_path / "short").open("rb") as file:
+    with connect(listener.address, ECHO, TOKEN, PATIENCE_S) as connection, (tmp_path / "short").open("rb") as file:
         connection.send(1, b"", 10)
         with pytest.raises(ConnectionAbortedError, match="short: 3 bytes"):
             connection.send_file(file, 0, 10)
@@ -69,23 +71,46 @@ def test_a_file_that_ends_too_soon_is_an_error(listener: Listener, tmp_path: Pat
 
 def test_another_token_is_refused_and_counted(listener: Listener) -> None:
     with pytest.raises(ConnectionError):
-        connect(listener.address, ECHO, new_token(), 5.0)
+        connect(listener.address, ECHO, new_token(), PATIENCE_S)
     with pytest.raises(ConnectionError):
-        connect(listener.address, 99, TOKEN, 5.0).receive()  # a service that nobody serves
+        connect(listener.address, 99, TOKEN, PATIENCE_S).receive()  # a service that nobody serves
     assert listener.refused == 2
 
 
 def test_a_stranger_gets_no_byte(listener: Listener) -> None:
     for words in (b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n".ljust(HELLO.size, b"x"), os.urandom(HELLO.size)):
-        with socket.create_connection((HOST, listener.address.port), 5.0) as visitor:
+        with socket.create_connection((HOST, listener.address.port), PATIENCE_S) as visitor:
             visitor.sendall(words)
             with contextlib.suppress(ConnectionResetError):  # hung up on before it was done
                 assert visitor.recv(1) == b""
 
 
-def test_one_that_says_nothing_is_hung_up_on(listener: Listener) -> None:
-    with socket.create_connection((HOST, listener.address.port), 30.0) as visitor:
-        assert visitor.recv(1) == b""  # after handshake_s, not after the 30 s that the visitor would wait
+def test_one_that_says_nothing_is_hung_up_on() -> None:
+    with (
+        Listener(HOST, TOKEN, {ECHO: echo}, handshake_s=0.1) as listener,
+        socket.create_connection((HOST, listener.address.port), PATIENCE_S) as visitor,
+    ):
+        assert visitor.recv(1) == b""  # after handshake_s, not after all that the visitor would wait
+
+
+def test_a_visitor_that_no_thread_can_be_had_for_is_hung_up_on_and_the_next_is_let_in(
+    listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, refused = threading.Thread.start, list[str]()
+
+    def start_but_the_first(thread: threading.Thread) -> None:
+        if thread.name == "connection" and not refused:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_but_the_first)
+    with pytest.raises(ConnectionError):
+        connect(listener.address, ECHO, TOKEN, PATIENCE_S)
+    with connect(listener.address, ECHO, TOKEN, PATIENCE_S) as connection:
+        connection.send(1, b"there")
+        assert connection.receive().body == b"there"
+    assert (refused, listener.refused) == (["connection"], 1)
 
 
 @pytest.mark.parametrize("addresses", [1, 3])
@@ -146,12 +171,12 @@ def test_a_server_of_another_run_is_found_out() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(Stranger, match="another run"):
-            connect(Address(HOST, impostor.getsockname()[1]), ECHO, TOKEN, 5.0)
+            connect(Address(HOST, impostor.getsockname()[1]), ECHO, TOKEN, PATIENCE_S)
         thread.join()
 
 
 def test_close_ends_open_connections(listener: Listener) -> None:
-    connection = connect(listener.address, ECHO, TOKEN, 5.0)
+    connection = connect(listener.address, ECHO, TOKEN, PATIENCE_S)
     connection.send(1, b"there")
     assert connection.receive().body == b"there"
     listener.close()
@@ -170,7 +195,7 @@ def test_what_a_handler_takes_with_it_stays_open_after_close() -> None:
         returning.wait(10)  # the thread that has handed it over may be the last to hear of that
 
     with Listener(HOST, TOKEN, {ECHO: echo, HAND_OVER: take}, takers=(HAND_OVER,)) as listener:
-        connection = connect(listener.address, HAND_OVER, TOKEN, 5.0)
+        connection = connect(listener.address, HAND_OVER, TOKEN, PATIENCE_S)
         server = Connection(taken.get(timeout=10))
         closing = threading.Thread(target=listener.close)
         closing.start()
@@ -182,7 +207,7 @@ def test_what_a_handler_takes_with_it_stays_open_after_close() -> None:
 
 
 def test_silence_is_an_error(listener: Listener) -> None:
-    with connect(listener.address, ECHO, TOKEN, 5.0, silence_s=0.2) as connection, pytest.raises(TimeoutError):
+    with connect(listener.address, ECHO, TOKEN, PATIENCE_S, silence_s=0.2) as connection, pytest.raises(TimeoutError):
         connection.receive()
 
 

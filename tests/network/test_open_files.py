@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from penstock.network.open_files import LOW
+from penstock.network.open_files import LOW, OF_EACH
+from penstock.store.data.far.pulls import KEPT
 
 LIMITED = """
 import resource, sys
@@ -15,6 +16,10 @@ from penstock.network.open_files import raise_limit, warning
 print(raise_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0])
 print(warning())
 """
+
+
+def test_a_member_counts_with_its_calls_its_heartbeat_and_what_it_keeps_open_to_read_rows() -> None:
+    assert OF_EACH == 2 + KEPT
 
 
 @pytest.mark.parametrize("hard", [512, LOW])
@@ -27,5 +32,5 @@ def test_the_soft_limit_becomes_the_hard_one_which_is_told_where_it_is_low(hard:
     assert (told == "None") == (hard >= LOW)
     if hard == 512:
         assert "512 files open" in told
-        assert "at most about 224 members" in told
+        assert "at most about 74 members" in told
         assert "ulimit -Hn" in told

@@ -10,9 +10,11 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from penstock.conf.errors import NotStarted, SandboxUnavailable
+from penstock.workers.processes import ProcessId
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
 from penstock.workers.sandbox.limits import Limits
@@ -20,10 +22,10 @@ from penstock.workers.sandbox.outcome import Value
 from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.sandbox.usage import descendants
 from penstock.workers.sandbox.worker import Worker
+from tests.processes import GONE_S, seen, wait_until_gone
 from tests.sandbox.conftest import in_a_loop
+from tests.virtual_time import put_forward, run_ahead
 
-GONE_S = 60.0
-"""For what must come, and comes at once on a machine that is not busy."""
 LIMITS = Limits(cpu_s=600, wall_s=600)
 """Nothing here ends by itself while a test looks at it."""
 DRIVER = """
@@ -46,20 +48,11 @@ print(1)
 """
 
 
-def wait_until_gone(pids: list[int]) -> None:
-    """Zombies count as gone: who reaps them is this machine's first process."""
-    deadline = time.monotonic() + GONE_S
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"still there: {left}"
-        time.sleep(0.02)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+def signal_keeper(worker: Worker, number: int) -> ProcessId:
+    """By its handle: nobody else is ever meant."""
+    keeper = ProcessId.of(worker.keeper)
+    signal.pidfd_send_signal(worker._handle, number)
+    return keeper
 
 
 def wait_for_children(pid: int) -> list[int]:
@@ -74,18 +67,18 @@ def wait_for_children(pid: int) -> list[int]:
 async def test_a_fence_that_is_given_up_before_it_is_ready_leaves_nothing(monkeypatch):
     monkeypatch.setattr("penstock.workers.sandbox.worker.START_S", 0.5)
     monkeypatch.setattr("penstock.workers.sandbox.worker.KEEPER", Path(__file__).with_name("silent.py"))
-    pids: list[int] = []
+    processes: list[ProcessId] = []
     close = Worker.close
 
     def noted(worker: Worker) -> None:
-        pids.extend([worker.process.pid, *descendants(worker.process.pid)])
+        processes.extend(seen([worker.process.pid, *descendants(worker.process.pid)]))
         close(worker)
 
     monkeypatch.setattr(Worker, "close", noted)
     with pytest.raises(SandboxUnavailable):
         await Sandbox().start()
-    assert pids
-    wait_until_gone(pids)
+    assert processes
+    wait_until_gone(processes)
 
 
 async def busy_worker(sandbox: Sandbox, other_than: int = 0) -> Worker:
@@ -114,27 +107,30 @@ def test_when_the_user_of_a_fence_is_killed_nothing_is_left(number, stopped):
     assert driver.stdout is not None
     with driver.stdout:
         keeper, outer = map(int, driver.stdout.readline().split())
-        pids = [keeper, outer, *descendants(outer), *wait_for_children(keeper)]
+        handle = psutil.Process(keeper)
+        processes = seen([keeper, outer, *descendants(outer), *wait_for_children(keeper)])
         if stopped:
-            os.kill(keeper, signal.SIGSTOP)
+            handle.suspend()
         driver.send_signal(number)
         driver.wait(GONE_S)
-    wait_until_gone(pids)
+    wait_until_gone(processes)
 
 
-@in_a_loop
-async def test_when_the_pool_kills_a_reward_process_nothing_is_left():
-    sleeping = f"```python\n{ASLEEP}\n```"
-    task = json.dumps({"function": "f", "tests": [{"input": [], "output": 1}]})
-    async with RewardPool(RewardSpec.of("python_tests"), timeout_s=1.0) as pool:
-        pool.timeout_s = GONE_S  # of those that come after the first
-        (process,) = pool._alive
-        score = asyncio.create_task(pool.score([sleeping], [task]))
-        pids = wait_for_children(process.child.pid)
-        (result,) = await score
-        assert "timeout" in str(result)
-        wait_until_gone(pids)
-        assert await pool.score(["def f(): return 1"], [task]) == [1.0]
+def test_when_the_pool_kills_a_reward_process_nothing_is_left():
+    async def main() -> None:
+        sleeping = f"```python\n{ASLEEP}\n```"
+        task = json.dumps({"function": "f", "tests": [{"input": [], "output": 1}]})
+        async with RewardPool(RewardSpec.of("python_tests"), timeout_s=GONE_S) as pool:
+            (process,) = pool._alive
+            score = asyncio.create_task(pool.score([sleeping], [task]))
+            processes = seen(wait_for_children(process.child.pid))
+            await put_forward(2 * GONE_S)
+            (result,) = await score
+            assert "timeout" in str(result)
+            wait_until_gone(processes)
+            assert await pool.score(["def f(): return 1"], [task]) == [1.0]
+
+    run_ahead(main())
 
 
 @in_a_loop
@@ -142,12 +138,12 @@ async def test_a_call_that_is_cancelled_ends_what_it_runs():
     async with Sandbox(LIMITS) as sandbox:
         running = asyncio.create_task(sandbox.run_python(ASLEEP))
         worker = await busy_worker(sandbox)
-        pids = [worker.keeper, *descendants(worker.keeper)]
-        assert len(pids) == 2
+        processes = seen([worker.keeper, *descendants(worker.keeper)])
+        assert len(processes) == 2
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
-        wait_until_gone(pids)
+        wait_until_gone(processes)
         assert await sandbox.call("def f(): return 1", "f", [[]]) == [Value(1)]
 
 
@@ -156,18 +152,17 @@ async def test_an_execution_whose_fence_is_killed_is_made_once_more():
     async with Sandbox(LIMITS) as sandbox:
         running = asyncio.create_task(sandbox.run_python(TOLD))
         worker = await busy_worker(sandbox)
-        os.kill(worker.keeper, signal.SIGKILL)
+        signal_keeper(worker, signal.SIGKILL)
         await tell(await busy_worker(sandbox, other_than=worker.keeper))
         assert (await running).stdout == "1\n"
         (worker,) = sandbox._all
-        os.kill(worker.keeper, signal.SIGKILL)  # while nothing runs
-        wait_until_gone([worker.keeper])
+        wait_until_gone([signal_keeper(worker, signal.SIGKILL)])  # while nothing runs
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
         running = asyncio.create_task(sandbox.run_python(ASLEEP))
         keeper = 0
         for _ in range(2):
-            keeper = (await busy_worker(sandbox, other_than=keeper)).keeper
-            os.kill(keeper, signal.SIGKILL)
+            worker = await busy_worker(sandbox, other_than=keeper)
+            keeper = signal_keeper(worker, signal.SIGKILL).pid
         assert (await running).reason == "lost"
 
 
@@ -177,9 +172,9 @@ async def test_closing_ends_what_runs():
     await sandbox.start()
     running = asyncio.create_task(sandbox.run_python(ASLEEP))
     worker = await busy_worker(sandbox)
-    pids = [worker.keeper, *descendants(worker.keeper)]
+    processes = seen([worker.keeper, *descendants(worker.keeper)])
     sandbox.close()
-    wait_until_gone(pids)
+    wait_until_gone(processes)
     assert (await running).reason == "lost"
     with pytest.raises(NotStarted):
         await sandbox.run_python("print(1)")
@@ -190,9 +185,9 @@ async def test_a_keeper_that_does_not_answer_is_taken_down(monkeypatch):
     monkeypatch.setattr("penstock.workers.sandbox.worker.GRACE_S", 0.2)
     async with Sandbox() as sandbox:
         (worker,) = sandbox._all
-        os.kill(worker.keeper, signal.SIGSTOP)
+        keeper = signal_keeper(worker, signal.SIGSTOP)
         assert (await sandbox.run_python("print(1)", wall_s=0.2)).reason == "timeout_wall"
-        wait_until_gone([worker.keeper])
+        wait_until_gone([keeper])
         assert (await sandbox.run_python("print(1)")).stdout == "1\n"
 
 
@@ -212,7 +207,7 @@ print([worker.keeper for worker in workers])
 def test_a_process_that_ends_without_closing_leaves_no_cgroup():
     done = subprocess.run([sys.executable, "-c", LEAVER], capture_output=True, text=True, timeout=300, check=True)
     groups, keepers = map(ast.literal_eval, done.stdout.splitlines())
-    wait_until_gone(keepers)
+    wait_until_gone(seen(keepers))
     assert len(keepers) == 2
     assert not [group for group in groups if os.path.exists(group)]
 
@@ -224,6 +219,7 @@ async def test_a_closed_sandbox_leaves_no_process_and_no_cgroup():
         workers: list[Worker] = list(sandbox._all)
         assert len(workers) == 2
         groups = [directory for worker in workers if worker.cgroup for directory in worker.cgroup.directories]
-    wait_until_gone([worker.keeper for worker in workers])
+        keepers = seen(worker.keeper for worker in workers)
+    wait_until_gone(keepers)
     assert not [directory for directory in groups if directory.exists()]
     assert all(worker.process.returncode is not None for worker in workers)

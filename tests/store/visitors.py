@@ -99,6 +99,13 @@ async def linked(client: StoreClient) -> Link:
     return link.found
 
 
+async def until(holds: Callable[[], bool], pause_s: float = 0.005) -> None:
+    """Wait, without a call to the store, for what comes unannounced. `serve` has a deadline. `pause_s`: 0 to look in
+    every turn of the loop."""
+    while not holds():
+        await asyncio.sleep(pause_s)
+
+
 def unseen(endpoint: Endpoint) -> Endpoint:
     """As a machine or a container sees it that has other directories."""
     return replace(endpoint, path="/not/here", segments=("/not", "/here"))

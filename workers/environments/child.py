@@ -7,9 +7,11 @@ What it has started ends with it.
 import asyncio
 import os
 import signal
+import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Self
+from dataclasses import dataclass
+from typing import IO, Self
 
 SOON_S = 0.1
 """For a process to end whose streams may have ended."""
@@ -21,55 +23,84 @@ MAX_TAIL = 300
 """Bytes of stderr that are told where a process fails."""
 
 
-class Child:
-    """Lifecycle: `start`, `say` and `line`, `end`, after which its whole process group is gone."""
+@dataclass(frozen=True)
+class Started:
+    """A process, and its pipes in this event loop. Not asyncio's own, which waits for the process by itself."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
+    process: "subprocess.Popen[bytes]"
+    stdin: asyncio.StreamWriter
+    stdout: asyncio.StreamReader
+    stderr: asyncio.StreamReader
+    reading: Sequence[asyncio.BaseTransport]
+    """What stdout and stderr come from."""
+
+
+class Child:
+    """Lifecycle: `start`, `say` and `line`, `end`, after which its whole process group is gone.
+
+    The process is waited for by `end` alone: until then its number, which is its group's too, is no other process's,
+    and what it has left behind when it ended can be killed by it.
+    """
+
+    def __init__(self, started: Started) -> None:
+        self._process, self._stdin, self._stdout = started.process, started.stdin, started.stdout
+        self._reading = started.reading
         self._stderr = b""
-        self._listening = asyncio.create_task(self._hear_errors())
+        self._listening = asyncio.create_task(self._hear_errors(started.stderr))
 
     @classmethod
     async def start(cls, command: Sequence[str], env: Mapping[str, str] | None = None) -> Self:
         """`env`: this process's without one. Raises `OSError`."""
-        return cls(
-            await asyncio.create_subprocess_exec(
-                *command, env=env, start_new_session=True, limit=MAX_LINE_BYTES,
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            )
+        process = subprocess.Popen(
+            command, env=env, start_new_session=True, bufsize=0,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
+        try:
+            stdout, hearing = await _reader(process.stdout)
+            stderr, hearing_errors = await _reader(process.stderr)
+            stdin = await _writer(process.stdin)
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        return cls(Started(process, stdin, stdout, stderr, (hearing, hearing_errors)))
 
     @property
     def exit_code(self) -> int | None:
         """None while it runs."""
-        return self._process.returncode
+        if self._process.returncode is not None:
+            return self._process.returncode
+        try:
+            ended = os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # children of this process are waited for by themselves
+            return self._process.poll()
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     @property
     def has_ended(self) -> bool:
-        return self._process.returncode is not None
+        return self.exit_code is not None
 
     async def line(self) -> bytes:
         """Nothing at the end, and for a line that is too long, which ends it."""
-        assert self._process.stdout is not None
         try:
-            return await self._process.stdout.readline()
+            return await self._stdout.readline()
         except ValueError:
             self._kill()
             return b""
 
     async def say(self, line: bytes) -> None:
         """Raises `ConnectionError` where it no longer reads."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + b"\n")
-        await self._process.stdin.drain()
+        self._stdin.write(line + b"\n")
+        await self._stdin.drain()
 
     async def answer(self, said: bytes, most: int) -> bytes:
         """What it says to this until it has ended, up to so many bytes; the rest is read and let go. Whatever else
         holds its stdout by then is not waited for."""
-        assert self._process.stdout is not None
         heard = bytearray()
         telling = asyncio.create_task(self._tell(said))
-        hearing = asyncio.create_task(_read(self._process.stdout, heard, most))
+        hearing = asyncio.create_task(_read(self._stdout, heard, most))
         try:
             await self.ended()
             self._kill()  # the rest of its group: then stdout ends, unless somebody has left the group
@@ -81,15 +112,16 @@ class Child:
 
     async def end(self) -> None:
         """It may end by itself first, if it does so soon."""
-        assert self._process.stdin is not None
         try:
-            self._process.stdin.close()
+            self._stdin.close()
             await self.ended(LEAVE_S)
         finally:
             self._kill()
             self._listening.cancel()
         await self.ended(LEAVE_S)
-        self._process._transport.close()  # type: ignore[attr-defined]  # of pipes that nobody reads any more
+        self._process.poll()
+        for pipe in self._reading:  # nobody reads them any more
+            pipe.close()
 
     def kill(self) -> None:
         if not self.has_ended:
@@ -99,34 +131,46 @@ class Child:
         """How it has ended, and what it said last, in words. `timeout_s`: its streams end before itself."""
         await self.ended(timeout_s)
         said = self._stderr.decode(errors="replace").strip()
-        code = self._process.returncode
+        code = self.exit_code
         return ("it does not answer" if code is None else f"it has ended with {code}") + (
             f"; it said last: {said}" if said else ""
         )
 
     async def ended(self, timeout_s: float | None = None) -> None:
-        """Or so many seconds later. Not `process.wait()`, which waits for the ends of pipes as well, that its children
-        may hold."""
+        """Or so many seconds later. The ends of pipes are not waited for, which its children may hold."""
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while not self.has_ended:
+                while self.exit_code is None:
                     await asyncio.sleep(0.01)
 
     def _kill(self) -> None:
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        """With its group, unless it was waited for: then the number may be another's."""
+        if self.exit_code is None or self._process.returncode is None:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     async def _tell(self, said: bytes) -> None:
         """It need not read it."""
-        assert self._process.stdin is not None
         with suppress(ConnectionError):
             await self.say(said)
-        self._process.stdin.close()
+        self._stdin.close()
 
-    async def _hear_errors(self) -> None:
-        assert self._process.stderr is not None
-        while said := await self._process.stderr.read(4096):
+    async def _hear_errors(self, stderr: asyncio.StreamReader) -> None:
+        while said := await stderr.read(4096):
             self._stderr = (self._stderr + said)[-MAX_TAIL:]
+
+
+async def _reader(pipe: IO[bytes] | None) -> tuple[asyncio.StreamReader, asyncio.BaseTransport]:
+    reader = asyncio.StreamReader(MAX_LINE_BYTES)
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    return reader, transport
+
+
+async def _writer(pipe: IO[bytes] | None) -> asyncio.StreamWriter:
+    loop, protocol = asyncio.get_running_loop(), asyncio.StreamReaderProtocol(asyncio.StreamReader())
+    transport, _ = await loop.connect_write_pipe(lambda: protocol, pipe)
+    return asyncio.StreamWriter(transport, protocol, None, loop)
 
 
 async def _read(stream: asyncio.StreamReader, heard: bytearray, most: int) -> None:

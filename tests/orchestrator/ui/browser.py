@@ -1,15 +1,16 @@
 """Chromium for tests and benchmarks of the page, and what a page must not do in it."""
 
 import contextlib
+import shutil
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
-CHROMIUM = Path("/usr/bin/chromium")
+CHROMIUM = "chromium"
+"""In PATH, as `requirements/debian.sh` looks for it."""
 FLAGS = [
     "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1",
@@ -22,10 +23,11 @@ WIDE, PHONE = (1280, 800), (390, 844)
 @contextlib.contextmanager
 def chromium() -> Iterator[Browser]:
     """Not for a process whose event loop runs in this thread: Playwright has one of its own here until it is left."""
-    if not CHROMIUM.exists():
-        pytest.fail(f"the page is tested in {CHROMIUM}: `make test` installs it", pytrace=False)
+    program = shutil.which(CHROMIUM)
+    if program is None:
+        pytest.fail(f"the page is tested in {CHROMIUM}, which is not in PATH: `make test` installs it", pytrace=False)
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=program, args=FLAGS)
         try:
             yield browser
         finally:

@@ -1,10 +1,13 @@
 """The life of segments: by hand, and through random histories of writers and readers that come, read, lag and die."""
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from penstock.store.data import segment_book
 from penstock.store.data.segment_book import POOLED_SHARE, Instructions, SegmentBook, State, writer_of
 
 BUDGET = 800
@@ -23,7 +26,7 @@ def test_a_segment_comes_back_to_its_writer_after_its_last_row_and_its_last_read
     book.adopt("w-0", "another", 50, False)
     assert (book.bytes, book.pooled_bytes) == (50, 0)
     assert book.end("w-0").recycled == ["w-0"]
-    assert book.left("w") == Instructions(unmapped=[("w-0", {"r"})], removed=[("w-0", False)])
+    assert list(book.left("w")) == [Instructions(unmapped=[("w-0", {"r"})], removed=[("w-0", False)])]
 
 
 @pytest.mark.parametrize("why", ["on disk", "too many pooled", "writer gone"])
@@ -76,6 +79,9 @@ class Histories(RuleBasedStateMachine):
         self.with_writer: set[str] = set()
         self.mapped: dict[str, set[str]] = {}
         """By file: clients that have heard of it, and not yet that it is gone."""
+        self.leaving: dict[str, Iterator[Instructions]] = {}
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(segment_book, "AT_ONCE", 1)
 
     def heard(self, instructions: Instructions) -> None:
         """Carry out, and see that it is right."""
@@ -99,6 +105,8 @@ class Histories(RuleBasedStateMachine):
 
     @rule(client=st.sampled_from("abc"))
     def enter(self, client: str) -> None:
+        while client in self.leaving:
+            self.go_on_leaving(client)
         self.clients.add(client)
         self.book.entered(client)
 
@@ -106,7 +114,7 @@ class Histories(RuleBasedStateMachine):
     @rule(data=st.data(), nbytes=st.integers(1, 300), on_disk=st.booleans(), again=st.booleans())
     def write(self, data: st.DataObject, nbytes: int, on_disk: bool, again: bool) -> None:
         """Into a file that came back, or a new one."""
-        back = sorted(self.with_writer)
+        back = sorted(name for name in self.with_writer if writer_of(name) in self.clients)
         if again and back:
             name = data.draw(st.sampled_from(back))
             self.with_writer.discard(name)
@@ -163,7 +171,20 @@ class Histories(RuleBasedStateMachine):
             readers[:] = [reader for reader in readers if reader != client]
         for mapped in self.mapped.values():
             mapped.discard(client)
-        self.heard(self.book.left(client))
+        self.leaving[client] = self.book.left(client)
+        self.go_on_leaving(client)
+
+    @precondition(lambda self: self.leaving)
+    @rule(data=st.data())
+    def let_go_of_some_more(self, data: st.DataObject) -> None:
+        self.go_on_leaving(data.draw(st.sampled_from(sorted(self.leaving))))
+
+    def go_on_leaving(self, client: str) -> None:
+        instructions = next(self.leaving[client], None)
+        if instructions is None:
+            del self.leaving[client]
+        else:
+            self.heard(instructions)
 
     @invariant()
     def it_counts_what_is_there(self) -> None:
@@ -186,6 +207,9 @@ class Histories(RuleBasedStateMachine):
             self.heard(self.book.end(name))
         for client in sorted(self.clients):
             self.end_process(client)
+        while self.leaving:
+            self.go_on_leaving(min(self.leaving))
+        self.patch.undo()
         assert not self.book.segments
         assert (self.book.bytes, self.book.spilled_bytes, self.book.pooled_bytes) == (0, 0, 0)
         assert not self.book._written

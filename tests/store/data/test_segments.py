@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from penstock.store.data import segment_book
 from penstock.store.data import segments as segments_module
 from penstock.store.data.arena import SHARE, SPARE_BYTES, SPARES, Arena, lay_by, num_spares
 from penstock.store.data.file_memory import map_file
@@ -24,11 +25,11 @@ from penstock.store.data.layout import Placed
 from penstock.store.data.mappings import Mappings
 from penstock.store.data.segment_book import POOLED_SHARE, Instructions
 from penstock.store.data.segments import Segments
-from penstock.store.errors import StoreError, UnknownColumn, WrongType
+from penstock.store.errors import StoreClosed, StoreError, UnknownColumn, WrongType
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
-from tests.store.visitors import far_nodes, files_in, serve, visit
+from tests.store.visitors import far_nodes, files_in, serve, until, visit
 
 KB = 1000
 BUDGET = 100 * KB
@@ -250,7 +251,75 @@ def test_large_files_are_removed_in_a_thread(tmp_path: Path, monkeypatch: pytest
             segments.adopt(one)
         segments._carry_out(Instructions(removed=[(one.segment, False) for one in placed]))
     segments._apart.close()
+    segments._carry_out(Instructions(removed=[(one.segment, False) for one in placed]))  # they go with the store
     assert removed == [(2, True), (2, False)]
+    with pytest.raises(StoreClosed):
+        segments._apart.begin(lambda: None)
+
+
+class Leaving:
+    """A writer of a hundred files that leaves its store: half of them have come back to it, rows lie in the others."""
+
+    def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.removed: Counter[str] = Counter()
+        monkeypatch.setattr(segments_module, "_remove", self._remove)
+        monkeypatch.setattr(segment_book, "AT_ONCE", 8)
+        self.segments = segments_in(tmp_path, 10 * BUDGET)
+        arena = arena_of(self.segments)
+        self.placed = [arena.place(batch(100)) for _ in range(100)]
+        for one in self.placed:
+            self.segments.adopt(one)
+        self.end(self.placed[:50])
+
+    def end(self, some: list[Placed]) -> None:
+        for one in some:
+            self.segments.end(one.segment)
+
+    def _remove(self, *files: Path) -> None:
+        self.removed.update(file.name for file in files)
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def test_others_are_served_while_a_client_leaves_and_each_of_its_files_goes_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Leaving(tmp_path, monkeypatch)
+        segments, turns = case.segments, 0
+        leaving = asyncio.create_task(segments.left("writer"))
+        while not leaving.done():
+            await asyncio.sleep(0)
+            turns += 1
+            if turns == 3:
+                case.end(case.placed[50:])
+        assert turns > 100 / 8
+        while segments._looking is not None:
+            await asyncio.sleep(0.005)
+        assert case.removed == Counter(one.segment for one in case.placed)
+        assert files_in(tmp_path / "shm") == []
+        assert not segments.book.segments
+        segments.close()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
+
+
+def test_a_store_that_closes_while_a_client_leaves_takes_all_files_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        case = Leaving(tmp_path, monkeypatch)
+        leaving = asyncio.create_task(case.segments.left("writer"))
+        await asyncio.sleep(0)
+        assert not leaving.done()
+        before = case.removed.total()
+        case.segments.close()
+        await leaving
+        assert case.removed.total() == before
+        assert case.segments._looking is None
+        assert not (tmp_path / "shm").exists()
+
+    asyncio.run(asyncio.wait_for(main(), 20))
 
 
 @pytest.mark.parametrize(
@@ -309,12 +378,6 @@ def test_pages_go_with_the_last_array_that_lies_in_them(tmp_path: Path) -> None:
 def mapped(place: Path) -> list[str]:
     """Files of a directory that some memory of this process lies in, removed ones too."""
     return [line.split()[5] for line in Path("/proc/self/maps").read_text().splitlines() if f" {place}/" in line]
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    """Without a call to the store. `serve` has a deadline."""
-    while not holds():
-        await asyncio.sleep(0.005)
 
 
 def test_a_reader_that_calls_nothing_more_holds_no_shared_memory(tmp_path: Path) -> None:

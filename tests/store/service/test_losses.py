@@ -17,7 +17,7 @@ from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.driver import make_spec
 from tests.store.players import group, values_of
-from tests.store.visitors import far_nodes, serve
+from tests.store.visitors import far_nodes, serve, until
 
 LONG = 1000
 """Tokens of a response: more than go inline."""
@@ -38,11 +38,6 @@ def with_an_engine(tmp_path: Path, body: Body, **changes: Any) -> None:
                 await asyncio.to_thread(node.close)
 
     serve(tmp_path, served, node="a", nodes=nodes, **changes)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0)
 
 
 async def leased(client: StoreClient, stage: str, units: int = 100) -> Lease:
@@ -199,7 +194,7 @@ def test_a_lost_node_is_heard_of_whole_though_who_told_of_it_goes(tmp_path: Path
         await engine.put_groups([long] * 10)
         store._blocks.lost = lambda: Blocks.lost(store._blocks, 4)  # type: ignore[method-assign]
         telling = asyncio.ensure_future(store.lost("b"))
-        await until(lambda: store.ledger.counters["dropped/node_lost"] > 0)
+        await until(lambda: store.ledger.counters["dropped/node_lost"] > 0, pause_s=0)
         assert not telling.done()
         telling.cancel()
         await asyncio.gather(telling, return_exceptions=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from penstock.store.errors import StoreClosed, StoreError
 from penstock.store.service.server import Endpoint
 from penstock.store.service.store import Store
 from tests.store.players import group, values_of
-from tests.store.visitors import files_in, serve, visit, visit_from_afar
+from tests.store.visitors import files_in, serve, until, visit, visit_from_afar
 
 LARGE = [{"prompt_ids": [7] * 2000, "task": "{}"}]
 WAIT_S = 20.0
@@ -41,11 +41,6 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     monkeypatch.setattr(segments_module, "move", gate.move)
     yield gate
     gate.opened.set()
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    while not holds():
-        await asyncio.sleep(0.005)
 
 
 async def check_first(client: StoreClient, expected: list[int]) -> None:

@@ -1,7 +1,6 @@
 """A reward that hangs, crashes, raises or returns nonsense costs its own sample, and nothing else."""
 
 import asyncio
-import os
 import signal
 import time
 
@@ -9,7 +8,8 @@ import psutil
 import pytest
 
 from penstock.workers.reward.outcome import MAX_TEXT, RewardError
-from tests.workers.reward.pools import pool_of, scored
+from tests.virtual_time import put_forward, run_ahead
+from tests.workers.reward.pools import PATIENCE_S, pool_of, score_past_hangs, scored, scored_past_hangs
 
 BAD = {
     "raise": ("raised", "RuntimeError: no judge"),
@@ -68,31 +68,34 @@ def test_what_a_process_sends_is_never_unpickled(behaviours, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def score_while_stopped(behaviours, act_on, **config):
+def score_while_stopped(behaviours, act_on):
     """Results of a batch that is larger than what a socket holds, sent to a process that takes nothing of it."""
 
     async def run():
-        async with pool_of(f"{behaviours}:plain", **config) as pool:
+        async with pool_of(f"{behaviours}:plain") as pool:
             (process,) = pool._alive
-            os.kill(process.child.pid, signal.SIGSTOP)
+            process.child.send_signal(signal.SIGSTOP)
             call = asyncio.create_task(pool.score(["x" * 2**21, "a", "bb"], ["{}"] * 3))
             while not process.writer.transport.get_write_buffer_size():
                 await asyncio.sleep(0)
-            act_on(process.child.pid)
-            return await asyncio.wait_for(call, 30)
+            await act_on(process.child)
+            return await asyncio.wait_for(call, 10 * PATIENCE_S)
 
-    return asyncio.run(run())
+    return run_ahead(run())
 
 
 def test_a_process_that_dies_while_it_takes_a_batch_costs_one_sample(behaviours):
-    results = score_while_stopped(behaviours, lambda pid: os.kill(pid, signal.SIGKILL))
+    async def kill(child):
+        child.kill()
+
+    results = score_while_stopped(behaviours, kill)
     assert results[1:] == [1.0, 2.0]
     assert results[0].kind == "crash"
     assert "SIGKILL" in results[0].text
 
 
 def test_a_process_that_does_not_take_its_batch_is_killed_at_the_deadline(behaviours):
-    results = score_while_stopped(behaviours, lambda pid: None, timeout_s=0.3)
+    results = score_while_stopped(behaviours, lambda child: put_forward(2 * PATIENCE_S))
     assert results[1:] == [1.0, 2.0]
     assert results[0].kind == "timeout"
 
@@ -108,15 +111,15 @@ def test_a_segmentation_fault_costs_its_own_sample(behaviours):
     ("kind", "bad"), [("plain", "hang"), ("plain", "spin"), ("plain", "half"), ("trl", "hang"), ("waiting", "spin")]
 )
 def test_a_hanging_sample_is_killed_at_its_deadline(behaviours, kind, bad):
-    results, _ = scored(f"{behaviours}:{kind}", ["a", bad, "ccc"], timeout_s=0.5)
+    results = scored_past_hangs(behaviours, kind, ["a", bad, "ccc"])
     assert results[::2] == [1.0, 3.0]
     assert results[1].kind == "timeout"
-    assert "reward.timeout_s=0.5" in results[1].text
+    assert f"reward.timeout_s={PATIENCE_S:g}" in results[1].text
 
 
 def test_an_async_sample_that_waits_too_long_costs_no_process(behaviours):
     async def run():
-        async with pool_of(f"{behaviours}:waiting", timeout_s=0.5) as pool:
+        async with pool_of(f"{behaviours}:waiting") as pool:
             return await pool.score(["a", "wait", "ccc"], ["{}"] * 3), pool.replaced
 
     results, replaced = asyncio.run(run())
@@ -139,7 +142,7 @@ def test_async_samples_of_a_batch_wait_at_the_same_time():
 
 
 def test_two_hanging_samples_leave_the_rest_scored(behaviours):
-    results, _ = scored(f"{behaviours}:plain", ["hang", "b", "hang", "d"], timeout_s=0.3)
+    results = scored_past_hangs(behaviours, "plain", ["hang", "b", "hang", "d"])
     assert [isinstance(r, RewardError) for r in results] == [True, False, True, False]
 
 
@@ -151,13 +154,13 @@ def test_wrong_length_is_isolated_to_the_sample_that_causes_it(behaviours):
 
 def test_a_batch_function_that_needs_longer_for_many_samples_gets_smaller_batches(behaviours):
     async def run():
-        async with pool_of(f"{behaviours}:slow_for_many", timeout_s=4.0) as pool:
-            first = await pool.score(["x"] * 4, ["{}"] * 4)
+        async with pool_of(f"{behaviours}:slow_for_many") as pool:
+            first = await score_past_hangs(behaviours, pool, ["x"] * 4)
             replaced = pool.replaced
-            second = await pool.score(["x"] * 4, ["{}"] * 4)
+            second = await score_past_hangs(behaviours, pool, ["x"] * 4)
             return first, second, replaced, pool.replaced
 
-    first, second, before, after = asyncio.run(run())
+    first, second, before, after = run_ahead(run())
     assert first == second == [1.0] * 4
     assert before == after == 1
 
@@ -177,7 +180,7 @@ def test_a_reward_that_reads_standard_input_sees_its_end(behaviours):
 
 
 def test_what_a_killed_reward_has_started_is_killed_with_it(behaviours):
-    results, _ = scored(f"{behaviours}:plain", ["child"], timeout_s=0.5)
+    results = scored_past_hangs(behaviours, "plain", ["child"])
     assert results[0].kind == "timeout"
     while ["sleep", "600.125"] in [process.info["cmdline"] for process in psutil.process_iter(["cmdline"])]:
         time.sleep(0.01)  # a killed process is there for a moment; one that nobody waits for has no command

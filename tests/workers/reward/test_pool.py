@@ -4,12 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
-from contextlib import suppress
 
 import psutil
 import pytest
 
 from penstock.conf.errors import ConfigError
+from tests.processes import seen, wait_until_gone
 from tests.workers.reward.pools import pool_of, scored
 
 
@@ -99,8 +99,7 @@ async def main():
 asyncio.run(main())
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    with suppress(psutil.NoSuchProcess):
-        psutil.Process(int(done.stdout)).wait(timeout=60)  # it has nobody else to wait for it
+    wait_until_gone(seen([int(done.stdout)]))
 
 
 def test_batch_after_batch_is_scored_by_the_same_processes():

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 
+import psutil
 import pytest
 
 from penstock.workers.sandbox import cgroup
@@ -100,8 +101,9 @@ def test_the_memory_of_descendants_is_seen():
         assert children[0] in descendants(os.getpid())
         assert memory_of(os.getpid()) > 1 << 20
         assert memory_below(shell.pid) < 1 << 20
-        for pid in [*children, shell.pid]:
-            os.kill(pid, 9)
+        for started in psutil.Process(shell.pid).children():
+            started.kill()
+        shell.kill()
     assert memory_of(shell.pid) == 0
     assert processor_time_of(shell.pid) == 0
 

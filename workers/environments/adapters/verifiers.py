@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import ConfigError
-from penstock.workers.environments.child import LEAVE_S, Child
+from penstock.workers.environments.child import LEAVE_S, Child, Started
 from penstock.workers.environments.context import Context
 from penstock.workers.environments.environment import environment
 from penstock.workers.environments.task import Task
@@ -117,8 +117,8 @@ def _shuffled_thousands(draws: random.Random) -> Iterator[int]:
 class _Episodes(Child):
     """Lifecycle: `start`, `ready`, `play` as often and at once as one likes, `end`."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        super().__init__(process)
+    def __init__(self, started: Started) -> None:
+        super().__init__(started)
         self._numbers = itertools.count()
         self._playing: dict[int, asyncio.Future[float]] = {}
         self._hearing: asyncio.Task[None] | None = None
