@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import subprocess
+import sys
 
 import pytest
 
@@ -71,10 +72,27 @@ def test_a_group_that_cannot_be_made_leaves_nothing(monkeypatch, tmp_path):
 def test_groups_of_processes_that_are_gone_are_swept(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    for pid in (ended.pid, os.getpid()):
-        (tmp_path / f"{cgroup.NAME}-{pid}-0").mkdir()
+    here = cgroup._pid_namespace()
+    gone, own, of_others = f"{here}-{ended.pid}-0a", f"{here}-{os.getpid()}-0a", f"{here + 1}-{ended.pid}-0a"
+    for name in (gone, own, of_others):
+        (tmp_path / f"{cgroup.NAME}-{name}").mkdir()
     cgroup._sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"{cgroup.NAME}-{os.getpid()}-0"]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{cgroup.NAME}-{own}", f"{cgroup.NAME}-{of_others}"}
+
+
+FIRST_PROCESS = """
+import os, pathlib, sys
+os.getpid = lambda: 1
+from penstock.workers.sandbox import cgroup
+cgroup._made(pathlib.Path(sys.argv[1]), {})
+"""
+
+
+def test_processes_of_the_same_id_make_groups_of_their_own(tmp_path):
+    """As the first ones of two containers that share a hierarchy."""
+    for number in (1, 2):
+        subprocess.run([sys.executable, "-c", FIRST_PROCESS, str(tmp_path)], check=True)
+        assert len(list(tmp_path.iterdir())) == number
 
 
 @pytest.mark.parametrize(
