@@ -224,9 +224,20 @@ async def test_a_reward_that_needs_a_fence_is_refused_before_the_first_sample(tm
             await RewardPool(RewardSpec.of(name)).start()
 
 
+def test_a_reward_is_refused_before_the_first_sample_where_its_own_limits_do_not_hold(monkeypatch):
+    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+    for name in ("python_tests", "sql_result"):
+        spec = RewardSpec.of(name, {"limits": {"require_cgroup": True}})
+        spec.resolve()
+        with pytest.raises(SandboxUnavailable, match=r"sandbox.require_cgroup=true: there is no control group"):
+            spec.warm()
+
+
 def test_a_limit_that_is_none_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"reward.options.limits.memory: .*memory_mib"):
         sandbox({"memory": 5})
+    with pytest.raises(ConfigError, match=r"reward.options.limits=.*Limits are numbers"):
+        sandbox({"memory_mib": "much"})
 
 
 def test_every_kind_of_hole_is_told():
