@@ -28,8 +28,8 @@ class SandboxConfig:
     """What an execution may return, in MiB: standard output, standard error and results, each. More is a failure, as no
     honest answer to a test is so long."""
     require_cgroup: bool = False
-    """Refuse to run code where no control group holds its memory and processor time. false: there they are looked at 20
-    times a second, and more may be used between two looks; the run says so when it starts."""
+    """Refuse to run code where no control group holds its memory and counts its processor time. false: there they are
+    looked at 20 times a second, and more may be used between two looks; the run says so when it starts."""
     num_workers: int = 1
     """Executions at once. Each worker keeps an interpreter ready inside its fence (about 15 MiB)."""
 

@@ -22,11 +22,13 @@ from penstock.metering.ray_export import exporting
 from penstock.orchestrator.checkpoint import Checkpoint
 from penstock.orchestrator.checkpointing.resuming import fall_back, newest, rewind
 from penstock.orchestrator.cluster import is_elsewhere, namespace_of
+from penstock.orchestrator.configuration.sandbox_check import limits_of_code
 from penstock.orchestrator.controller import Controller, Outcome
 from penstock.orchestrator.evaluation import Evaluator
 from penstock.orchestrator.failures import first_line
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.faults.recoveries import End, Recoveries
+from penstock.orchestrator.fleet.fence_trial import try_fences
 from penstock.orchestrator.fleet.fleet import Fleet
 from penstock.orchestrator.fleet.thread_trial import try_threads
 from penstock.orchestrator.monitoring.logs import Logs
@@ -136,6 +138,9 @@ class Training:
             cpus, gpus = needed(self._plan)
             self._directory.event("placed", actors=fleet.reservation.assignment.titles, cpus=cpus, gpus=gpus)
             logs.meet()
+            if is_elsewhere() and (all_limits := limits_of_code(config)):
+                for held in try_fences(fleet, all_limits):
+                    self._progress.note(held)
             fleet.start()
             try_threads(fleet, self._directory)
             self._directory.event("serving", seconds=round(time.monotonic() - began, 3))

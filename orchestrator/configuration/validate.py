@@ -24,6 +24,7 @@ from penstock.orchestrator.cluster import check_resources, is_elsewhere
 from penstock.orchestrator.configuration.compose import load_config, to_yaml
 from penstock.orchestrator.configuration.model_check import check_model, tokenizer_of
 from penstock.orchestrator.configuration.placement_view import PlacementView
+from penstock.orchestrator.configuration.sandbox_check import check_sandbox, runs_code
 from penstock.orchestrator.configuration.tracker_check import CHECKS, check_trackers
 from penstock.orchestrator.placement.actors import ActorPlan, needed, plan_actors
 from penstock.workers.environments.environment import make_environment
@@ -34,13 +35,9 @@ from penstock.workers.prompts.opening import open_apart, open_rows
 from penstock.workers.prompts.task import is_cut
 from penstock.workers.prompts.tokenization import load_tokenizer
 from penstock.workers.reward.registry import RewardSpec
-from penstock.workers.sandbox.blocking import BlockingSandbox
-from penstock.workers.sandbox.limits import Limits
 from penstock.workers.trainer.checkpointing.carried import states_to_text
 
 RESOURCES = "resources"
-SANDBOXED = {"python_tests", "sql_result"}
-"""Rewards that run code."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,8 @@ def checks(config: RunConfig, flow: Dataflow, plan: list[ActorPlan]) -> Iterator
     scores_held_out = config.evaluation.every_steps and not flow.has_environment
     if any(stage.function is None for stage in flow.of_kind("reward")) or scores_held_out:
         yield Check("reward", lambda: _reward(config))
-    if _runs_code(config) and not is_elsewhere():
-        yield Check("sandbox", lambda: _sandbox(config), is_told=True)
+    if runs_code(config):
+        yield Check("sandbox", lambda: check_sandbox(config), is_told=not is_elsewhere())
     states = {stage.name: stage.state for stage in flow.stages if stage.state is not None}
     if states and config.checkpoint.every_steps:
         yield Check("states", lambda: _states(states))
@@ -166,22 +163,6 @@ def _reward(config: RunConfig) -> str:
             _own_judge(config, options)
     what = " + ".join(f"{one.weight:g} · {one.title}" for one in config.rewards) or config.reward.function
     return f"{what}, {config.reward.num_processes} process(es), {config.reward.timeout_s:g} s a sample"
-
-
-def _runs_code(config: RunConfig) -> bool:
-    """That a model wrote, as far as the configuration tells."""
-    functions = [config.reward.function, *(one.function for one in config.rewards)]
-    return bool(SANDBOXED.intersection(functions)) or "python" in (config.environment.options.get("tools") or ())
-
-
-def _sandbox(config: RunConfig) -> str:
-    fence = BlockingSandbox(Limits.of(config.environment.sandbox))
-    try:
-        fence.start()
-        held = fence.held
-    finally:
-        fence.close()
-    return f"tried from inside, and no hole found; {held}"
 
 
 def _own_judge(config: RunConfig, options: Mapping[str, Any]) -> None:

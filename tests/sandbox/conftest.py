@@ -53,6 +53,25 @@ def score() -> Callable[[str], float]:
     return score
 
 
+class Group:
+    """A control group that is none, and ends nobody."""
+
+    version = 1
+
+    def __init__(self, cpu_s: float | None) -> None:
+        """`cpu_s`: what it says of processor time."""
+        self._cpu_s = cpu_s
+
+    def cpu_s(self) -> float | None:
+        return self._cpu_s
+
+    def num_killed(self) -> int:
+        return 0
+
+    def remove(self) -> None:
+        """There is nothing."""
+
+
 def worker_of(fence: BlockingSandbox) -> Worker:
     """The fence that stands ready."""
     (worker,) = fence._sandbox._all

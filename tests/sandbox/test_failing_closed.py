@@ -2,6 +2,7 @@
 
 # ruff: noqa: E501 - a hole on one line is read as one
 
+import asyncio
 import importlib
 import os
 import shutil
@@ -21,7 +22,7 @@ from penstock.workers.sandbox import cgroup, check, fence, seccomp, worker
 from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.sandbox import Sandbox
-from tests.sandbox.conftest import HUNGRY, in_a_loop
+from tests.sandbox.conftest import HUNGRY, Group, in_a_loop
 
 
 @pytest.fixture
@@ -178,6 +179,34 @@ async def test_where_a_cgroup_is_required_and_there_is_none_nothing_runs(marker,
 
 
 @in_a_loop
+async def test_a_cgroup_that_counts_no_processor_time_is_not_what_was_required(marker, monkeypatch):
+    monkeypatch.setattr(cgroup.Cgroup, "around", lambda pid, limits: Group(cpu_s=None))
+    said = await refused(marker, limits=Limits.of(SandboxConfig(require_cgroup=True)))
+    assert "sandbox.require_cgroup=true: the control group for code of a model counts no processor time" in said
+
+
+@in_a_loop
+async def test_a_later_fence_that_is_given_no_cgroup_is_tried_and_told_too(monkeypatch, caplog):
+    tried = []
+
+    async def noted(worker, machine):
+        tried.append(worker.cgroup is not None)
+
+    def refuses(pid, limits):
+        raise OSError("no room for another")
+
+    monkeypatch.setattr("penstock.workers.sandbox.sandbox.check", noted)
+    monkeypatch.setattr(cgroup.Cgroup, "around", lambda pid, limits: Group(cpu_s=0.0))
+    async with Sandbox(num_workers=3) as sandbox:
+        assert "a control group of version 1 holds" in sandbox.held
+        monkeypatch.setattr(cgroup.Cgroup, "around", refuses)
+        await asyncio.gather(*(sandbox.run_python("print(1)") for _ in range(3)))
+        assert "no control group (no room for another)" in sandbox.held
+    assert tried == [True, False]
+    assert [record.getMessage().count("no room for another") for record in caplog.records] == [1]
+
+
+@in_a_loop
 async def test_a_watch_that_sees_nothing_is_found_out_before_anything_runs(marker, monkeypatch):
     monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
     monkeypatch.setattr(check, "descendants", lambda pid: [])  # a kernel without CONFIG_PROC_CHILDREN
@@ -195,9 +224,20 @@ async def test_a_reward_that_needs_a_fence_is_refused_before_the_first_sample(tm
             await RewardPool(RewardSpec.of(name)).start()
 
 
+def test_a_reward_is_refused_before_the_first_sample_where_its_own_limits_do_not_hold(monkeypatch):
+    monkeypatch.setattr(cgroup, "_own_group", lambda controller: None)
+    for name in ("python_tests", "sql_result"):
+        spec = RewardSpec.of(name, {"limits": {"require_cgroup": True}})
+        spec.resolve()
+        with pytest.raises(SandboxUnavailable, match=r"sandbox.require_cgroup=true: there is no control group"):
+            spec.warm()
+
+
 def test_a_limit_that_is_none_is_refused_by_name():
     with pytest.raises(ConfigError, match=r"reward.options.limits.memory: .*memory_mib"):
         sandbox({"memory": 5})
+    with pytest.raises(ConfigError, match=r"reward.options.limits=.*Limits are numbers"):
+        sandbox({"memory_mib": "much"})
 
 
 def test_every_kind_of_hole_is_told():

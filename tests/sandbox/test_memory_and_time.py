@@ -100,6 +100,23 @@ async def test_buffers_of_sockets_are_memory(has_cgroup, monkeypatch):
         assert (await sandbox.run_python("import asyncio\nasyncio.run(asyncio.sleep(0))\nprint(1)")).stdout == "1\n"
 
 
+BUFFER = """
+import socket
+def solve():
+    end, _ = socket.socketpair()
+    try: end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 30)
+    except PermissionError: pass
+    return end.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+"""
+
+
+@in_a_loop
+async def test_without_a_cgroup_a_socket_inside_has_the_buffer_that_is_counted(without_cgroup):
+    """And no larger one: what a machine would let it have (net.core.wmem_max) may be a hundred MiB."""
+    async with Sandbox(LIMITS) as sandbox:
+        assert await sandbox.call(BUFFER, "solve", [[]]) == [Value(usage.buffer_bytes())]
+
+
 @in_a_loop
 async def test_without_a_cgroup_no_memory_is_given_that_the_watch_does_not_see(without_cgroup):
     """A process writes to shared memory and ends; another holds it, and has no page of it."""
@@ -201,10 +218,10 @@ async def test_what_is_held_of_tmp_after_the_end_costs_the_fence_and_not_the_res
 
 def test_the_watch_counts_what_rises_and_forgets_what_is_lost(monkeypatch):
     """1 and 2 run; 2 ends unseen; 1 goes on; 1 waits for a 3 that has been seen."""
-    looks = [{1: 0.5, 2: 1.0}, {1: 0.75}, {1: 1.0, 3: 2.0}, {1: 3.5}]
-    now: dict[int, float] = {}
+    looks = [{1: (0.5, 0), 2: (1.0, 0)}, {1: (0.75, 0)}, {1: (1.0, 0), 3: (2.0, 0)}, {1: (1.25, 2.25)}]
+    now: dict[int, tuple[float, float]] = {}
     monkeypatch.setattr(usage, "descendants", lambda pid: list(now))
-    monkeypatch.setattr(usage, "processor_time_of", lambda pid: now[pid])
+    monkeypatch.setattr(usage, "times_of", lambda pid: ((pid, 0), now[pid]))
     monkeypatch.setattr(usage, "memory_of", lambda pid: 10)
     monkeypatch.setattr(usage, "num_sockets", lambda pid: 3)
     monkeypatch.setattr(usage, "buffer_bytes", lambda: 100)
@@ -213,9 +230,9 @@ def test_the_watch_counts_what_rises_and_forgets_what_is_lost(monkeypatch):
     for look in looks:
         now.clear()
         now.update(look)
-        assert watch.look() == 10 * len(look) + 3 * 2 * 100
+        assert watch.look() == 10 * len(look) + 3 * usage.BUFFERS_HELD * 100
         seen.append(watch.cpu_s)
-    assert seen == [1.5, 1.5, 3.75, 4.25]
+    assert seen == [1.5, 1.75, 4.0, 4.25]
 
 
 def test_memory_counts_where_the_first_thread_of_a_process_has_ended():

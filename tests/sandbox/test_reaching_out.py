@@ -140,6 +140,25 @@ def test_a_pair_of_sockets_reaches_nobody_else(reached, listeners):
     assert not reached(datagrams + f"a.sendto(b'x', ('127.0.0.1', {port}))")
 
 
+def test_sockets_and_files_answer_what_programs_ask_them(reached):
+    assert reached(
+        """
+import fcntl, shutil
+a, b = socket.socketpair()
+a.settimeout(1)
+a.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack('ll', 1, 0))
+b.send(b'xy')
+assert struct.unpack('i', fcntl.ioctl(a, 0x541B, bytes(4))) == (2,)
+os.set_inheritable(a.fileno(), True)
+os.set_inheritable(a.fileno(), False)
+assert not os.isatty(1)
+shutil.get_terminal_size()
+try: fcntl.ioctl(1, 0x40049409, 0)
+except OSError as error: assert error.errno != errno.EPERM
+"""
+    )
+
+
 @pytest.mark.parametrize("place", ["/tmp", "/dev/shm", "/var/tmp", str(Path.cwd())])
 def test_files_of_the_host_are_not_there(reached, place):
     with tempfile.NamedTemporaryFile(dir=place, prefix="penstock-canary-") as canary:
@@ -239,6 +258,13 @@ CALLS = {
     "huge pages": ((9, 222), 0, 1 << 21, 3, 0x40022, -1, 0),
     "dumpable": ((157, 167), 4, 0, 0, 0, 0),
     "core scheduling": ((157, 167), 62, 1, 0, 0, 0),
+    "filter of a socket": ((54, 208), 0, 1, 26, 0, 0),
+    "bpf filter of a socket": ((54, 208), 0, 1, 50, 0, 0),
+    "size of a buffer": ((54, 208), 0, 1, 7, 0, 0),
+    "names of networks": ((16, 29), 0, 0x8910, 0),
+    "a module for vlans": ((16, 29), 0, 0x8982, 0),
+    "a module for bridges": ((16, 29), 0, 0x89A0, 0),
+    "wireless networks": ((16, 29), 0, 0x8B01, 0),
     "one that does not exist yet": ((600, 600), 0),
 }
 

@@ -5,6 +5,7 @@
 import asyncio
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from penstock.workers.node.neighbours import Neighbours
 from penstock.workers.node.output import Lines, Output
 from penstock.workers.processes import ProcessId
 from penstock.workers.protocols import Publication
+from penstock.workers.sandbox.limits import Limits
 from penstock.workers.stacks import register
 from penstock.workers.weights.chain.plan import ChunkPlan
 from penstock.workers.weights.chain.relay import Relay
@@ -138,6 +140,10 @@ class NodeAgent:
         if members is not None:
             self._neighbours.meet(members)
         return await self._neighbours.ask(method, names, timeout_s)
+
+    async def try_fences(self, all_limits: Sequence[Limits]) -> str:
+        """What holds on this node for code of models, in words. Raises `SandboxUnavailable`."""
+        return await asyncio.to_thread(self._agent.try_fences, all_limits)
 
     async def kill(self, process: ProcessId) -> bool:
         """End an actor's process on this node and all that it has started. False if one of them will not end."""

@@ -15,11 +15,11 @@ Plain Python; `actor.py` is the shell.
 import os
 import platform
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.conf.errors import ResourceError
+from penstock.conf.errors import ResourceError, SandboxUnavailable
 from penstock.network.connection import Address
 from penstock.network.listener import Handler, Listener
 from penstock.store.data.far.server import RowsServer
@@ -28,6 +28,8 @@ from penstock.workers.node import services
 from penstock.workers.node.file_service import FileService
 from penstock.workers.node.states import StateService
 from penstock.workers.processes import ProcessId, kill
+from penstock.workers.sandbox.blocking import tried_here
+from penstock.workers.sandbox.limits import Limits
 from penstock.workers.weights.chain.relay import Relay
 
 WEIGHTS, ROWS, STATES, STACKS = "weights", "rows", "states", "stacks"
@@ -110,6 +112,13 @@ class NodeAgent:
         return NodeFacts(
             platform.node(), self.listener.address, cores, memory_of(self.root), self._row_places, self._owns_root
         )
+
+    def try_fences(self, all_limits: Sequence[Limits]) -> str:
+        """What holds on this node for code of models, in words. Raises `SandboxUnavailable`, which names it."""
+        try:
+            return tried_here(all_limits)
+        except SandboxUnavailable as error:
+            raise SandboxUnavailable(f"{platform.node()}: {error}") from None
 
     def stats(self) -> dict[str, float]:
         """Counters, since the start."""

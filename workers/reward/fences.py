@@ -5,6 +5,7 @@ Used by `code.py` and `sql.py`. It ends with its process, also when the pool kil
 
 import functools
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.conf.errors import ConfigError, suggest
@@ -17,23 +18,29 @@ BUDGET_S = 8.0
 instead of scoring it 0."""
 
 
-def sandbox(limits: dict[str, Any] | None = None) -> BlockingSandbox:
+def sandbox(limits: Mapping[str, Any] | None = None) -> BlockingSandbox:
     """`limits`: keys of `SandboxConfig`. Raises `ConfigError`."""
-    return _sandbox(tuple(sorted((limits or {}).items())))
+    return _sandbox(limits_of(limits))
 
 
-@functools.cache
-def _sandbox(limits: tuple[tuple[str, Any], ...]) -> BlockingSandbox:
+_sandbox = functools.cache(BlockingSandbox)
+
+
+def limits_of(limits: Mapping[str, Any] | None) -> Limits:
+    """Meaning of a reward's option. Raises `ConfigError`."""
     known = SandboxConfig.__dataclass_fields__
-    for key, _ in limits:
+    for key in limits or {}:
         if key not in known:
             raise ConfigError(f"reward.options.limits.{key}: the sandbox has no such limit{suggest(key, known)}")
-    return BlockingSandbox(Limits.of(SandboxConfig(**dict(limits))))
+    try:
+        return Limits.of(SandboxConfig(**(limits or {})))
+    except TypeError as error:
+        raise ConfigError(f"reward.options.limits={limits}: {error}. Limits are numbers (conf/sandbox.py).") from None
 
 
-def warm() -> None:
-    """Have the fence stand before the first sample's deadline begins. Raises `SandboxUnavailable`."""
-    sandbox().start()
+def warm(options: Mapping[str, Any]) -> None:
+    """Have the fence stand before the first sample's deadline begins. Raises `SandboxUnavailable`, `ConfigError`."""
+    sandbox(options.get("limits")).start()
 
 
 FENCE = re.compile(r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)(?:^[ \t]*```|\Z)", re.MULTILINE | re.DOTALL)

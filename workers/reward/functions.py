@@ -7,6 +7,7 @@ Each runs in the pool's child processes. Heavy imports are made by `warm`, befor
 import functools
 import importlib
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 from penstock.workers.problems.reasoning_gym import verify
@@ -14,7 +15,7 @@ from penstock.workers.reward.math_answers import final_answer, formula, plain, u
 from penstock.workers.reward.registry import reward
 
 
-def _warm_math_verify() -> None:
+def _warm_math_verify(_options: Mapping[str, Any]) -> None:
     # math-verify warns that its signal-based timeouts are off; the pool's own deadline stands in for them.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     _parsed_gold("1")
@@ -53,7 +54,7 @@ def math_verify(response: str, answer: str) -> float:
     return float(_math_verify().verify(parsed, _parsed(said), timeout_seconds=None))
 
 
-def _warm_reasoning_gym() -> None:
+def _warm_reasoning_gym(_options: Mapping[str, Any]) -> None:
     importlib.import_module("reasoning_gym")
 
 

@@ -14,6 +14,7 @@ round.
 import asyncio
 import importlib
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +37,7 @@ _judges: dict[tuple[asyncio.AbstractEventLoop, str], _Judge] = {}
 _verdicts = Verdicts()
 
 
-def _warm() -> None:
+def _warm(_options: Mapping[str, Any]) -> None:
     importlib.import_module("openai")
 
 

@@ -7,7 +7,7 @@ each child process of the pool resolves it anew. Functions of files are imported
 import importlib
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -30,14 +30,15 @@ BUILTIN_MODULES = (
 @dataclass(frozen=True)
 class Registered:
     function: Callable[..., Any]
-    warm: Callable[[], object] | None = None
+    warm: Callable[[Mapping[str, Any]], object] | None = None
 
 
 REWARDS: dict[str, Registered] = {}
 
 
-def reward(name: str, *, warm: Callable[[], object] | None = None) -> Callable[[F], F]:
-    """Register a reward function under a name. `warm` runs once in each process, before its first sample."""
+def reward(name: str, *, warm: Callable[[Mapping[str, Any]], object] | None = None) -> Callable[[F], F]:
+    """Register a reward function under a name. `warm` runs once in each process, before its first sample, with the
+    function's options."""
 
     def register(function: F) -> F:
         REWARDS[name] = Registered(function, warm)
@@ -110,7 +111,7 @@ class RewardSpec:
         """Do what the function's registration asks for before the first sample: slow imports, mostly."""
         registered = REWARDS.get(self.function)
         if registered is not None and registered.warm is not None:
-            registered.warm()
+            registered.warm(self.options)
 
     def check(self) -> None:
         """Raise `ConfigError` unless the function is found and has a known signature."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from penstock.workers.sandbox.limits import Limits
@@ -38,3 +38,17 @@ class BlockingSandbox:
         self, source: str, function: str, calls: Sequence[Sequence[Any]], wall_s: float | None = None
     ) -> list[Result]:
         return self._loop.run_until_complete(self._sandbox.call(source, function, calls, wall_s))
+
+
+def tried_here(all_limits: Iterable[Limits]) -> str:
+    """What holds on this machine, in words, once fences with each of these limits have stood, been tried from inside
+    and been taken down. Raises `SandboxUnavailable`."""
+    held: list[str] = []
+    for limits in all_limits:
+        fence = BlockingSandbox(limits)
+        try:
+            fence.start()
+            held.append(fence.held)
+        finally:
+            fence.close()
+    return f"tried from inside, and no hole found; {'; '.join(dict.fromkeys(held))}"

@@ -6,8 +6,8 @@ group above, and else by systemd, which makes a scope. Where nothing of this wor
 read-only), `usage.py` stands in for it.
 """
 
-import itertools
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -23,7 +23,6 @@ REMOVE_S = 10.0
 """For killed processes to be gone; a group that still has some cannot be removed. They need a turn on a processor for
 that, which comes at once unless the machine is very busy."""
 CONTROLLERS = {"memory", "pids"}
-_numbers = itertools.count()
 
 
 class Cgroup:
@@ -138,7 +137,7 @@ def _of_version_2(parent: Path, memory_bytes: int, processes: int) -> Cgroup:
 def _made(parent: Path, settings: Mapping[str, int], if_there: Mapping[str, int] | None = None) -> Path:
     """A new group with these settings. `if_there`: what only kernels that count swap have. Raises `OSError`."""
     _sweep(parent)
-    directory = parent / f"{NAME}-{os.getpid()}-{next(_numbers)}"
+    directory = parent / f"{NAME}-{_pid_namespace()}-{os.getpid()}-{secrets.token_hex(4)}"
     _mkdir(directory)
     try:
         for file, value in settings.items():
@@ -201,10 +200,15 @@ def _number(file: int, name: bytes) -> int:
     return 0
 
 
+def _pid_namespace() -> int:
+    """Its number on this machine. Containers that share a hierarchy have processes of the same ids."""
+    return os.stat("/proc/self/ns/pid").st_ino
+
+
 def _sweep(parent: Path) -> None:
-    """Remove groups of processes that are gone."""
-    for directory in parent.glob(f"{NAME}-*"):
-        owner = int(directory.name.split("-")[2])
+    """Remove groups of processes that are gone: of this PID namespace, as those of others are not seen from here."""
+    for directory in parent.glob(f"{NAME}-{_pid_namespace()}-*"):
+        owner = directory.name.split("-")[3]
         if not Path(f"/proc/{owner}").exists():
             _removed(directory)
 

@@ -1,6 +1,7 @@
 """Proves that a fence holds before anything else runs behind it: a program inside tries what must not work.
 
-`check` is called by `sandbox.py` with the first worker. `holes` decides, and is pure.
+`check` is called by `sandbox.py` with the first worker, and with the first that has no control group. `holes` decides,
+and is pure.
 """
 
 import asyncio

@@ -50,6 +50,8 @@ def probe(hidden: list[str], devices: list[str], abstract: str, port: int) -> di
                 "fcntl for notices": lambda: libc.fcntl(0, fcntl.F_NOTIFY, 0),
                 "socketpair of netlink": lambda: libc.socketpair(16, 3, 0, (ctypes.c_int * 2)()),
                 "prctl to hide": lambda: libc.prctl(4, 0, 0, 0, 0),
+                "ioctl of networks": lambda: libc.ioctl(0, 0x8910, None),
+                "setsockopt of filters": lambda: libc.setsockopt(0, socket.SOL_SOCKET, 26, None, 0),
             }.items()
             if not is_refused(call)
         ],

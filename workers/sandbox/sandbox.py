@@ -33,8 +33,8 @@ class Sandbox:
 
     Lifecycle: `start` is optional, and else done by the first use; `close` takes all fences down, and what runs then is
     lost. Before anything runs, a program tries the fence from inside; if it has a hole, or cannot be built, every use
-    raises `SandboxUnavailable`. Executions that find no worker free wait for one. A call that is cancelled ends what it
-    runs.
+    raises `SandboxUnavailable`. So does the first fence that is given no control group where others were. Executions
+    that find no worker free wait for one. A call that is cancelled ends what it runs.
     """
 
     def __init__(
@@ -49,9 +49,10 @@ class Sandbox:
         self.limits = limits or Limits()
         self.reuse = reuse
         self._machine = machine
-        self._is_checked = False
+        self._checked: set[bool] = set()
+        """Of fences with a control group (True) and without: which a program has tried."""
         self.held = ""
-        """Which limits hold here, in words, once a first fence stands."""
+        """Which limits hold here, in words, once a first fence stands: those of the weakest so far."""
         self._is_closed = False
         self._starting = asyncio.Lock()
         self._workers: asyncio.LifoQueue[Worker | None] = asyncio.LifoQueue()
@@ -144,11 +145,12 @@ class Sandbox:
         self._all.add(worker)
         try:
             async with self._starting:
-                if not self._is_checked:
+                has_cgroup = worker.cgroup is not None
+                if has_cgroup not in self._checked:
                     await check(worker, machine)
-                    self._is_checked = True
-                    self.held = worker.held
-                    if worker.cgroup is None:
+                    self._checked.add(has_cgroup)
+                    self.held = self.held if has_cgroup and self.held else worker.held
+                    if not has_cgroup:
                         _LOG.warning("sandbox: %s. docs/sandbox.md says how to be given one", self.held)
         except BaseException:
             worker.close()

@@ -21,7 +21,7 @@ ORDINARY = """
     fchdir=81/50 mkdir=83/- mkdirat=258/34 rmdir=84/- unlink=87/- unlinkat=263/35 rename=82/- renameat=264/38
     renameat2=316/276 link=86/- linkat=265/37 symlink=88/- symlinkat=266/36 chmod=90/- fchmod=91/52 fchmodat=268/53
     umask=95/166 truncate=76/45 ftruncate=77/46 fallocate=285/47 fadvise64=221/223 fsync=74/82 fdatasync=75/83
-    sync_file_range=277/84 ioctl=16/29 dup=32/23 dup2=33/- dup3=292/24 pipe=22/- pipe2=293/59
+    sync_file_range=277/84 dup=32/23 dup2=33/- dup3=292/24 pipe=22/- pipe2=293/59
     sendfile=40/71 copy_file_range=326/285 statfs=137/43 fstatfs=138/44 utime=132/- utimes=235/- utimensat=280/88
     futimesat=261/- getxattr=191/8 lgetxattr=192/9 fgetxattr=193/10 listxattr=194/11 llistxattr=195/12
     flistxattr=196/13
@@ -51,7 +51,6 @@ ORDINARY = """
     rt_sigqueueinfo=129/138 rt_sigsuspend=130/133 rt_tgsigqueueinfo=297/240 sigaltstack=131/132
 
     shutdown=48/210 sendto=44/206 recvfrom=45/207 getsockname=51/204 getpeername=52/205 getsockopt=55/209
-    setsockopt=54/208
 """
 BY_ARGUMENT: dict[str, tuple[int, tuple[int, ...]]] = {
     # AF_UNIX; pairs of other families reach parts of the kernel that no program here needs.
@@ -59,6 +58,13 @@ BY_ARGUMENT: dict[str, tuple[int, tuple[int, ...]]] = {
     # Copies, flags, record locks (SQLite needs them) and sizes of pipes. No leases and no notices (F_SETLEASE,
     # F_NOTIFY): those are about files that others open. No hints (F_SET_RW_HINT): those stay with the file.
     "fcntl=72/25": (1, (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 36, 37, 38, 1030, 1031, 1032, 1033, 1034)),
+    # Whether there is a terminal (TCGETS, TIOCGPGRP, TIOCGWINSZ, TCGETS2), what waits in a buffer (TIOCOUTQ, FIONREAD),
+    # FIONBIO, FIONCLEX, FIOCLEX, and FICLONE, which copies a file. Not those of sockets (0x89xx, 0x8Bxx): they are
+    # about networks, and have the kernel load modules.
+    "ioctl=16/29": (1, (0x5401, 0x540F, 0x5413, 0x802C542A, 0x5411, 0x541B, 0x5421, 0x5450, 0x5451, 0x40049409)),
+    # SO_REUSEADDR, SO_KEEPALIVE, SO_LINGER, SO_RCVTIMEO, SO_SNDTIMEO. No filters (SO_ATTACH_FILTER, SO_ATTACH_BPF),
+    # which are programs in the kernel; no other buffer (SO_SNDBUF), by whose size `usage.py` counts.
+    "setsockopt=54/208": (2, (2, 9, 13, 20, 21)),
     # Death signals, names, timer slack, reaping, PR_SET_VMA, and questions. Not PR_SET_DUMPABLE, which hides a process
     # from who measures it; nor PR_SET_SECCOMP, whose programs the kernel frees late; nor PR_SCHED_CORE.
     "prctl=157/167": (0, (1, 2, 3, 15, 16, 21, 23, 29, 30, 36, 37, 38, 39, 0x53564D41)),

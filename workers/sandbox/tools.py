@@ -8,12 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from penstock.workers.contained import TookTooLong
+from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.outcome import Outcome
 from penstock.workers.sandbox.sandbox import Sandbox
 
 MAX_CHARACTERS = 8_000
 """Of what a tool returns: a model pays for each of them."""
-_sandboxes: dict[asyncio.AbstractEventLoop, Sandbox] = {}
+_sandboxes: dict[tuple[asyncio.AbstractEventLoop, Limits], Sandbox] = {}
 
 
 async def python(code: str) -> str:
@@ -24,11 +25,11 @@ async def python(code: str) -> str:
     Args:
         code: The whole program. Only what it prints is returned.
     """
-    return await _python_within(math.inf, code)
+    return await _python_within(math.inf, Limits(), code)
 
 
-async def _python_within(timeout_s: float, code: str) -> str:
-    sandbox = _sandbox()
+async def _python_within(timeout_s: float, limits: Limits, code: str) -> str:
+    sandbox = _sandbox(limits)
     outcome = await sandbox.run_python(code, wall_s=timeout_s)
     if outcome.reason == "timeout_wall" and timeout_s < sandbox.limits.wall_s:
         raise TookTooLong(f"it took longer than {timeout_s:g} s")
@@ -36,18 +37,18 @@ async def _python_within(timeout_s: float, code: str) -> str:
 
 
 TIMED: Mapping[Any, Callable[..., Awaitable[Any]]] = {python: _python_within}
-"""Tools that wait for their turn, as they are called with the seconds that they may take from then on before their own
-arguments. Raise `TookTooLong`."""
+"""Tools that wait for their turn, as they are called with the seconds that they may take from then on and the limits of
+code before their own arguments. Raise `TookTooLong`."""
 
 
-def _sandbox() -> Sandbox:
+def _sandbox(limits: Limits) -> Sandbox:
     """Of this event loop, with a worker a core. Those of loops that are closed are taken down."""
-    for loop in [loop for loop in _sandboxes if loop.is_closed()]:
-        _sandboxes.pop(loop).close()
-    loop = asyncio.get_running_loop()
-    if loop not in _sandboxes:
-        _sandboxes[loop] = Sandbox(num_workers=os.cpu_count() or 1)
-    return _sandboxes[loop]
+    for key in [key for key in _sandboxes if key[0].is_closed()]:
+        _sandboxes.pop(key).close()
+    key = asyncio.get_running_loop(), limits
+    if key not in _sandboxes:
+        _sandboxes[key] = Sandbox(limits, num_workers=os.cpu_count() or 1)
+    return _sandboxes[key]
 
 
 @atexit.register

@@ -4,6 +4,8 @@ What can hide from it is refused by the filter of such fences (`seccomp.py`): me
 """
 
 import os
+import socket
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
@@ -11,32 +13,69 @@ COUNTED = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 """A page that several processes have counts for each in part. Pages of files are the system's."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-UTIME = 11
-"""Index in what /proc/PID/stat says after the program's name. Next come system time, and both of children that were
-waited for."""
+STATE, UTIME, STARTED = 0, 11, 19
+"""Indices in what /proc/PID/stat says after the program's name. After UTIME come system time, and both of children that
+were waited for."""
+DEAD = "X"
+"""State of a process that is being waited for: from here on its time may be its parent's already."""
 DEFAULT_BUFFER_BYTES = 212_992
+BUFFERS_HELD = 3
+"""Most that a socket holds, in sizes of its buffer: it takes a message as long as its buffer is not full, however large
+that is, and the kernel may take twice the pages of one as large as the buffer (2.6 in all have been seen)."""
+
+Process = tuple[int, int]
+"""Process id, and when it started: another may get the id later."""
+Times = tuple[float, float]
+"""Seconds of a process itself, and of children that it has waited for, with those that these have waited for."""
 
 
 class Watch:
-    """What one execution uses, looked at from outside every now and then.
-
-    Processor time is a lower bound: a process that nobody waits for, and that ended between two looks, takes what it
-    used after the first with it.
-    """
+    """What one execution uses, looked at from outside every now and then."""
 
     def __init__(self, keeper: int) -> None:
         self.keeper = keeper
-        self.cpu_s = 0.0
-        """Of the processes below the keeper so far."""
-        self._seen_s = 0.0
+        self._time = ProcessorTime()
 
     def look(self) -> int:
         """Bytes now; notes processor time as well."""
         below = descendants(self.keeper)
-        seen_s = sum(map(processor_time_of, below))
-        self.cpu_s += max(0.0, seen_s - self._seen_s)
-        self._seen_s = seen_s
-        return sum(map(memory_of, below)) + num_sockets(self.keeper) * 2 * buffer_bytes()
+        self._time.add(dict(found for found in map(times_of, below) if found is not None))
+        return sum(map(memory_of, below)) + num_sockets(self.keeper) * BUFFERS_HELD * buffer_bytes()
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of the processes below the keeper so far."""
+        return self._time.total_s
+
+
+class ProcessorTime:
+    """Processor time of some processes, of which those that end take theirs with them: pure, from look to look.
+
+    Once a process was waited for, its time is in its parent's, whether a look has seen it or not; what was counted of
+    it is not counted again. So it is never more than was used. It may be less: a process that nobody waits for takes
+    what it used after the last look with it, and what was counted of it is taken for the next that is in a parent's.
+    """
+
+    def __init__(self) -> None:
+        self.total_s = 0.0
+        self._seen: dict[Process, Times] = {}
+        self._there: set[Process] = set()
+        self._gone_s = 0.0
+        """What was counted of processes that are gone, and has not come back in a parent's time."""
+
+    def add(self, now: Mapping[Process, Times]) -> None:
+        """`now`: of those that are there, each read after those that may wait for it."""
+        own_s = waited_s = 0.0
+        for process, (own, waited) in now.items():
+            own_before, waited_before = self._seen.get(process, (0.0, 0.0))
+            own_s += own - own_before
+            waited_s += waited - waited_before
+        self._gone_s += sum(sum(self._seen[process]) for process in self._there - now.keys())
+        again_s = min(waited_s, self._gone_s)
+        self._gone_s -= again_s
+        self.total_s += own_s + waited_s - again_s
+        self._seen |= now
+        self._there = set(now)
 
 
 def memory_below(pid: int) -> int:
@@ -45,7 +84,7 @@ def memory_below(pid: int) -> int:
 
 
 def descendants(pid: int) -> list[int]:
-    """Those that are seen on the way; some may end, and others begin, meanwhile."""
+    """Those that are seen on the way, each after its parent; some may end, and others begin, meanwhile."""
     found: list[int] = []
     ahead = [pid]
     while ahead:
@@ -81,12 +120,14 @@ def _memory_in(place: Path) -> int:
     return kib << 10
 
 
-def processor_time_of(pid: int) -> float:
-    """Seconds, with those of children that it has waited for; 0 for a process that is gone."""
+def times_of(pid: int) -> tuple[Process, Times] | None:
+    """None: the process is gone, or about to be."""
     with suppress(FileNotFoundError, ProcessLookupError):
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return sum(map(int, words[UTIME : UTIME + 4])) / TICKS_PER_S
-    return 0.0
+        if words[STATE] != DEAD:
+            user, system, users, systems = (int(word) / TICKS_PER_S for word in words[UTIME : UTIME + 4])
+            return (pid, int(words[STARTED])), (user + system, users + systems)
+    return None
 
 
 def num_sockets(pid: int) -> int:
@@ -99,9 +140,10 @@ def num_sockets(pid: int) -> int:
 
 
 def buffer_bytes() -> int:
-    """The most that a socket's buffer may be set to. The kernel doubles it, for what it needs beside the data."""
-    with suppress(OSError):
-        return int(Path("/proc/sys/net/core/wmem_max").read_text())
+    """Size of a socket's buffer as it is made (net.core.wmem_default, which not every container can read). The filter
+    lets nobody set another."""
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as one:
+        return one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     return DEFAULT_BUFFER_BYTES
 
 

@@ -174,13 +174,24 @@ class Worker:
             self.cgroup = await _away(Cgroup.around, self.keeper, self.limits)
         except OSError as error:
             self.without_cgroup = str(error)
-            if self.limits.require_cgroup:
-                raise SandboxUnavailable(
-                    f"sandbox.require_cgroup=true: there is no control group for code of a model here ({error}), so "
-                    "none of it runs. docs/sandbox.md says how to be given one; without this key its memory is looked "
-                    f"at every {WATCH_S * 1000:.0f} ms instead."
-                ) from None
+        if self.limits.require_cgroup and (lack := self._lack()):
+            raise SandboxUnavailable(
+                f"sandbox.require_cgroup=true: {lack}, so none of it runs. docs/sandbox.md says how to be given one; "
+                f"without this key memory and processor time are looked at every {WATCH_S * 1000:.0f} ms where no "
+                "group holds them."
+            )
         self.control.send(b"counted" if self.cgroup is not None else b"uncounted")
+
+    def _lack(self) -> str:
+        """What keeps a control group from holding memory and counting processor time; empty for nothing."""
+        if self.cgroup is None:
+            return f"there is no control group for code of a model here ({self.without_cgroup})"
+        if self.cgroup.cpu_s() is None:
+            return (
+                "the control group for code of a model counts no processor time here (version 1, and no group of "
+                "cpuacct may be made)"
+            )
+        return ""
 
     async def _ended(self, deadline_s: float, meter: "Meter") -> tuple[dict[str, Any], bool]:
         """What the keeper says, and whether memory ran out meanwhile. Raises `TimeoutError` or `ConnectionError`."""

@@ -21,9 +21,11 @@ from penstock.conf.errors import (
 from penstock.conf.model import FreshModelConfig
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.configuration.model_check import check_model, num_parameters
+from penstock.orchestrator.configuration.sandbox_check import limits_of_code
 from penstock.orchestrator.configuration.validate import check_run, checks
 from penstock.orchestrator.placement.actors import plan_actors
 from penstock.workers.models.fresh import build_fresh_model
+from penstock.workers.sandbox.limits import Limits
 
 SMALL = FreshModelConfig(
     num_layers=1, hidden_size=16, intermediate_size=32, num_heads=2, num_kv_heads=1, max_position_embeddings=256
@@ -193,7 +195,23 @@ def test_the_fence_of_code_is_tried_where_it_is_to_hold(rows: Path, monkeypatch:
     monkeypatch.setenv("RAY_ADDRESS", "elsewhere:1")  # it is to hold on that cluster's nodes
     config = load_config(words)
     flow = build_dataflow(config.algorithm)
-    assert "sandbox" not in [one.name for one in checks(config, flow, plan_actors(flow, config))]
+    (found,) = [one for one in checks(config, flow, plan_actors(flow, config)) if one.name == "sandbox"]
+    assert (found.look(), found.is_told) == ("tried on the cluster's nodes when the run starts", False)
+
+
+def test_the_fence_of_code_is_tried_with_the_limits_that_it_will_have(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("penstock.workers.sandbox.cgroup._own_group", lambda controller: None)
+    words = ["reward.function=python_tests", f"data.path={rows}"]
+    required = refused(SandboxUnavailable, *words, "reward.options.limits.require_cgroup=true")
+    assert "sandbox.require_cgroup=true: there is no control group" in required
+    message = refused(ConfigError, *words, "reward.options.limits.memory=5")
+    assert "reward.options.limits.memory: the sandbox has no such limit" in message
+    config = load_config([*words, "reward.options.limits.cpu_s=2", "environment.options.tools=[python]"])
+    assert limits_of_code(config) == [Limits(cpu_s=2), Limits()]
+    assert limits_of_code(load_config(["environment.sandbox.require_cgroup=true"])) == [Limits(require_cgroup=True)]
+    assert limits_of_code(load_config(["reward.function=math_verify"])) == []
 
 
 def test_a_judge_of_the_run_is_looked_at_before_it_starts(rows: Path, tmp_path: Path) -> None:

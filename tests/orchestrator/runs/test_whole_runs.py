@@ -127,6 +127,17 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_message(small_run, tmp
     assert "out nothing is good enough" in (tmp_path / "none" / "logs" / "Reward-0.log").read_text()
 
 
+def test_the_fences_of_code_are_tried_on_the_nodes_of_a_cluster_that_was_there(small_run, tmp_path, cluster, capsys):
+    tests = [{"stdin": "", "stdout": "1"}]
+    rows = [json.dumps({"question": f"print {i}", "tests": tests}) for i in range(8)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(rows))
+    words = [*small_run, "rollout.engine=hf", "trainer.max_steps=1", f"output_dir={tmp_path}", "name=code"]
+    words += [f"data.path={tmp_path}/rows.jsonl", "data.columns.answer=null", "reward.function=python_tests"]
+    run(load_config(words))
+    said = " ".join(capsys.readouterr().out.split())
+    assert f"sandbox on {socket.gethostname()}: tried from inside, and no hole found; " in said
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_and_sigterm_leave_no_process_and_a_valid_run_directory(small_run, tmp_path, warm_python, number):
     """As users see them, and as schedulers do, for which a warm start will do, and which give it time for a checkpoint.

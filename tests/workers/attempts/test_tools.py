@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.errors import ResourceError
+from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.outcome import Outcome
@@ -125,12 +126,24 @@ class OneAtATime:
 
 def test_the_time_of_a_program_begins_when_a_sandbox_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     sandbox = OneAtATime()
-    monkeypatch.setattr("penstock.workers.sandbox.tools._sandbox", lambda: sandbox)
+    monkeypatch.setattr("penstock.workers.sandbox.tools._sandbox", lambda limits: sandbox)
     calls = ",".join(["python(code='0.4')"] * 3)
     told, counts = called(f"[{calls}]", [python], tool_timeout_s=0.9)
     assert (told, counts["tools_timeout"]) == ("done\ndone\ndone", 0)
     told, counts = called("[python(code='60')]", [python], tool_timeout_s=0.2)
     assert (told, counts["tools_timeout"]) == ("Error: python did not return within 0.2 s.", 1)
+
+
+def test_a_program_has_the_limits_of_the_environments_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Limits] = []
+
+    def sandbox_of(limits: Limits) -> OneAtATime:
+        asked.append(limits)
+        return OneAtATime()
+
+    monkeypatch.setattr("penstock.workers.sandbox.tools._sandbox", sandbox_of)
+    assert called("[python(code='0')]", [python], sandbox=SandboxConfig(require_cgroup=True))[0] == "done"
+    assert asked == [Limits(require_cgroup=True)]
 
 
 def test_a_tools_time_begins_when_it_runs() -> None:

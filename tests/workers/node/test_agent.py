@@ -1,6 +1,8 @@
 """The agent owns the run's directory of its node, however it ends."""
 
 import os
+import platform
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +15,7 @@ import pyarrow as pa
 import pytest
 from msgspec.structs import replace
 
-from penstock.conf.errors import ResourceError, StoreError
+from penstock.conf.errors import ResourceError, SandboxUnavailable, StoreError
 from penstock.network.connection import Address
 from penstock.network.handshake import new_token
 from penstock.store.data.arena import Arena
@@ -25,6 +27,7 @@ from penstock.store.data.layout import ColumnNote, Placed
 from penstock.store.data.payload import Payload, assemble
 from penstock.store.data.roots import OWNER_NAME
 from penstock.workers.node.agent import NODE, ROWS, STACKS, STATES, WEIGHTS, NodeAgent
+from penstock.workers.sandbox.limits import Limits
 
 HOST = "127.0.0.1"
 AGENT = """
@@ -48,6 +51,22 @@ def test_it_makes_the_root_and_removes_it(tmp_path: Path) -> None:
         agent.close()
     agent.close()
     assert not agent.root.exists()
+
+
+def test_a_fence_that_does_not_hold_on_its_node_is_told_with_the_nodes_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none() -> Path:
+        raise SandboxUnavailable("there is no bwrap")
+
+    agent = NodeAgent(tmp_path / "penstock-run", "here", HOST, new_token())
+    try:
+        assert agent.try_fences([Limits()]).startswith("tried from inside, and no hole found; ")
+        monkeypatch.setattr("penstock.workers.sandbox.fence.find_bwrap", none)
+        with pytest.raises(SandboxUnavailable, match=f"^{re.escape(platform.node())}: there is no bwrap"):
+            agent.try_fences([Limits()])
+    finally:
+        agent.close()
 
 
 def test_the_root_goes_when_the_agent_is_killed(tmp_path: Path) -> None:

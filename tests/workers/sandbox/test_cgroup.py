@@ -4,6 +4,7 @@ import errno
 import os
 import socket
 import subprocess
+import sys
 
 import psutil
 import pytest
@@ -11,7 +12,7 @@ import pytest
 from penstock.workers.sandbox import cgroup
 from penstock.workers.sandbox.cgroup import Cgroup
 from penstock.workers.sandbox.limits import Limits
-from penstock.workers.sandbox.usage import descendants, memory_below, memory_of, num_sockets, processor_time_of
+from penstock.workers.sandbox.usage import descendants, memory_below, memory_of, num_sockets, times_of
 
 
 def test_without_a_hierarchy_there_is_no_group_and_it_says_why(monkeypatch):
@@ -72,10 +73,27 @@ def test_a_group_that_cannot_be_made_leaves_nothing(monkeypatch, tmp_path):
 def test_groups_of_processes_that_are_gone_are_swept(tmp_path):
     ended = subprocess.Popen(["true"])
     ended.wait()
-    for pid in (ended.pid, os.getpid()):
-        (tmp_path / f"{cgroup.NAME}-{pid}-0").mkdir()
+    here = cgroup._pid_namespace()
+    gone, own, of_others = f"{here}-{ended.pid}-0a", f"{here}-{os.getpid()}-0a", f"{here + 1}-{ended.pid}-0a"
+    for name in (gone, own, of_others):
+        (tmp_path / f"{cgroup.NAME}-{name}").mkdir()
     cgroup._sweep(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [f"{cgroup.NAME}-{os.getpid()}-0"]
+    assert {path.name for path in tmp_path.iterdir()} == {f"{cgroup.NAME}-{own}", f"{cgroup.NAME}-{of_others}"}
+
+
+FIRST_PROCESS = """
+import os, pathlib, sys
+os.getpid = lambda: 1
+from penstock.workers.sandbox import cgroup
+cgroup._made(pathlib.Path(sys.argv[1]), {})
+"""
+
+
+def test_processes_of_the_same_id_make_groups_of_their_own(tmp_path):
+    """As the first ones of two containers that share a hierarchy."""
+    for number in (1, 2):
+        subprocess.run([sys.executable, "-c", FIRST_PROCESS, str(tmp_path)], check=True)
+        assert len(list(tmp_path.iterdir())) == number
 
 
 @pytest.mark.parametrize(
@@ -105,11 +123,13 @@ def test_the_memory_of_descendants_is_seen():
             started.kill()
         shell.kill()
     assert memory_of(shell.pid) == 0
-    assert processor_time_of(shell.pid) == 0
+    assert times_of(shell.pid) is None
 
 
 def test_processor_time_and_sockets_of_a_process_are_seen():
-    assert processor_time_of(os.getpid()) > 0
+    (pid, _), (own, _) = times_of(os.getpid())
+    assert pid == os.getpid()
+    assert own > 0
     before = num_sockets(os.getpid())
     pairs = [socket.socketpair() for _ in range(200)]
     assert num_sockets(os.getpid()) > before  # others of this network come and go

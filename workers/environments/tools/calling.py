@@ -13,10 +13,12 @@ from functools import partial
 from typing import Any, Protocol
 
 from penstock.conf.errors import ResourceError
+from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.contained import CodeEnded, TookTooLong, contained
 from penstock.workers.environments.tools.description import Described
 from penstock.workers.environments.tools.threads import ToolThreads
 from penstock.workers.gateway.formats.format import Message, Tools
+from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.tools import TIMED
 from penstock.workers.trajectory.turn import ToolCall, Turn
 
@@ -26,6 +28,7 @@ class ToolLimits(Protocol):
 
     tool_timeout_s: float
     max_tool_characters: int
+    sandbox: SandboxConfig
 
 
 Call = Callable[[Mapping[str, Any]], Awaitable[Any]]
@@ -94,8 +97,8 @@ class Toolbox:
     def _caller(self, described: Described) -> Call:
         function = described.function
         if inspect.iscoroutinefunction(function) and (timed := TIMED.get(function)):
-            timeout_s = self._limits.tool_timeout_s
-            return lambda arguments: contained(timed(timeout_s, **described.arguments(arguments)))
+            within = self._limits.tool_timeout_s, Limits.of(self._limits.sandbox)
+            return lambda arguments: contained(timed(*within, **described.arguments(arguments)))
         if inspect.iscoroutinefunction(function):
             return self._in_time(lambda arguments: function(**described.arguments(arguments)))
 

@@ -1,0 +1,53 @@
+"""The fences that a run's code of models needs: with which limits, and whether they hold on this machine.
+
+They are to hold where the code runs. On a cluster that was there before the run the nodes' agents try them, when the
+run starts (`orchestrator/fleet/fence_trial.py`).
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from penstock.conf.run import RunConfig
+from penstock.orchestrator.cluster import is_elsewhere
+from penstock.workers.reward.fences import limits_of
+from penstock.workers.sandbox.blocking import tried_here
+from penstock.workers.sandbox.limits import Limits
+
+SANDBOXED = ("python_tests", "sql_result")
+"""Rewards that run code."""
+
+
+def runs_code(config: RunConfig) -> bool:
+    """That a model wrote, as far as the configuration tells."""
+    return bool(_options_of_rewards(config)) or _environment_runs_code(config)
+
+
+def limits_of_code(config: RunConfig) -> list[Limits]:
+    """Each once; none for a run that runs no code. Raises `ConfigError`."""
+    found = [limits_of(options.get("limits")) for options in _options_of_rewards(config)]
+    if _environment_runs_code(config):
+        found.append(Limits.of(config.environment.sandbox))
+    return list(dict.fromkeys(found))
+
+
+def check_sandbox(config: RunConfig) -> str:
+    """Try the fences, if they are to hold on this machine. Raises `SandboxUnavailable`, `ConfigError`."""
+    all_limits = limits_of_code(config)
+    return "tried on the cluster's nodes when the run starts" if is_elsewhere() else tried_here(all_limits)
+
+
+def _options_of_rewards(config: RunConfig) -> list[Mapping[str, Any]]:
+    """Of those that run code."""
+    of_environment = config.environment.options
+    rewards = [
+        (config.reward.function, config.reward.options),
+        *((one.function, one.options) for one in config.rewards),
+        (of_environment.get("reward"), of_environment.get("reward_options") or {}),
+    ]
+    return [options for function, options in rewards if function in SANDBOXED]
+
+
+def _environment_runs_code(config: RunConfig) -> bool:
+    """One of the user's own does not say so; that it must have a control group does."""
+    environment = config.environment
+    return "python" in (environment.options.get("tools") or ()) or environment.sandbox.require_cgroup
