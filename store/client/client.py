@@ -263,7 +263,11 @@ class StoreClient:
 
     async def work(self) -> dict[str, Any]:
         """Who has worked on what since the last call of anybody: see `WorkLog.take`."""
-        return dict(await self._link.call("work"))
+        work = dict(await self._link.call("work"))
+        while work.pop("more"):
+            told = dict(await self._link.call("work"))
+            work = told | {kind: work[kind] + told[kind] for kind in ("leases", "admitted", "missed")}
+        return work
 
     async def close(self, reason: str = "closed") -> None:
         """Waiting leases return None, waiting producers raise `StoreClosed`."""

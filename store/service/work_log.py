@@ -7,10 +7,13 @@ The run's timeline is made of it (`orchestrator/monitoring/`). Decides nothing: 
 
 import time
 from collections.abc import Callable, Collection, Iterable
+from itertools import islice
 from typing import Any
 
 MOST = 20_000
 """Entries that are kept until somebody takes them. Then the oldest goes, and is counted."""
+AT_ONCE = 4_000
+"""Taken by one call, which holds the store's loop meanwhile."""
 
 
 class WorkLog:
@@ -52,18 +55,25 @@ class WorkLog:
 
     def take(self, held: Collection[int]) -> dict[str, Any]:
         """What has been done since the last time: `leases` of [stage, owner, group, start, end, rows], `admitted` of
-        [group, time], how many entries were `missed`, and the store's `now`. `held`: leases that go on."""
-        taken = {
-            "now": self._clock(),
-            "leases": list(self._done.values()),
-            "admitted": [[group, at] for group, at in self._admitted.items()],
-            "missed": self.num_missed,
-        }
-        self._done, self._admitted, self.num_missed = {}, {}, 0
+        [group, time], how many entries were `missed`, whether there is `more` to be taken at once, and the store's
+        `now`. `held`: leases that go on."""
+        done, admitted = (_first(entries, AT_ONCE) for entries in (self._done, self._admitted))
+        missed, self.num_missed = self.num_missed, 0
         self._begun = {lease: begun for lease, begun in self._begun.items() if lease in held}
-        return taken
+        return {
+            "now": self._clock(),
+            "leases": [entry for _, entry in done],
+            "admitted": [[group, at] for group, at in admitted],
+            "missed": missed,
+            "more": bool(self._done or self._admitted),
+        }
 
     def _forget_oldest(self, entries: dict[Any, Any]) -> None:
         while len(entries) > MOST:
             del entries[next(iter(entries))]
             self.num_missed += 1
+
+
+def _first(entries: dict[Any, Any], most: int) -> list[tuple[Any, Any]]:
+    """Taken out, the oldest first."""
+    return [(key, entries.pop(key)) for key in list(islice(entries, most))]

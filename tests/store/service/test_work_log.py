@@ -2,7 +2,7 @@
 
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
-from penstock.store.service.work_log import MOST, WorkLog
+from penstock.store.service.work_log import AT_ONCE, MOST, WorkLog
 from tests.store.players import group, response, run
 
 
@@ -53,6 +53,11 @@ def test_what_nobody_takes_is_bounded_and_counted() -> None:
         log.wrote(0, [number], 1)
         log.admitted(number)
     taken = log.take({0})
+    assert (len(taken["leases"]), len(taken["admitted"]), taken["missed"]) == (AT_ONCE, AT_ONCE, 10)
+    while taken["more"]:
+        told = log.take({0})
+        assert len(told["leases"]) <= AT_ONCE
+        taken = told | {kind: taken[kind] + told[kind] for kind in ("leases", "admitted", "missed")}
     assert (len(taken["leases"]), len(taken["admitted"]), taken["missed"]) == (MOST, MOST, 10)
     assert taken["leases"][0][2] == 5  # the oldest are gone
 
