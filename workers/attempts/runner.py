@@ -41,17 +41,18 @@ MakeSession = Callable[[Sampling], Session]
 
 @dataclass(frozen=True)
 class Played:
-    """What evaluation is told of an attempt that counts."""
+    """What evaluation is told of an attempt."""
 
-    reward: float
+    outcome: Outcome
+    reward: float = 0.0
     """By the environment."""
-    text: str
-    """Of the last answer, without thinking and calls, for reward functions."""
+    text: str = ""
+    """Of the last answer, without thinking and calls, for reward functions. Empty for one that is not trained."""
 
     @classmethod
-    def of(cls, attempt: Trajectory) -> "Played | None":
-        """None: the attempt would not be trained."""
-        return cls(attempt.reward, attempt.text) if attempt.outcome.is_trained else None
+    def of(cls, attempt: Trajectory) -> "Played":
+        outcome = attempt.outcome
+        return cls(outcome, attempt.reward, attempt.text) if outcome.is_trained else cls(outcome)
 
 
 class Runner:
