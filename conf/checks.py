@@ -1,5 +1,6 @@
 """Checks of numbers and names, for config dataclasses and for `algorithms/`: each failure names its key."""
 
+import json
 from collections.abc import Collection
 from typing import Any
 
@@ -29,6 +30,15 @@ def within(key: str, value: Any, low: float, high: float) -> None:
 def one_of(key: str, value: str, names: Collection[str]) -> None:
     if not _is_open(value) and value not in names:
         raise ConfigError(f"{key}={value}: unknown{suggest(value, names)}")
+
+
+def is_utf8(value: Any) -> bool:
+    """Whether its texts can be encoded, as JSON. A lone surrogate cannot."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
 
 
 def divides(key: str, value: Any, whole_key: str, whole: Any) -> None:

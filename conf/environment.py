@@ -57,13 +57,14 @@ class EnvironmentConfig:
     """Sampled tokens of an attempt; then it is truncated."""
     timeout_s: float = 600.0
     """Wall time of an attempt; then it is truncated, or failed if nothing was sampled. Bounds how long one that hangs
-    holds up a batch."""
+    holds up a batch. Waits for a free reward process or fence of the sandbox are not counted."""
     old_turns: str = "refuse"
     """Of attempts that outlast max_staleness. refuse: admission sees to it that there are none; the store's window is
     bounded by max_staleness. context: any store.window may let others overtake long attempts; their turns that are too
     old by then are read and not trained, and an attempt of which no turn is young enough is dropped (dropped/stale)."""
     tool_timeout_s: float = 30.0
-    """Of one tool call, from where it runs; then the model is told so, and the attempt goes on."""
+    """Of one tool call, from where it runs, waits for a free fence of the sandbox not counted; then the model is told
+    so, and the attempt goes on."""
     tool_threads: int = 32
     """Calls of tools that are plain functions run at a time, each in a thread, so that a slow one blocks nobody. One
     whose time is over leaves its place to the next."""

@@ -27,6 +27,10 @@ class DataError(PenstockError):
     exit_code = 2
 
 
+class PromptRefused(DataError):
+    """A prompt that leaves an engine no room for a response, or has no token."""
+
+
 class SamplingError(DataError, ValueError):
     """A value of a sampling distribution that no engine can draw from. `field`: its name."""
 

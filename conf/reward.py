@@ -89,7 +89,8 @@ def has_own_judge(function: str, options: Mapping[str, Any]) -> bool:
 class RewardConfig:
     function: str = "math_verify"
     """A registered name (math_verify, reasoning_gym, python_tests, sql_result, judge, label, digits),
-    `file.py:function`, or `package.module:function`."""
+    `file.py:function`, or `package.module:function`. It gets the whole response, thinking included; in an environment
+    the last answer without its thinking."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function."""
     num_workers: int = 1

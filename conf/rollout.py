@@ -1,9 +1,10 @@
 """How responses are sampled, and by what."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from penstock.conf.checks import above, at_least, one_of, within
+from penstock.conf.checks import above, at_least, is_utf8, one_of, within
 from penstock.conf.engine_options import check_engine_options
 from penstock.conf.errors import ConfigError
 
@@ -12,6 +13,10 @@ HIGHEST_TEMPERATURE = 2.0
 """vLLM takes no higher one."""
 LOWEST_TEMPERATURE = 0.01
 """Above greedy. vLLM raises lower ones to it, so that tokens would be drawn at another temperature than was said."""
+LARGEST_TOP_K = 2**31 - 1
+"""vLLM keeps it in 32 bits."""
+MAX_STOPS = 64
+"""Each is looked for after every token."""
 AUTO = "auto"
 """For num_workers: as many as the cluster has room for."""
 
@@ -25,13 +30,13 @@ class SamplingConfig:
     top_p: float = 1.0
     """Nucleus. Below 1 the trainer's log-probabilities (full distribution) differ from the engine's by construction."""
     top_k: int = 0
-    """Keep the k most likely tokens; 0: all."""
+    """Keep the k most likely tokens; 0: all. Of 32 bits."""
     min_p: float = 0.0
     """Drop tokens less likely than min_p times the likeliest."""
     max_tokens: int = 256
     """Longest response. Tokens."""
     stop: list[str] = field(default_factory=list)
-    """End a response at any of these strings."""
+    """End a response at any of these strings, 64 at most."""
     ignore_eos: bool = False
     """Sample on through the end-of-sequence token, to max_tokens. For benchmarks."""
     seeded: bool = True
@@ -40,11 +45,18 @@ class SamplingConfig:
     def __post_init__(self) -> None:
         within("rollout.sampling.temperature", self.temperature, LOWEST_TEMPERATURE, HIGHEST_TEMPERATURE)
         within("rollout.sampling.top_p", self.top_p, 1e-6, 1.0)
-        at_least("rollout.sampling.top_k", self.top_k, 0)
+        within("rollout.sampling.top_k", self.top_k, 0, LARGEST_TOP_K)
         within("rollout.sampling.min_p", self.min_p, 0.0, 1.0)
         at_least("rollout.sampling.max_tokens", self.max_tokens, 1)
-        if "" in self.stop:
-            raise ConfigError(f"rollout.sampling.stop={self.stop}: an empty text would end every response at once.")
+        if wrong := wrong_stops(self.stop):
+            raise ConfigError(f"rollout.sampling.stop={self.stop!r:.100}: {wrong}")
+
+
+def wrong_stops(stops: Sequence[Any]) -> str:
+    """Why no engine can take these stop strings; empty if all can."""
+    if isinstance(stops, str) or not all(isinstance(stop, str) and stop and is_utf8(stop) for stop in stops):
+        return "must be texts that are not empty, as one would end every response at once, and can be encoded."
+    return f"there may be {MAX_STOPS} of them." if len(stops) > MAX_STOPS else ""
 
 
 @dataclass

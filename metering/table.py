@@ -14,7 +14,9 @@ VERSIONS = (0.5, 1.5, 2.5, 3.5, 4.5, 8.5, 16.5)
 """Ray takes no bound of 0: what is not stale is below 0.5."""
 ON_VLLM, ON_GPU, IN_ENVIRONMENTS = "engine vllm", "GPU whose peak is known", "runs with an environment"
 
-DROP_REASONS = ("stale", "reward_error", "empty_response", "invalid_prompt", "store_lost", "node_lost")
+DROP_REASONS = (
+    "stale", "reward_error", "empty_response", "invalid_prompt", "refused_request", "store_lost", "node_lost",
+)  # fmt: skip
 """Known before any row is dropped, so that they begin at 0. Filters and environments name more."""
 REWARD_ERRORS_BY = ("raised", "bad_value", "timeout", "crash")
 OUTCOMES = ("completed", "truncated", "rejected", "failed")

@@ -6,8 +6,9 @@ Held by the controller, which calls it between two publications: the engines ser
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from penstock.conf.errors import PenstockError
@@ -15,11 +16,13 @@ from penstock.conf.reward import ENVIRONMENT_REWARD
 from penstock.conf.run import RunConfig
 from penstock.orchestrator.faults.causes import is_recoverable
 from penstock.orchestrator.fleet.fleet import Fleet
-from penstock.orchestrator.ray_calls import answer, answers
+from penstock.orchestrator.ray_calls import answers_or_end
 from penstock.workers.attempts.runner import Played
+from penstock.workers.concurrent_tasks import cancel_all
 from penstock.workers.prompts.opening import open_source
 from penstock.workers.protocols import Sampling
 from penstock.workers.rollout.worker import sample_seed
+from penstock.workers.trajectory.trajectory import REJECTED
 
 CORRECT = 1.0
 """A response counts as right when its reward is at least this: partial credit is none."""
@@ -42,7 +45,7 @@ class Score:
 
 
 Scores = Sequence[Score | None]
-"""Of the responses to one problem; None: it has none, which counts as wrong."""
+"""Of the responses to one problem that count; None: one that has no score, which counts as wrong."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,12 @@ class Evaluator:
         problems, metric = range(len(held_out.tasks)), f"accuracy/{name}"
         greedy = [self._sampling.greedy()] * len(problems)
         scores = await self._scores(fleet, held_out, 1, greedy)
-        found = {metric: _share(_right(scores))} | self._more(name, scores)
+        found = {metric: _share(chain(*_right(scores)))} | self._more(name, scores)
         if k := self._num_samples:
             samplings = [self._sampling.seeded(sample_seed(self._seed, problem)) for problem in problems]
             right = _right(await self._scores(fleet, held_out, k, samplings))
-            found |= {f"{metric}_avg@{k}": _share(right) / k, f"{metric}_pass@{k}": _share([n > 0 for n in right])}
+            found[f"{metric}_avg@{k}"] = _share(chain(*right))
+            found[f"{metric}_pass@{k}"] = _share(any(of_one) for of_one in right if of_one)
         return found
 
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
@@ -122,15 +126,19 @@ class Evaluator:
         rollouts = await fleet.present("rollout")
         rewards = await fleet.present("reward", fleet.first_stage("reward"))
         shares = [range(index, len(samplings), len(rollouts)) for index in range(len(rollouts))]
-        parts = await asyncio.gather(
-            *(
+        parts = [
+            asyncio.create_task(
                 self._score(rollout, rewards[index % len(rewards)], held_out, share, num_samples, samplings)
-                for index, (rollout, share) in enumerate(zip(rollouts, shares, strict=True))
             )
-        )
+            for index, (rollout, share) in enumerate(zip(rollouts, shares, strict=True))
+        ]
+        try:
+            await asyncio.gather(*parts)
+        finally:
+            await cancel_all(parts)
         scores: list[Scores] = [()] * len(samplings)
         for share, part in zip(shares, parts, strict=True):
-            scores[share.start :: len(rollouts)] = part
+            scores[share.start :: len(rollouts)] = part.result()
         return scores
 
     async def _score(
@@ -146,18 +154,19 @@ class Evaluator:
             return []
         prompts = [held_out.prompts[index] for index in share]
         call = rollout[1].generate.remote(prompts, num_samples, [samplings[index] for index in share])
-        groups = (await answers([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s))[0]
+        (groups,) = await answers_or_end([(rollout[0], call)], phase="evaluation", timeout_s=self._timeout_s)
         tasks = [held_out.tasks[index] for index in share for _ in range(num_samples)]
         texts = [completion.text for group in groups for completion in group]
-        score = reward[1].score.remote(tasks, texts)
-        scores = await answer(score, name=reward[0], phase="evaluation", timeout_s=self._timeout_s)
+        scoring = reward[1].score.remote(tasks, texts)
+        (scores,) = await answers_or_end([(reward[0], scoring)], phase="evaluation", timeout_s=self._timeout_s)
         values = [Score(value, value) if isinstance(value, float) else None for value in scores]
         return [values[first : first + num_samples] for first in range(0, len(texts), num_samples)]
 
 
 class EnvironmentEvaluator(Evaluator):
     """The same in an environment: attempts in the place of responses, and the rewards that are trained on. The greedy
-    attempt at a task is a group of its own, and the sampled ones are one."""
+    attempt at a task is a group of its own, and the sampled ones are one. What the environment rejects does not count;
+    an attempt that fails is wrong."""
 
     def __init__(self, sets: Mapping[str, HeldOut], config: RunConfig) -> None:
         super().__init__(sets, config)
@@ -171,27 +180,28 @@ class EnvironmentEvaluator(Evaluator):
             (index, place, attempt)
             for index, group in enumerate(groups)
             for place, attempt in enumerate(group)
-            if attempt is not None
+            if attempt.outcome.is_trained
         ]
         tasks = [held_out.tasks[index] for index, _, _ in kept]
         scores = await self._rewarded(fleet, tasks, [attempt for _, _, attempt in kept])
-        found: list[list[Score | None]] = [[None] * num_samples for _ in groups]
-        for (index, place, _), score in zip(kept, scores, strict=True):
-            found[index][place] = score
-        return [*found]
+        found = {(index, place): score for (index, place, _), score in zip(kept, scores, strict=True)}
+        return [
+            [found.get((index, place)) for place, attempt in enumerate(group) if attempt.outcome.kind != REJECTED]
+            for index, group in enumerate(groups)
+        ]
 
     async def _played(
         self, fleet: Fleet, held_out: HeldOut, samplings: Sequence[Sequence[Sampling]]
-    ) -> list[Sequence[Played | None]]:
+    ) -> list[Sequence[Played]]:
         """The attempts of each task's group, which one actor plays."""
         players, engines = await fleet.present("environment"), await fleet.present("rollout")
         calls = []
         for index, (name, handle) in enumerate(players):
             share = slice(index, None, len(players))
             calls.append((name, handle.play.remote(engines, held_out.tasks[share], samplings[share])))
-        found: list[Sequence[Played | None]] = [()] * len(samplings)
+        found: list[Sequence[Played]] = [()] * len(samplings)
         timeout_s = play_timeout_s(self._config, -(-sum(map(len, samplings)) // max(1, len(players))))
-        for index, part in enumerate(await answers(calls, phase="evaluation", timeout_s=timeout_s)):
+        for index, part in enumerate(await answers_or_end(calls, phase="evaluation", timeout_s=timeout_s)):
             found[index :: len(players)] = part
         return found
 
@@ -222,15 +232,18 @@ class EnvironmentEvaluator(Evaluator):
             for (name, handle), share in zip(actors, shares, strict=True)
         ]
         found: list[float | None] = [None] * len(texts)
-        parts = await answers(calls, phase="evaluation", timeout_s=self._timeout_s)
+        parts = await answers_or_end(calls, phase="evaluation", timeout_s=self._timeout_s)
         for share, part in zip(shares, parts, strict=True):
             found[share] = [value if isinstance(value, float) else None for value in part]
         return found
 
     def _more(self, name: str, scores: Sequence[Scores]) -> dict[str, float]:
-        """The mean reward, of those that have one: an environment's may be more than right or wrong."""
+        """The mean reward, of those that have one: an environment's may be more than right or wrong. And the share that
+        was rejected, if any was."""
         known = [score.total for of_one in scores for score in of_one if score is not None]
-        return {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
+        found = {f"heldout_reward/{name}": sum(known) / len(known)} if known else {}
+        rejected = _share(not of_one for of_one in scores)
+        return found | ({f"heldout_rejected/{name}": rejected} if rejected else {})
 
 
 def play_timeout_s(config: RunConfig, num_attempts: int) -> float:
@@ -251,10 +264,11 @@ def _summed(values: Sequence[float | None], weights: Sequence[float]) -> Score |
     return Score(known[0], sum(weight * value for weight, value in zip(weights, known, strict=True)))
 
 
-def _right(scores: Sequence[Scores]) -> list[int]:
-    """Of each problem, how many responses are."""
-    return [sum(score is not None and score.first >= CORRECT for score in of_one) for of_one in scores]
+def _right(scores: Sequence[Scores]) -> list[list[bool]]:
+    """Of each problem, which responses are."""
+    return [[score is not None and score.first >= CORRECT for score in of_one] for of_one in scores]
 
 
-def _share(counts: Sequence[int]) -> float:
-    return sum(counts) / max(1, len(counts))
+def _share(are: Iterable[bool]) -> float:
+    known = list(are)
+    return sum(known) / max(1, len(known))

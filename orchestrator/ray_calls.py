@@ -82,6 +82,18 @@ async def answers(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, ti
             task.cancel()
 
 
+async def answers_or_end(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
+    """The same of calls that nobody but this needs. Where it raises, at the deadline or because it is cancelled, they
+    end in their actors too: else an engine samples to the end for nobody."""
+    try:
+        return await answers(calls, phase=phase, timeout_s=timeout_s)
+    except BaseException:
+        for _, ref in calls:
+            if isinstance(ref, ray.ObjectRef):
+                ray.cancel(ref, recursive=False)
+        raise
+
+
 async def outcomes(calls: Sequence[tuple[str, Awaitable[Any]]], *, phase: str, timeout_s: float) -> list[Any]:
     """Of several actor calls that do not depend on each other, in order: each one's result, or the error that it
     failed with."""

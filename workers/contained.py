@@ -4,10 +4,13 @@ In asyncio a `SystemExit` that leaves a task ends the whole loop, and a `Cancell
 like a wish from outside. Here both become `CodeEnded`, an error like any other. What a user's code starts in tasks of
 its own is contained as well, on loops whose task factory is `containing`. Callbacks that it gives the loop
 (`call_soon`, `add_done_callback`) are not: a `SystemExit` in one of them ends the loop.
+
+Time that a user's code has stands still while it waits for what it shares with others (`waiting`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -15,6 +18,8 @@ T = TypeVar("T")
 
 _IS_USERS = ContextVar("is_users", default=False)
 """Whether a task is a user's."""
+_OWN_TIMES: ContextVar[tuple["OwnTime", ...]] = ContextVar("own_times", default=())
+"""Those that a task runs in: of an attempt, say, and of a tool that it calls."""
 
 
 class CodeEnded(Exception):
@@ -25,17 +30,75 @@ class TookTooLong(Exception):
     """A user's code did not end in time."""
 
 
+class OwnTime:
+    """Seconds that a user's code has, without those in which it waits for its turn (`waiting`).
+
+    Lifecycle: a task that is `started` in it, then `suffices`, once.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self.loop = asyncio.get_running_loop()
+        self._left_s, self._num_waits = seconds, 0
+        self._over: asyncio.Future[None] = self.loop.create_future()
+        self._go_on()
+
+    async def suffices(self, task: "asyncio.Task[Any]") -> bool:
+        """Whether the task ends in it: known as soon as it has ended, or its time is over. It is not cancelled then."""
+        ends: list[asyncio.Future[Any]] = [task, self._over]
+        try:
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._timer.cancel()
+        return task.done()
+
+    def hold(self) -> None:
+        """Until `release` it does not pass. Waits may overlap."""
+        if not self._num_waits:
+            self._timer.cancel()
+            self._left_s = max(0.0, self._ends - self.loop.time())
+        self._num_waits += 1
+
+    def release(self) -> None:
+        self._num_waits -= 1
+        if not self._num_waits:
+            self._go_on()
+
+    def _go_on(self) -> None:
+        self._ends = self.loop.time() + self._left_s
+        self._timer = self.loop.call_at(self._ends, self._end)
+
+    def _end(self) -> None:
+        if not self._over.done():
+            self._over.set_result(None)
+
+
+@contextmanager
+def waiting() -> Iterator[None]:
+    """Wait for something that others have: the time of the code that waits stands still, of a tool as of the attempt
+    that calls it. Only on the loop that they run on: a tool in a thread has its whole time there."""
+    loop = asyncio.get_running_loop()
+    held = [own_time for own_time in _OWN_TIMES.get() if own_time.loop is loop]
+    for own_time in held:
+        own_time.hold()
+    try:
+        yield
+    finally:
+        for own_time in held:
+            own_time.release()
+
+
 async def contained(call: Awaitable[T], timeout_s: float | None = None) -> T:
     """What a user's awaitable gives or raises, in a task of its own. One that does not hear that its time is over, or
-    that its caller is cancelled, is left to itself. Raises `TookTooLong`, `CodeEnded`."""
-    task = started(call)
+    that its caller is cancelled, is left to itself. `timeout_s`: of its own time. Raises `TookTooLong`, `CodeEnded`."""
+    own_time = OwnTime(timeout_s) if timeout_s is not None else None
+    task = started(call, own_time)
     try:
-        done, _ = await asyncio.wait([task], timeout=timeout_s)
+        in_time = await own_time.suffices(task) if own_time is not None else bool(await asyncio.wait([task]))
     finally:
         if not task.done():
             task.cancel()
             task.add_done_callback(heard)
-    if not done:
+    if not in_time:
         raise TookTooLong(f"it took longer than {timeout_s:g} s")
     return result_of(task)
 
@@ -46,9 +109,9 @@ async def called(function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
     return await function(*arguments)
 
 
-def started(call: Awaitable[T]) -> asyncio.Task[T]:
+def started(call: Awaitable[T], own_time: OwnTime | None = None) -> asyncio.Task[T]:
     """A task in which a user's code runs."""
-    return asyncio.create_task(_Contained(_users(call)))
+    return asyncio.create_task(_Contained(_users(call, own_time)))
 
 
 def result_of(task: asyncio.Task[T]) -> T:
@@ -71,8 +134,10 @@ def containing(loop: asyncio.AbstractEventLoop, call: Any, **keywords: Any) -> a
     return asyncio.Task(_Contained(call) if is_users else call, loop=loop, **keywords)
 
 
-async def _users(call: Awaitable[T]) -> T:
+async def _users(call: Awaitable[T], own_time: OwnTime | None) -> T:
     _IS_USERS.set(True)
+    if own_time is not None:
+        _OWN_TIMES.set((*_OWN_TIMES.get(), own_time))
     return await call
 
 

@@ -5,7 +5,6 @@ The loop that calls an engine is `workers/rollout/worker.py`; the one that calls
 `workers/trainer/worker.py`.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral, Real
@@ -13,14 +12,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from penstock.conf.checks import is_utf8
 from penstock.conf.errors import SamplingError
-from penstock.conf.rollout import HIGHEST_TEMPERATURE, LOWEST_TEMPERATURE, SamplingConfig
+from penstock.conf.rollout import HIGHEST_TEMPERATURE, LARGEST_TOP_K, LOWEST_TEMPERATURE, SamplingConfig, wrong_stops
 from penstock.store.data.rows import Rows
 
-LARGEST_TOP_K = 2**31 - 1
-"""vLLM keeps it in 32 bits."""
-MAX_STOPS = 64
-"""Each is looked for after every token."""
 STRUCTURES = ("json", "json_object", "regex", "choice", "grammar")
 
 
@@ -53,13 +49,13 @@ class Sampling:
         self._number("min_p", float, 0, 1)
         self._number("top_k", int, 0, LARGEST_TOP_K)
         self._number("max_tokens", int, 1)
-        is_stops = isinstance(self.stop, tuple) and all(isinstance(stop, str) and _is_utf8(stop) for stop in self.stop)
-        self._need(is_stops and "" not in self.stop, "stop", "must be texts that are not empty and can be encoded.")
-        self._need(len(self.stop) <= MAX_STOPS, "stop", f"there may be {MAX_STOPS} of them.")
+        self._need(isinstance(self.stop, tuple), "stop", "must be a tuple of texts.")
+        wrong = wrong_stops(self.stop)
+        self._need(not wrong, "stop", wrong)
         if self.structure is not None:
             is_one = isinstance(self.structure, Mapping) and len(self.structure) == 1
             self._need(is_one and {*self.structure} <= {*STRUCTURES}, "structure", f"is one of {STRUCTURES}.")
-            self._need(_is_utf8(self.structure), "structure", "must be JSON whose texts can be encoded.")
+            self._need(is_utf8(self.structure), "structure", "must be JSON whose texts can be encoded.")
 
     def _number(self, name: str, kind: type[int] | type[float], low: float, high: float | None = None) -> None:
         """It is one, within its bounds, and becomes Python's own."""
@@ -92,15 +88,6 @@ class Sampling:
 
     def greedy(self) -> "Sampling":
         return replace(self, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=None)
-
-
-def _is_utf8(value: Any) -> bool:
-    """As JSON. A lone surrogate cannot be encoded."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
 
 
 @dataclass(frozen=True)

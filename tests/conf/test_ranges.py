@@ -7,7 +7,7 @@ from penstock.conf.checks import above, at_least, one_of, within
 from penstock.conf.cluster import ClusterConfig, TrackingConfig
 from penstock.conf.data import DataConfig, EvaluationConfig
 from penstock.conf.diagnosis import DiagnosisConfig
-from penstock.conf.errors import ConfigError
+from penstock.conf.errors import ConfigError, SamplingError
 from penstock.conf.faults import FaultsConfig
 from penstock.conf.model import FreshModelConfig, ModelConfig
 from penstock.conf.reward import RewardConfig
@@ -17,6 +17,7 @@ from penstock.conf.store import StoreConfig
 from penstock.conf.trackers import WandbConfig
 from penstock.conf.trainer import DeepSpeedConfig, LoraConfig, OptimizerConfig, TrainerConfig
 from penstock.conf.weights import WeightsConfig
+from penstock.workers.protocols import Sampling
 
 OUT_OF_RANGE = [
     (RunConfig, "max_staleness", -1),
@@ -59,6 +60,7 @@ OUT_OF_RANGE = [
     (SamplingConfig, "rollout.sampling.top_p", 0.0),
     (SamplingConfig, "rollout.sampling.top_p", 1.1),
     (SamplingConfig, "rollout.sampling.top_k", -1),
+    (SamplingConfig, "rollout.sampling.top_k", 2**31),
     (SamplingConfig, "rollout.sampling.min_p", 2.0),
     (SamplingConfig, "rollout.sampling.max_tokens", 0),
     (RolloutConfig, "rollout.engine", "vlm"),
@@ -110,6 +112,23 @@ def test_a_value_out_of_range_is_refused_by_its_full_key(config_class, key, valu
 def test_a_heartbeat_must_be_able_to_come_in_time():
     with pytest.raises(ConfigError, match=r"faults\.heartbeat_timeout_s=5: .* faults\.heartbeat_s=10 seconds"):
         FaultsConfig(heartbeat_timeout_s=5.0)
+
+
+@pytest.mark.parametrize(
+    ("stop", "said"), [(["\ud800"], "can be encoded"), ([""], "not empty"), ([5], "texts"), ("ab", "texts"),
+                       ([f"stop {number}" for number in range(65)], "64 of them")],
+)  # fmt: skip
+def test_stop_strings_that_no_engine_can_take_are_refused_by_their_key(stop, said):
+    """As `Sampling` refuses them, which would be within an actor."""
+    with pytest.raises(ConfigError, match=rf"^rollout\.sampling\.stop=.*{said}"):
+        SamplingConfig(stop=stop)
+    with pytest.raises(SamplingError, match=rf"^stop=.*{said}"):
+        Sampling(stop=tuple(stop) if isinstance(stop, list) else stop)
+
+
+def test_the_widest_sampling_that_the_configuration_takes_is_taken_by_engines():
+    config = SamplingConfig(top_k=2**31 - 1, stop=[f"stop {number}" for number in range(64)])
+    assert Sampling.of(config).top_k == 2**31 - 1
 
 
 def test_every_default_is_within_its_range():

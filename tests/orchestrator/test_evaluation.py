@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock.conf.data import EvaluationConfig, EvaluationSetConfig
-from penstock.conf.errors import ConfigError, RewardFailure, WorkerDied
+from penstock.conf.errors import ConfigError, DeadlineExceeded, RewardFailure, WorkerDied
 from penstock.orchestrator.configuration.compose import load_config
 from penstock.orchestrator.evaluation import TRIES, EnvironmentEvaluator, Evaluator, HeldOut, play_timeout_s
 from penstock.workers.attempts.runner import Played
@@ -21,6 +21,7 @@ from penstock.workers.protocols import Completion, Sampling
 from penstock.workers.rollout.worker import sample_seed
 from penstock.workers.trajectory.trajectory import Trajectory
 from tests.workers.attempts.played import ScriptedEngines, make_runner
+from tests.workers.gateway.test_ray_engines import HANGS, Engine, until_idle
 
 NUM_PROBLEMS = 5
 
@@ -121,6 +122,53 @@ def test_problems_are_given_again_when_an_engine_dies_but_not_for_ever() -> None
         measured(play)
 
 
+@pytest.mark.ray
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("is_late", [True, False])
+def test_calls_of_an_evaluation_that_is_late_or_cancelled_end_in_their_engine(is_late: bool) -> None:
+    async def scenario() -> None:
+        engine = Engine.remote()  # type: ignore[attr-defined]
+        await engine.num_under_way.remote()
+        play = Play(set())
+        play._members["rollout"] = [("Rollout-0", engine)]
+        config = load_config(["recipe=arithmetic", f"rollout.generate_timeout_s={1 if is_late else 600}"])
+        evaluator = Evaluator({"heldout": HeldOut([[HANGS]], ["1 task"])}, config)
+        measuring = asyncio.ensure_future(evaluator.measure(play))  # type: ignore[arg-type]
+        await engine.begun.remote()
+        if not is_late:
+            measuring.cancel()
+        with pytest.raises(DeadlineExceeded if is_late else asyncio.CancelledError):
+            await measuring
+        await until_idle(engine)
+
+    asyncio.run(scenario())
+
+
+def test_the_other_engines_are_not_asked_any_more_once_one_has_died() -> None:
+    ended = []
+
+    async def hangs(*_: Any) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    def dies(*_: Any) -> None:
+        raise WorkerDied("an engine has died")
+
+    play = Play(set())
+    play._members["rollout"] = [("Rollout-0", actor(generate=hangs)), ("Rollout-1", actor(generate=dies))]
+    config = load_config(["recipe=arithmetic"])
+    evaluator = Evaluator({"heldout": HeldOut([[0], [1]], ["0 task", "1 task"])}, config)
+
+    async def scenario() -> None:
+        with pytest.raises(WorkerDied):
+            await evaluator.measure(play)  # type: ignore[arg-type]
+        assert len(ended) == TRIES
+
+    asyncio.run(scenario())
+
+
 def test_sets_have_names_problems_and_metrics_of_their_own() -> None:
     play = Play({(0, 0, True), (1, 0, True), (3, 0, True)})
     config = load_config(["recipe=arithmetic"])
@@ -189,18 +237,46 @@ def played(environment: Any, words: Sequence[str], *settings: str, num_players: 
 
 
 def test_an_environment_is_measured_by_the_rewards_that_are_trained_on() -> None:
-    """Of words of 2, 4 and 5 characters, of which the second is rejected and the last has no length."""
+    """Of words of 2, 4, 5 and 2 characters, of which the second is rejected and the last has no length."""
     rewards = "rewards=[{function: environment}, {function: lengths.py:by_length, weight: 0.5}]"
     words = ["up", "stop", "right", "no"]
-    assert played(Words(), words) == {"accuracy/heldout": 0.75, "heldout_reward/heldout": 1.0}
+    rejected = {"heldout_rejected/heldout": 0.25}
+    assert played(Words(), words) == {"accuracy/heldout": 1.0, "heldout_reward/heldout": 1.0, **rejected}
     assert played(Words(), words, rewards) == {
-        "accuracy/heldout": 0.5, "heldout_reward/heldout": (1 + 0.5 * 2 + 1 + 0.5 * 5) / 2,
+        "accuracy/heldout": 2 / 3, "heldout_reward/heldout": (1 + 0.5 * 2 + 1 + 0.5 * 5) / 2, **rejected,
     }  # fmt: skip
+
+
+class Failing(Words):
+    """Raises where the policy says so, and rejects every second sampled attempt."""
+
+    async def run(self, task: Task, ctx: Context) -> None:
+        await super().run(task, ctx)
+        said = ctx.turns[-1].text
+        if said == "fail":
+            raise ValueError("the game crashed")
+        if said and not said.strip("a") and len(said) % 2:
+            ctx.reject("odd")
+        ctx.reward(float(said == "aa"))
+
+
+def test_attempts_that_are_rejected_are_left_out_and_those_that_fail_are_wrong() -> None:
+    """Of four samples "a" to "aaaa" two are rejected, and one of the others is right."""
+    assert played(Failing(), ["up", "fail", "stop"], "evaluation.num_samples=4") == {
+        "accuracy/heldout": 0.5, "heldout_reward/heldout": 1.0, "heldout_rejected/heldout": 1 / 3,
+        "accuracy/heldout_avg@4": 0.5, "accuracy/heldout_pass@4": 1.0,
+    }  # fmt: skip
+
+
+def test_problems_whose_attempts_are_all_rejected_leave_accuracy_without_any() -> None:
+    assert played(Words(), ["stop"]) == {"accuracy/heldout": 0.0, "heldout_rejected/heldout": 1.0}
 
 
 def test_accuracy_in_an_environment_goes_by_the_first_reward() -> None:
     rewards = "rewards=[{function: lengths.py:by_length}, {function: environment, weight: -1}]"
-    assert played(Words(), ["up", "stop"], rewards) == {"accuracy/heldout": 0.5, "heldout_reward/heldout": 2 - 1.0}
+    assert played(Words(), ["up", "stop"], rewards) == {
+        "accuracy/heldout": 1.0, "heldout_reward/heldout": 2 - 1.0, "heldout_rejected/heldout": 0.5,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("num_players", [1, 2, 3])

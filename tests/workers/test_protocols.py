@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.conf.errors import DataError, SamplingError
-from penstock.conf.rollout import LOWEST_TEMPERATURE
-from penstock.workers.protocols import LARGEST_TOP_K, Sampling
+from penstock.conf.rollout import LARGEST_TOP_K, LOWEST_TEMPERATURE
+from penstock.workers.protocols import Sampling
 
 WRONG: list[tuple[str, Any]] = [
     ("temperature", -1),

@@ -124,9 +124,8 @@ class Environments:
 
     async def play(
         self, engines: Sequence[tuple[str, Any]], tasks: Sequence[str], samplings: Sequence[Sequence[Sampling]]
-    ) -> list[list[Played | None]]:
-        """A group of attempts at each task (the `task` column), one for each of its samplings; None for an attempt that
-        is not trained. For evaluation."""
+    ) -> list[list[Played]]:
+        """A group of attempts at each task (the `task` column), one for each of its samplings. For evaluation."""
         assert self._runner is not None
         runner = self._runner
         await self.engines(engines)

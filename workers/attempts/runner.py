@@ -21,7 +21,7 @@ from penstock.conf.environment import EnvironmentConfig
 from penstock.conf.errors import DataError, PenstockError
 from penstock.metering import table
 from penstock.metering.meters import Meters
-from penstock.workers.contained import CodeEnded, called, contained, heard, result_of, started
+from penstock.workers.contained import CodeEnded, OwnTime, called, contained, heard, result_of, started
 from penstock.workers.environments.context import Context, finite
 from penstock.workers.environments.task import Task
 from penstock.workers.environments.tools.calling import Toolbox
@@ -41,17 +41,18 @@ MakeSession = Callable[[Sampling], Session]
 
 @dataclass(frozen=True)
 class Played:
-    """What evaluation is told of an attempt that counts."""
+    """What evaluation is told of an attempt."""
 
-    reward: float
+    outcome: Outcome
+    reward: float = 0.0
     """By the environment."""
-    text: str
-    """Of the last answer, without thinking and calls, for reward functions."""
+    text: str = ""
+    """Of the last answer, without thinking and calls, for reward functions. Empty for one that is not trained."""
 
     @classmethod
-    def of(cls, attempt: Trajectory) -> "Played | None":
-        """None: the attempt would not be trained."""
-        return cls(attempt.reward, attempt.text) if attempt.outcome.is_trained else None
+    def of(cls, attempt: Trajectory) -> "Played":
+        outcome = attempt.outcome
+        return cls(outcome, attempt.reward, attempt.text) if outcome.is_trained else cls(outcome)
 
 
 class Runner:
@@ -135,13 +136,14 @@ class Runner:
         return found
 
     async def _played(self, task: Task, ctx: Context, session: Session) -> Outcome:
-        playing = started(called(self.environment.run, task, ctx))
+        own_time = OwnTime(self._config.timeout_s)
+        playing = started(called(self.environment.run, task, ctx), own_time)
         try:
-            done, _ = await asyncio.wait([playing], timeout=self._config.timeout_s)
+            in_time = await own_time.suffices(playing)
         except asyncio.CancelledError:
             await self._ended(playing)
             raise
-        if not done:
+        if not in_time:
             text = f"the attempt took longer than {self._config.timeout_s:g} s (environment.timeout_s)"
             is_scoring = ctx.is_scoring
             session.end(LimitReached("time", text))

@@ -1,7 +1,7 @@
 """A process that an environment starts and talks to over its stdin and stdout: one line is one message, or all that it
 says is its answer.
 
-What it has started ends with it.
+Its process group ends with it: all that it has started, but what has left the group by a session of its own.
 """
 
 import asyncio

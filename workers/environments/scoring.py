@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.conf.errors import DataError
+from penstock.workers.contained import waiting
 from penstock.workers.reward.outcome import RewardError
 from penstock.workers.reward.pool import RewardPool
 from penstock.workers.reward.registry import RewardSpec
@@ -46,10 +47,11 @@ class Scoring:
     async def score(self, answer: Any, task: Mapping[str, Any]) -> float:
         """`answer`: text, or what else the function takes. `task`: the row's columns. Raises `DataError` where the
         function raises, hangs or gives no number: the attempt has failed then, and is not trained as one that was
-        wrong."""
+        wrong. Until a process is free, no time of the attempt's own passes."""
         if self._starting is None:
             self._starting = asyncio.ensure_future(self._pool.start())
-        await asyncio.shield(self._starting)
+        with waiting():
+            await asyncio.shield(self._starting)
         (found,) = await self._pool.score([answer], [json.dumps(dict(task), default=str)])
         if isinstance(found, RewardError):
             raise DataError(f"reward {self._function} cannot score this answer: {found.kind}: {found.text}")

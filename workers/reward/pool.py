@@ -13,6 +13,7 @@ from typing import Any
 from penstock.conf.errors import DeadlineExceeded, PenstockError, WorkerDied
 from penstock.conf.reward import RewardConfig
 from penstock.workers.concurrent_tasks import cancel_all
+from penstock.workers.contained import waiting
 from penstock.workers.reward.outcome import Result, RewardError, in_order
 from penstock.workers.reward.process import RewardProcess
 from penstock.workers.reward.registry import RewardSpec
@@ -168,7 +169,8 @@ class RewardPool:
     async def _take(self) -> RewardProcess:
         """An idle process; one that ended while it was idle is replaced, and no sample blamed."""
         while True:
-            process = await self._idle.get()
+            with waiting():
+                process = await self._idle.get()
             if isinstance(process, PenstockError):
                 self._idle.put_nowait(process)
                 raise process

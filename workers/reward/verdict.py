@@ -3,8 +3,8 @@
     JSON with a score ─▶ else, in the text without its scale:
     after a word like "score" ─▶ out of the highest ─▶ alone on its line ─▶ the only number ─▶ else no verdict
 
-The last of a kind counts, but those out of the highest have to agree. An answer that may be read in two ways is an
-error, so that no verdict is made up.
+The last after such a word counts; those out of the highest, and those alone on their lines, have to agree. An answer
+that may be read in two ways is an error, so that no verdict is made up.
 """
 
 import json
@@ -96,7 +96,7 @@ def _in_text(text: str, low: float, high: float, whole: str) -> float:
         (kind for kind in (
             [token.value for token in tokens if token.is_labelled][-1:],
             [token.value for token in tokens if token.is_fraction and token.value is not None],
-            [token.value for token in tokens if token.is_alone][-1:],
+            [token.value for token in tokens if token.is_alone],
         ) if kind),
         [token.value for token in tokens],
     )  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, WeightError, WorkerDied
+from penstock.conf.errors import DataError, DeadlineExceeded, ModelError, PromptRefused, WeightError, WorkerDied
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.trainer import LoraConfig
 from penstock.conf.weights import WeightsConfig
@@ -80,7 +80,8 @@ class HfEngine:
         await asyncio.get_running_loop().run_in_executor(self._compute, self.open_model)
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """Raises `DataError` for a prompt that leaves no room for a response, `WorkerDied` once closed."""
+        """Raises `PromptRefused` for a prompt that leaves no room for a response, `DataError` for a structure,
+        `WorkerDied` once closed."""
         if sampling.structure:
             raise DataError("the hf engine samples without structure: set rollout.engine=vllm.")
         executor = self._executor()
@@ -192,7 +193,7 @@ class HfEngine:
     def _room(self, prompt_ids: Sequence[int], sampling: Sampling) -> int:
         room = self._config.max_model_len - len(prompt_ids)
         if len(prompt_ids) == 0 or room < 1:
-            raise DataError(
+            raise PromptRefused(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
                 f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
             )

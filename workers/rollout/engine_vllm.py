@@ -21,7 +21,15 @@ from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from penstock.conf.errors import DataError, DeadlineExceeded, PenstockError, ResourceError, WeightError, WorkerDied
+from penstock.conf.errors import (
+    DataError,
+    DeadlineExceeded,
+    PenstockError,
+    PromptRefused,
+    ResourceError,
+    WeightError,
+    WorkerDied,
+)
 from penstock.conf.rollout import RolloutConfig
 from penstock.conf.weights import WeightsConfig
 from penstock.metering.meters import Meters
@@ -108,10 +116,11 @@ class VllmEngine:
         await self._in_time("warm-up", self._warm_up(), self._config.start_timeout_s, "rollout.start_timeout_s")
 
     async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
-        """Raises `DataError` for a prompt that leaves no room for a response, `WorkerDied` when the engine is gone."""
+        """Raises `PromptRefused` for a prompt that leaves no room for a response, `DataError` for another request that
+        vLLM does not take, `WorkerDied` when the engine is gone."""
         self._check_alive()
         if not 0 < len(prompt_ids) < self._config.max_model_len:
-            raise DataError(
+            raise PromptRefused(
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for a response in rollout.max_model_len="
                 f"{self._config.max_model_len}, or is empty. Raise rollout.max_model_len or filter the data by length."
             )

@@ -14,7 +14,7 @@ from contextlib import suppress
 
 import numpy as np
 
-from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired
+from penstock.conf.errors import DataError, DeadlineExceeded, LeaseExpired, PromptRefused
 from penstock.store.client.client import StoreClient
 from penstock.store.client.lease import Lease
 from penstock.store.data.rows import Rows
@@ -79,7 +79,8 @@ class RolloutWorker:
         try:
             completions = await self._generate(group_id, rows.arrays("prompt_ids")[0].tolist(), num_samples)
         except DataError as error:
-            await store.drop(lease, rows.row_ids, "invalid_prompt", str(error))
+            reason = "invalid_prompt" if isinstance(error, PromptRefused) else "refused_request"
+            await store.drop(lease, rows.row_ids, reason, str(error))
             return
         if self._greedy:
             with suppress(LeaseExpired):

@@ -15,6 +15,7 @@ from typing import Any
 
 from penstock.conf.errors import NotStarted
 from penstock.conf.sandbox import SandboxConfig
+from penstock.workers.contained import waiting
 from penstock.workers.sandbox.check import check
 from penstock.workers.sandbox.fence import Machine
 from penstock.workers.sandbox.limits import Limits
@@ -34,7 +35,8 @@ class Sandbox:
     Lifecycle: `start` is optional, and else done by the first use; `close` takes all fences down, and what runs then is
     lost. Before anything runs, a program tries the fence from inside; if it has a hole, or cannot be built, every use
     raises `SandboxUnavailable`. So does the first fence that is given no control group where others were. Executions
-    that find no worker free wait for one. A call that is cancelled ends what it runs.
+    that find no worker free wait for one; their caller's own time stands still meanwhile. A call that is cancelled ends
+    what it runs.
     """
 
     def __init__(
@@ -122,7 +124,8 @@ class Sandbox:
         """An idle worker, for one execution. `new`: one that has run nothing."""
         if self._is_closed:
             raise NotStarted("Sandbox: it is closed. Make another.")
-        worker = await self._workers.get()
+        with waiting():
+            worker = await self._workers.get()
         kept: Worker | None = None
         try:
             if worker is not None and new and worker.num_executions:
@@ -130,7 +133,8 @@ class Sandbox:
                 self._all.discard(worker)
                 worker = None
             if worker is None:
-                worker = await self._started()
+                with waiting():
+                    worker = await self._started()
             yield worker
             kept = worker if self.reuse and worker.is_open else None
         finally:

@@ -8,6 +8,7 @@ import pytest
 from penstock.conf.errors import DeadlineExceeded
 from penstock.metering.meters import Meters
 from penstock.workers.contained import CodeEnded, containing
+from penstock.workers.environments.scoring import NUM_PROCESSES, Scoring
 from penstock.workers.environments.task import Task
 from penstock.workers.gateway.errors import LimitReached
 from penstock.workers.protocols import Sampling
@@ -180,6 +181,36 @@ def test_one_that_hangs_is_truncated_by_time_and_fails_without_a_turn() -> None:
     assert play(Played(late), say("y"), timeout_s=0.2)[0].outcome.reason == "time"
     failed = play(Played(hangs), say("y"), timeout_s=0.1)[0].outcome
     assert (failed.kind, failed.reason) == (FAILED, "timeout")
+
+
+def test_a_wait_for_a_free_reward_process_is_not_in_the_time_of_an_attempt() -> None:
+    """An attempt that has begun later is over while the first one still waits."""
+
+    async def scenario() -> None:
+        scoring, asked_for = Scoring("digits", timeout_s=60), asyncio.Event()
+
+        async def scored(ctx: Any) -> None:
+            turn = await ctx.sample(asked("hello"))
+            asked_for.set()
+            ctx.reward(await ctx.scored(scoring.score(turn.answer, {})))
+
+        async def hangs(ctx: Any) -> None:
+            await ctx.sample(asked("hello"))
+            await asyncio.Event().wait()
+
+        await scoring.score("1", {})
+        busy = [await scoring._pool._take() for _ in range(NUM_PROCESSES)]
+        engines, sampling = ScriptedEngines(say("42")), Sampling(max_tokens=8)
+        first = asyncio.ensure_future(make_runner(Played(scored), engines, timeout_s=3).attempt(TASK, sampling))
+        await asked_for.wait()
+        second = await make_runner(Played(hangs), engines, timeout_s=3).attempt(TASK, sampling)
+        assert second.outcome.reason == "time"
+        for process in busy:
+            scoring._pool._give_back(process, whole=True)
+        assert ((await first).outcome.kind, (await first).reward) == (COMPLETED, 1.0)
+        await scoring.aclose()
+
+    asyncio.run(asyncio.wait_for(scenario(), 120))
 
 
 def test_one_that_does_not_hear_its_end_gets_nothing_sampled_any_more(monkeypatch: pytest.MonkeyPatch) -> None:

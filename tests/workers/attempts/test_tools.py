@@ -13,6 +13,7 @@ from penstock.conf.sandbox import SandboxConfig
 from penstock.workers.protocols import Sampling
 from penstock.workers.sandbox.limits import Limits
 from penstock.workers.sandbox.outcome import Outcome
+from penstock.workers.sandbox.sandbox import Sandbox
 from penstock.workers.sandbox.tools import python
 from tests.workers.attempts.played import TASK, Played, ScriptedEngines, make_runner, play
 
@@ -144,6 +145,37 @@ def test_a_program_has_the_limits_of_the_environments_sandbox(monkeypatch: pytes
     monkeypatch.setattr("penstock.workers.sandbox.tools._sandbox", sandbox_of)
     assert called("[python(code='0')]", [python], sandbox=SandboxConfig(require_cgroup=True))[0] == "done"
     assert asked == [Limits(require_cgroup=True)]
+
+
+def test_a_tool_around_the_sandbox_does_not_wait_for_it_in_its_own_time() -> None:
+    """A tool that is called later, and hangs, is over while the first one still waits."""
+    sandbox, waits = Sandbox(num_workers=1), asyncio.Event()
+
+    async def computes(code: str) -> str:
+        waits.set()
+        return (await sandbox.run_python(code)).stdout
+
+    async def hangs() -> None:
+        await asyncio.Event().wait()
+
+    async def frees(ctx: Any) -> None:
+        await sandbox.start()
+        place = await sandbox._workers.get()
+        turn = await ctx.sample([{"role": "user", "content": "?"}], tools)
+        toolbox = ctx.toolbox(tools)
+        computing = asyncio.ensure_future(toolbox.call(turn.calls[0]))
+        await waits.wait()
+        told.append(await toolbox.call(turn.calls[1]))
+        sandbox._workers.put_nowait(place)
+        told.append(await computing)
+
+    told: list[str] = []
+    tools = [computes, hangs]
+    text = "[computes(code='print(6*7)'),hangs()]"
+    sampling = Sampling(max_tokens=100)
+    play(Played(frees), lambda prompt, _: text, sampling=sampling, tool_timeout_s=3, max_model_len=4000)
+    sandbox.close()
+    assert told == ["Error: hangs did not return within 3 s.", "42\n"]
 
 
 def test_a_tools_time_begins_when_it_runs() -> None:

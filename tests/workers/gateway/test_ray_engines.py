@@ -15,6 +15,10 @@ from penstock.workers.protocols import Completion, Sampling
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
+HANGS = 1
+"""As the first token of a prompt."""
+
+
 class Conversation:
     """Whatever asks."""
 
@@ -32,7 +36,7 @@ class Engine:
         self._num_under_way += 1
         self._begun.set()
         try:
-            if kind == 1:
+            if kind == HANGS:
                 await asyncio.sleep(3600)
             if kind == 2:
                 raise OverflowError("what nobody has thought of")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from penstock.conf.errors import DataError, WeightError
+from penstock.conf.errors import PromptRefused, WeightError
 from penstock.workers.models.fresh import EOS_ID
 from penstock.workers.protocols import Completion, Publication, Sampled, Sampling
 from penstock.workers.rollout.sampling import sampling_logprobs
@@ -167,7 +167,7 @@ def test_a_response_ends_where_the_models_context_does(served) -> None:
 
 @pytest.mark.parametrize("num_prompt_tokens", [0, 512, 600])
 def test_a_prompt_without_room_for_a_response_names_the_key(served, num_prompt_tokens: int) -> None:
-    with pytest.raises(DataError, match=r"rollout\.max_model_len"):
+    with pytest.raises(PromptRefused, match=r"rollout\.max_model_len"):
         generate(served, prompt=[20] * num_prompt_tokens)
 
 

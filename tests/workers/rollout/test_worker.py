@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from penstock.algorithms.graph.columns import PROMPT_COLUMNS, ROLLOUT_COLUMNS, STANDARD_COLUMNS
-from penstock.conf.errors import DataError, DeadlineExceeded, WorkerDied, WorkerFailed
+from penstock.conf.errors import DataError, DeadlineExceeded, PromptRefused, WorkerDied, WorkerFailed
 from penstock.store.client.client import StoreClient
 from penstock.store.service.store import Store
 from penstock.store.spec import StageSpec, StoreSpec
@@ -160,11 +160,12 @@ def test_empty_responses_are_dropped_and_counted() -> None:
     assert asyncio.run(scenario())["dropped/empty_response"] == GROUP_SIZE
 
 
-def test_a_prompt_that_the_engine_refuses_is_dropped_with_the_reason() -> None:
+@pytest.mark.parametrize(("error", "reason"), [(PromptRefused, "invalid_prompt"), (DataError, "refused_request")])
+def test_what_the_engine_refuses_is_dropped_with_the_reason(error: type[DataError], reason: str) -> None:
     class Refusing(ScriptedEngine):
         async def generate(self, prompt_ids: Sequence[int], num_samples: int, sampling: Sampling) -> list[Completion]:
             if prompt_ids[0] == 10:
-                raise DataError("a prompt of 9999 tokens leaves no room")
+                raise error("a prompt of 9999 tokens leaves no room")
             return await super().generate(prompt_ids, num_samples, sampling)
 
     async def scenario() -> None:
@@ -172,7 +173,7 @@ def test_a_prompt_that_the_engine_refuses_is_dropped_with_the_reason() -> None:
         running = asyncio.create_task(make_worker(Refusing()).run(client))
         await client.put_groups(prompts(5))
         assert await asyncio.wait_for(client.lease_shared("train", 0, 0, 1), 10) is not None
-        assert (await client.stats())["dropped/invalid_prompt"] == GROUP_SIZE
+        assert (await client.stats())[f"dropped/{reason}"] == GROUP_SIZE
         assert any("9999 tokens" in line for line in (await client.describe())["last_drops"])
         await client.close("the test is over")
         await running

@@ -7,8 +7,9 @@ them and the next answer is the difference of two of its texts:
     template(before, answer, new, to speak)  = A + more
 
 A template that does not begin the second text with the first one has rewritten its history (some strip the thinking of
-earlier answers); then there is nothing that the sampled tokens could go on with. Thinking that is empty does not count:
-Qwen3 writes it into the last answer alone, and without it nothing that was said is another.
+earlier answers); then there is nothing that the sampled tokens could go on with. Thinking that is empty does not count,
+nor do line ends before an answer: Qwen3 writes that thinking into the last answer alone, strips line ends there, and
+without both nothing that was said is another.
 """
 
 import re
@@ -58,7 +59,7 @@ class TemplateFormat:
     def next_prompt_ids(
         self, turn: Turn, before: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        so_far = [*before, turn.message]
+        so_far = [*before, _without_first_line_ends(turn.message)]
         closed, going_on = self._text(so_far, tools), self._text([*so_far, *new], tools, to_speak=True)
         if not going_on.startswith(closed) and not turn.message.get("reasoning_content"):
             closed = _without_last(EMPTY, closed)
@@ -159,6 +160,11 @@ def as_message(call: ToolCall) -> Mapping[str, Any]:
 def _without_last(pattern: re.Pattern[str], text: str) -> str:
     found = list(pattern.finditer(text))
     return text[: found[-1].start()] + text[found[-1].end() :] if found else text
+
+
+def _without_first_line_ends(message: Message) -> Message:
+    """As it is compared, in both texts; what follows it is the same."""
+    return {**message, "content": str(message.get("content") or "").lstrip("\n")}
 
 
 def _with_short_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

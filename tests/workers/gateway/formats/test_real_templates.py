@@ -85,6 +85,16 @@ def test_without_tools_a_conversation_goes_on_unless_the_template_rewrites_it(na
 
 
 @pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("tools", [(), (ADD,)])
+def test_an_answer_that_begins_with_line_ends_goes_on_like_others(name: str, tools: Sequence[Any]) -> None:
+    """Qwen3 strips them in the last answer alone."""
+    family = FAMILIES[name]
+    call = [family.called(ARGUMENTS)] if tools else []
+    plain, odd = (play(family, [*call, family.said(text), *call, text], tools)[0] for text in ("4.", "\n\n4."))
+    assert [turn.parent for turn in odd.turns] == [turn.parent for turn in plain.turns]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
 def test_prompts_are_the_same_when_an_attempt_is_played_again(name: str) -> None:
     family = FAMILIES[name]
     once, again = (play(family, game(family))[0].turns for _ in range(2))
