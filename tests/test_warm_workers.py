@@ -1,13 +1,11 @@
 """Warm workers differ in what processes that were started one by one would differ in."""
 
 import os
-import signal
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-import psutil
-
+from tests.warm_workers import STARTED
 from tests.warm_workers import warm_python as started
 
 ID = "from ray._raylet import UniqueID; print(UniqueID.from_random().hex())"
@@ -33,8 +31,7 @@ def test_processes_of_a_test_run_share_what_they_are_forked_from(warm_python: Se
 def test_the_death_of_the_server_is_told_as_such(tmp_path: Path) -> None:
     """Whoever is refused later would be taken for the cause."""
     command = started(tmp_path / "warm", os.getpid(), modules=["json"])
-    (server,) = [child for child in psutil.Process().children() if str(tmp_path) in " ".join(child.cmdline())]
-    os.kill(server.pid, signal.SIGKILL)
+    STARTED[-1].kill()
     while subprocess.run([command, "-c", ""], capture_output=True, check=False).returncode == 0:
         pass
     done = subprocess.run([command, "-c", ""], capture_output=True, check=False, text=True)
