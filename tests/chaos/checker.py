@@ -87,6 +87,8 @@ def _answer(done: Done, events: Sequence[tuple[float, dict[str, Any]]]) -> Answe
             return Answer(done, noticed, "recovered", event["seconds"], was_starting)
         if event["kind"] == "node_left" and (done.how == POWER or done.who == f"Agent-{event['node']}"):
             return Answer(done, noticed, "did without", 0.0, was_starting)
+        if event["kind"] == "left" and _is_of(event, done):  # its node has gone before it was back
+            return Answer(done, noticed, "did without", 0.0, was_starting)
         if event["kind"] == "returned":
             return Answer(done, noticed, "returned", event["seconds"], was_starting)
         if event["kind"] == "taken_over" and done.who == COMMAND:

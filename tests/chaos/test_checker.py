@@ -62,6 +62,16 @@ def test_a_good_run_has_kept_everything(tmp_path: Path) -> None:
     assert Left().found(tmp_path, FAULT, Done("2", CUT, 1, 120.0), after_its_end) == []
 
 
+def test_one_that_was_noticed_and_left_with_its_node_before_it_was_back_is_done_without(tmp_path: Path) -> None:
+    left = Left()
+    left.events[4:5] = [event(112.0, "node_left", node="10.0.0.3"), event(112.0, "left", member="Rollout-0")]
+    assert left.found(tmp_path, FAULT) == []
+
+
+def one_leaves_before_anybody_notices(left: Left) -> None:
+    left.events[3:5] = [event(112.0, "left", member="Rollout-0")]
+
+
 def a_step_is_missing(left: Left) -> None:
     del left.metrics[1]
 
@@ -111,6 +121,7 @@ def it_ends_badly(left: Left) -> None:
         (a_token_is_stale, "has a token of version 1"),
         (a_token_is_of_the_future, "which was not there yet"),
         (nobody_notices, "nobody noticed"),
+        (one_leaves_before_anybody_notices, "nobody noticed"),
         (it_is_noticed_late, "noticed after 11.0 s, not within 10 s"),
         (it_ends_badly, "the last event is 'failed'"),
     ],

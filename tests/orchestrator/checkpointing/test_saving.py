@@ -252,7 +252,7 @@ config = RunConfig(algorithm=GrpoConfig(), checkpoint=CheckpointConfig(directory
 directory, progress = Mock(), Mock()
 files = OneMachine(roles.__getitem__)
 places = {"places": files.places, "collect": files.collect, "discard": files.discard, "present": files.present}
-fleet = Some(role=roles.get, flow=flow, model_path="/", **places)
+fleet = Some(role=roles.get, flow=flow, model_path="/", resumed=None, **places)
 writer = CheckpointWriter(fleet, Store(), config, directory, progress)
 checkpoints = Checkpoints(str(place), config.checkpoint)
 
