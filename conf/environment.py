@@ -74,7 +74,7 @@ class EnvironmentConfig:
     """End the run when more than this share of the last 100 attempts failed."""
     gateway: GatewayConfig = field(default_factory=GatewayConfig)
     sandbox: SandboxConfig = field(default_factory=SandboxConfig)
-    """Of `ctx.sandbox()` and of the tool python: what code that the model wrote may use."""
+    """Limits of `ctx.sandbox()` and of the tool python: what code that the model wrote may use."""
 
     def __post_init__(self) -> None:
         one_of("environment.old_turns", self.old_turns, OLD_TURNS)

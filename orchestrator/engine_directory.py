@@ -23,7 +23,7 @@ class EngineDirectory:
         self._fleet = fleet
         self._engines: list[tuple[str, Any]] = []
         self._version = 0
-        """Of the list: engines are compared once a look, and not once for each environment."""
+        """The list's version: engines are compared once a look, and not once for each environment."""
         self._told: dict[str, tuple[Any, int]] = {}
         """By environment: its handle, and the version that it knows."""
 

@@ -265,7 +265,7 @@ def _summed(values: Sequence[float | None], weights: Sequence[float]) -> Score |
 
 
 def _right(scores: Sequence[Scores]) -> list[list[bool]]:
-    """Of each problem, which responses are."""
+    """Which responses to each problem are right."""
     return [[score is not None and score.first >= CORRECT for score in of_one] for of_one in scores]
 
 

@@ -249,7 +249,7 @@ class Training:
         self._begin_with(own if own is not None else self._first)
 
     def _begin_with(self, resumed: Checkpoint | None) -> None:
-        """Of the next fleet."""
+        """Choose what the next fleet goes on from."""
         self._resumed = resumed
         self._namespace = namespace_of(self._directory.run_id)
         note_connection(self._directory, self._namespace)
