@@ -27,7 +27,7 @@ from penstock.store.service.wire import MOST_BYTES, SCRATCH
 from tests.store.driver import make_spec
 from tests.store.frames import frame, read
 from tests.store.players import group, values_of
-from tests.store.visitors import files_in, serve, visit
+from tests.store.visitors import files_in, serve, until, visit
 
 
 def batch_of(num_rows: int, num_columns: int = 1) -> pa.RecordBatch:
@@ -214,7 +214,7 @@ def test_what_a_client_held_or_waited_for_is_free_as_soon_as_it_is_gone(tmp_path
         assert lease is not None
         assert lease.rows.row_ids.tolist() == held.rows.row_ids.tolist()
         assert not any(map(len, store._consumers.values()))
-        assert not list((tmp_path / "shm").glob(f"{dead._name}-*"))
+        await until(lambda: not list((tmp_path / "shm").glob(f"{dead._name}-*")))
 
     serve(tmp_path, body)
 
