@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import select
 import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -128,8 +129,14 @@ def test_the_death_of_its_process_is_told_and_the_next_episode_has_another() -> 
 
     def dies_once(prompt: str) -> str:
         if not killed:
-            killed.append(environment._episodes._process.pid)
+            process = environment._episodes._process
+            killed.append(process.pid)
             os.killpg(killed[0], signal.SIGKILL)
+            reader = select.poll()
+            reader.register(process.stdin.fileno(), 0)
+            assert [event for _, event in reader.poll(60_000)] == [select.POLLERR], (
+                "the fork that lives as long as the process still reads what it is told"
+            )
         return adds(prompt)
 
     async def play() -> tuple[Trajectory, Trajectory]:
